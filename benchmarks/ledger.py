@@ -56,7 +56,7 @@ def one_run(folder: Path, steps: int) -> dict[str, float]:
     meter, alone = Meter(time.monotonic_ns()), Meter(time.monotonic_ns())
     for one in (meter, alone):
         one.entered(1, 0, 1)
-        one.level(0)
+        one.synchronized(0)
     meter.publish(str(folder / "agent"))
     keeper.started(os.getpid(), "0.0")
     over = threading.Event()

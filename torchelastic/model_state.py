@@ -23,17 +23,17 @@ from torchelastic.model.step_salvage import Salvaged
 from torchelastic.model.transfer import Packed, message_device, pack, synchronize, unpack
 from torchelastic.model.world_change import WorldChange, WorldWatch
 from torchelastic.model.wrapping import check_unsharded
-from torchelastic.rendezvous.records import Standing, Worth
+from torchelastic.rendezvous.records import StateProgress, StateStatus
 from torchelastic.state import State
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_MODES = ("commit", "full")
-UNLEVEL_MODES = ("log", "raise")
+OUT_OF_SYNC_MODES = ("log", "raise")
 
 
 class ModelState(InCheckpoints, State):
-    """Model, optimizer, scheduler, sampler, random numbers and counters, kept level and whole.
+    """Model, optimizer, scheduler, sampler, random numbers and counters, kept in sync and whole.
 
     In a train step use `state.model` (wrapped for the present group), `state.optimizer` and so on. Gradients are
     averaged over the global batch: with an `ElasticBatchSampler` or an `ElasticStream` each rank counts by its share of
@@ -56,7 +56,7 @@ class ModelState(InCheckpoints, State):
         extra: your own values: rolled back, sent to newcomers, saved. Plain ones, tensors, and objects with
             state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/state.md.
         snapshot: "commit" or "full", see above.
-        on_unlevel: after each sync digests are compared; if members differ where they must not, "log" an error or
+        on_out_of_sync: after each sync digests are compared; if members differ where they must not, "log" an error or
             "raise" a NonRetryableException on every rank.
         find_unused_parameters: as for DDP; for steps whose backward passes do not reach every parameter (a GAN).
         logical_shards: cut each global batch into this many shards and have the same bits at any world size; the step
@@ -69,7 +69,7 @@ class ModelState(InCheckpoints, State):
         module: the user's module.
         model: the module to call in a step: DDP where the group has several members.
         step: committed steps.
-        level: what the comparison after the last sync has found; None before the first.
+        replica_comparison: what the comparison after the last sync has found; None before the first.
         epoch: the sampler's epoch where it has one, else yours to set.
 
     Raises:
@@ -85,12 +85,15 @@ class ModelState(InCheckpoints, State):
         sampler: Any = None,
         extra: dict[str, Any] | None = None,
         snapshot: str = "commit",
-        on_unlevel: str = "log",
+        on_out_of_sync: str = "log",
         find_unused_parameters: bool = False,
         logical_shards: int | None = None,
         salvage: str = "discard",
     ) -> None:
-        for name, value, known in (("snapshot", snapshot, SNAPSHOT_MODES), ("on_unlevel", on_unlevel, UNLEVEL_MODES)):
+        for name, value, known in (
+            ("snapshot", snapshot, SNAPSHOT_MODES),
+            ("on_out_of_sync", on_out_of_sync, OUT_OF_SYNC_MODES),
+        ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         check_unsharded(model)
@@ -99,18 +102,18 @@ class ModelState(InCheckpoints, State):
         self.optimizer: Any = optimizer
         self.scheduler = scheduler
         self.sampler = sampler
-        self.level: digest.ReplicaComparison | None = None
+        self.replica_comparison: digest.ReplicaComparison | None = None
         self._extras = Extras({} if extra is None else extra)
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
         copies = self._extras.keep_large if snapshot == "commit" else None
         self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
         self._world = WorldWatch()
-        self._on_unlevel = on_unlevel
+        self._on_out_of_sync = on_out_of_sync
         self.step = 0
         self._epoch = 0
         self._mode = snapshot
-        self._standing = Standing.FRESH
+        self._state_status = StateStatus.INITIAL
         self._buffers: list[torch.Tensor] = list(model.buffers())
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._ahead: Snapshot | None = None
@@ -185,9 +188,9 @@ class ModelState(InCheckpoints, State):
         return None if left is None else self.step + int(left)
 
     @property
-    def standing(self) -> Standing:
-        """What this state is worth as a source for others."""
-        return self._standing
+    def status(self) -> StateStatus:
+        """How complete this state is, as a source for others."""
+        return self._state_status
 
     # --- undoing a step ---------------------------------------------------------------------------
 
@@ -220,19 +223,23 @@ class ModelState(InCheckpoints, State):
         self._optimizers.commit()
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
-        """What the weights are worth now that the step has failed."""
+        """How complete the weights are, now that the step has failed."""
         progress = self._optimizers.progress
         if progress is OptimizerProgress.UNTOUCHED:
             return
         if progress is OptimizerProgress.UNDOABLE:
             self._optimizers.undo()
             self._extras.restore_large()
-        elif progress is OptimizerProgress.COMPLETE and self._standing is Standing.WHOLE and self.step == snapshot.step:
+        elif (
+            progress is OptimizerProgress.COMPLETE
+            and self._state_status is StateStatus.COMPLETE
+            and self.step == snapshot.step
+        ):
             self.commit()
             self._ahead = self._capture(None)
-            self._standing = Standing.UNCOMMITTED
+            self._state_status = StateStatus.UNCOMMITTED
         else:
-            self._standing = Standing.TORN
+            self._state_status = StateStatus.PARTIAL
 
     def _capture(self, full: Packed | None) -> Snapshot:
         return Snapshot(
@@ -267,7 +274,7 @@ class ModelState(InCheckpoints, State):
     # --- bringing members level -------------------------------------------------------------------
 
     def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
-        """Bring all members level with the best state there is, and wrap the module for the new group.
+        """Synchronize all members with the best state there is, and wrap the module for the new group.
 
         Bytes move only to members that lack them. A receiver's own state stays whole until all has arrived.
 
@@ -280,32 +287,32 @@ class ModelState(InCheckpoints, State):
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
-        worths, offers = self._gather_worths(world_size, device)
-        best = max(worths)
-        if best.standing is Standing.TORN:
+        all_progress, offers = self._gather_progress(world_size, device)
+        best = max(all_progress)
+        if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
                 "no member holds a whole state: the step failed inside the optimizer on every worker. Use "
                 "ModelState(..., snapshot='full'), or give train() a checkpoint manager to go back to"
             )
-        was_moved = self._bring_level(worths, rank, device)
-        self._standing = Standing.WHOLE
+        was_moved = self._synchronize(all_progress, rank, device)
+        self._state_status = StateStatus.COMPLETE
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved)
         self._extras.measure()
         self._buffers = list(self.module.buffers())
-        level = [best.standing is Standing.WHOLE and worth == best for worth in worths]
-        offers = [offer if ok else 0 for offer, ok in zip(offers, level, strict=True)]
+        in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
+        offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
         self._gradients.enter_group(offers, self.step, rank, device)
         self._world.changed(world_size, rank)
 
-    def _bring_level(self, worths: Sequence[Worth], rank: int, device: torch.device) -> bool:
+    def _synchronize(self, all_progress: Sequence[StateProgress], rank: int, device: torch.device) -> bool:
         """Move the source's state to those who lack it; returns whether there are any."""
-        world_size, best = len(worths), max(worths)
-        source = worths.index(best)
-        if worths[rank] == best and self._standing is Standing.UNCOMMITTED:
+        world_size, best = len(all_progress), max(all_progress)
+        source = all_progress.index(best)
+        if all_progress[rank] == best and self._state_status is StateStatus.UNCOMMITTED:
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
-        fresh = best.standing is Standing.FRESH
-        stale = [other for other in range(world_size) if other != source and (fresh or worths[other] < best)]
+        fresh = best.state_status is StateStatus.INITIAL
+        stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
         if stale:
             tree = self.state_dict() if rank == source else None
             received = synchronize(tree, source=source, stale=stale, rank=rank, world_size=world_size, device=device)
@@ -313,21 +320,23 @@ class ModelState(InCheckpoints, State):
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
                 self._catch_up_random()
-        if best.standing is Standing.UNCOMMITTED:
-            equals = [other for other in range(world_size) if other != source and worths[other] == best]
+        if best.state_status is StateStatus.UNCOMMITTED:
+            equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
             parts = (self._optimizers, self._schedulers, self._extras)
             synchronize_auxiliary(*parts, source=source, equals=equals, rank=rank, world_size=world_size, device=device)
         return bool(stale)
 
-    def _gather_worths(self, world_size: int, device: torch.device) -> tuple[list[Worth], list[int]]:
-        """What each rank's state is worth, and how much each has kept of the step that failed."""
-        mine = torch.tensor([int(self._standing), self.step, self._gradients.offer(self.step)], device=device)
+    def _gather_progress(self, world_size: int, device: torch.device) -> tuple[list[StateProgress], list[int]]:
+        """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
+        mine = torch.tensor([int(self._state_status), self.step, self._gradients.offer(self.step)], device=device)
         gathered = [mine]
         if world_size > 1:
             gathered = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(gathered, mine)
         rows = [row.tolist() for row in gathered]
-        return [Worth.of(Standing(standing), step) for standing, step, _ in rows], [offer for _, _, offer in rows]
+        return [StateProgress.of(StateStatus(status), step) for status, step, _ in rows], [
+            offer for _, _, offer in rows
+        ]
 
     def _catch_up_random(self) -> None:
         """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""
@@ -339,19 +348,19 @@ class ModelState(InCheckpoints, State):
         assert self._ahead is not None
         log.warning("every survivor had completed the optimizer step %d when it failed: it stands", self._ahead.step)
         self._restore(self._ahead)
-        self._standing = Standing.WHOLE
+        self._state_status = StateStatus.COMPLETE
         self._replaced += 1
 
     def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
-        """Whether everybody really is level now; a sample is enough where nothing was sent."""
+        """Whether all really are in sync now; a sample is enough where nothing was sent."""
         parts = self._parts()
-        self.level = digest.compare(parts, world_size=world_size, device=device, thorough=thorough)
-        publish_metric("torchelastic", "sync.unlevel.parts", len(self.level.wrong))
-        if self.level.is_level:
+        self.replica_comparison = digest.compare(parts, world_size=world_size, device=device, thorough=thorough)
+        publish_metric("torchelastic", "sync.unlevel.parts", len(self.replica_comparison.wrong))
+        if self.replica_comparison.is_level:
             return
-        log.error("after the sync at step %d: %s", self.step, self.level)
-        if self._on_unlevel == "raise":
-            raise NonRetryableException(f"after the sync at step {self.step}: {self.level}")
+        log.error("after the sync at step %d: %s", self.step, self.replica_comparison)
+        if self._on_out_of_sync == "raise":
+            raise NonRetryableException(f"after the sync at step {self.step}: {self.replica_comparison}")
 
     def _parts(self) -> dict[str, Any]:
         return {
@@ -389,7 +398,7 @@ class ModelState(InCheckpoints, State):
         self.step, self._epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
             torch.set_rng_state(tree["random"].cpu())
-        self._standing = Standing.WHOLE
+        self._state_status = StateStatus.COMPLETE
         self._replaced += 1
 
     def save(self, stream: BinaryIO) -> None:

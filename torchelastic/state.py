@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torchelastic.errors import NonRetryableException
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.tiered.reading import StoredParts
@@ -23,9 +23,9 @@ class State(ABC):
     """
 
     @property
-    def standing(self) -> Standing:
-        """What this state is worth as a source for others; WHOLE unless a subclass knows better."""
-        return Standing.WHOLE
+    def status(self) -> StateStatus:
+        """How complete this state is, as a source for others; COMPLETE unless a subclass knows better."""
+        return StateStatus.COMPLETE
 
     @abstractmethod
     def sync(self, *args: Any) -> Any:

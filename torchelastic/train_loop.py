@@ -303,7 +303,7 @@ class TrainLoop:
         return snapshot
 
     def roll_back(self, snapshot: Any) -> None:
-        """Back to the snapshot; what it is worth now goes to the coordinator, who chooses a source by it."""
+        """Back to the snapshot; how complete it is now goes to the coordinator, who chooses a source by it."""
         self.state.apply(snapshot)
         self.coordinator.state_changed(self.state, synced=False)
 

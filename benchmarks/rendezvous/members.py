@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from benchmarks.rendezvous.counting import CountingStore
 from benchmarks.rendezvous.crowd import Answer
 from torchelastic.agent.membership import Membership
-from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import Settings
 
 KEYS = Keys("/torchelastic/rendezvous-benchmark")
@@ -127,10 +127,10 @@ class _Host:
     def ask(self, failed: bool) -> None:
         """The member wants the next round: at first for the first time, then because a step failed."""
         self._asked_for = self._wanted
-        standing = Standing.WHOLE if failed else Standing.FRESH
+        state_status = StateStatus.COMPLETE if failed else StateStatus.INITIAL
         step = 1000 * self._wanted if failed else 0
         self.membership.declare(
-            Member(self._member_id, self._name, self._address, self._wanted, step, standing, failed=failed)
+            Member(self._member_id, self._name, self._address, self._wanted, step, state_status, failed=failed)
         )
 
     def replace_member(self) -> None:

@@ -163,7 +163,12 @@ def main() -> None:
     loader = ElasticLoader(make_dataset(SAMPLES), sampler)
     given: Any = setup.optimizers if setup.two else setup.optimizers["all"]
     state = RecordedState(
-        setup.module, given, sampler=sampler, extra=setup.extra, on_unlevel="raise", find_unused_parameters=setup.two
+        setup.module,
+        given,
+        sampler=sampler,
+        extra=setup.extra,
+        on_out_of_sync="raise",
+        find_unused_parameters=setup.two,
     )
     coordinator = RecordedCoordinator(process_group_timeout=options.timeout_ms)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan

@@ -172,7 +172,7 @@ class Job:
         return found
 
     def rounds(self) -> dict[int, int]:
-        """The world size of each round in which somebody was brought level, by number."""
+        """The world size of each round in which somebody was synchronized, by number."""
         return {event["round"]: event["world"] for event in sorted(self.of("synced"), key=lambda e: int(e["round"]))}
 
     # --- identity ---------------------------------------------------------------------------------

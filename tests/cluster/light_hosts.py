@@ -14,7 +14,7 @@ from typing import Any
 
 from torchelastic.agent.membership import Membership
 from torchelastic.rendezvous.etcd import EtcdStore
-from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import asks, asks_again
@@ -99,7 +99,7 @@ class LightHost:
         self._declare(
             asks(
                 member, known, store_address="127.0.0.1:1", step=step,
-                standing=Standing.WHOLE if step else Standing.FRESH, failed=failed, patience_s=10.0,
+                state_status=StateStatus.COMPLETE if step else StateStatus.INITIAL, failed=failed, patience_s=10.0,
             )
         )  # fmt: skip
         self._waiting.add(worker)

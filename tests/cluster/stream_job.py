@@ -153,7 +153,7 @@ def main() -> None:
     state = RecordedState(
         model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), sampler=stream, extra={"seen": 0},
         logical_shards=len(LENGTHS) if options.shards == "logical" else None, salvage=options.salvage,
-        on_unlevel="raise",
+        on_out_of_sync="raise",
     )  # fmt: skip
     coordinator = RecordedCoordinator(process_group_timeout=20000)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan

@@ -16,7 +16,7 @@ from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.accounts import LOOKS
+from torchelastic.ledger.accounts import STYLES
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.listening import listening
@@ -231,11 +231,11 @@ def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_
         colours = "[...document.querySelectorAll('#ledger .bar i')].map((one) => getComputedStyle(one).backgroundColor)"
         await tab.prefer(dark=False)
         light = await tab.ask(paper)
-        assert await tab.ask(colours) == [rgb(look.light) for look in LOOKS.values()]
+        assert await tab.ask(colours) == [rgb(style.light) for style in STYLES.values()]
         await tab.prefer(dark=True)
         dark = await tab.ask(paper)
         assert light != dark
-        assert await tab.ask(colours) == [rgb(look.dark) for look in LOOKS.values()]
+        assert await tab.ask(colours) == [rgb(style.dark) for style in STYLES.values()]
         await tab.ask("document.getElementById('theme').click()")
         assert await tab.ask(paper) == light
         assert await tab.ask("document.getElementById('theme').ariaLabel") == "Colours: light"

@@ -54,7 +54,7 @@ def _train(socket_path: str, *, saves: bool) -> None:
     meter.publish(socket_path)
     meter.group_wanted()
     meter.entered(1, 0, 1)
-    meter.level(0)
+    meter.synchronized(0)
     print("begun", flush=True)
     while True:
         meter.step_committed()

@@ -25,7 +25,7 @@ from torchelastic.agent.events import (
     RoundChanged,
     WorkerLeaves,
 )
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
 
 Scenario = Callable[["Host"], Awaitable[None]]
 
@@ -123,7 +123,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def join(worker: Worker, **fields: Any) -> None:
-    message = {"store_address": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0, **fields}
+    message = {"store_address": "h:1", "step": 3, "state_status": 3, "failed": False, "patience_s": 2.0, **fields}
     worker.say(op="join", **message)
 
 
@@ -192,7 +192,7 @@ def test_a_worker_is_welcomed_joins_and_is_declared(tmp_path: Path) -> None:
         await until(lambda: host.declared)
         member = host.declared[0]
         assert (member.member_id, member.step, member.ready_for) == (welcome["member"], 3, 1)
-        assert member.standing is Standing.WHOLE
+        assert member.state_status is StateStatus.COMPLETE
 
     with_host(tmp_path, scenario)
 
@@ -245,7 +245,7 @@ def test_garbage_ends_that_connection_and_no_other(tmp_path: Path) -> None:
         bad = await host.open()
         bad.say(op="hello", pid=8, local_rank=1)
         await bad.hear()
-        join(bad, standing=99)
+        join(bad, state_status=99)
         assert await bad.is_hung_up()
         join(good)
         await until(lambda: host.declared)
@@ -266,7 +266,7 @@ POISON = [
     "-1",
 ]
 HELLO = {"op": "hello", "pid": 7, "local_rank": 0}
-JOIN = {"op": "join", "store_address": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0}
+JOIN = {"op": "join", "store_address": "h:1", "step": 3, "state_status": 3, "failed": False, "patience_s": 2.0}
 DONE = {"op": "done", "step": 9}
 METRICS = {"op": "metrics", "items": [["g", "n", 1.5, 0.0]]}
 
@@ -275,7 +275,7 @@ METRICS = {"op": "metrics", "items": [["g", "n", 1.5, 0.0]]}
     ("before", "message", "field"),
     [
         *(((), HELLO, field) for field in ("pid", "local_rank")),
-        *(((HELLO,), JOIN, field) for field in ("store_address", "step", "standing", "failed", "patience_s")),
+        *(((HELLO,), JOIN, field) for field in ("store_address", "step", "state_status", "failed", "patience_s")),
         ((HELLO,), DONE, "step"),
         (({"op": "metrics-hello", "pid": 7, "local_rank": 0},), METRICS, "items"),
     ],

@@ -293,7 +293,7 @@ def test_the_wait_for_data_is_counted() -> None:
             yield number
 
     meter = this_worker()
-    meter.level(0)
+    meter.synchronized(0)
     before_ns = meter.tally().totals[Account.DATA_WAIT]
     stream = ElasticStream(slow, 2, global_batch_size=2)
     next(stream)

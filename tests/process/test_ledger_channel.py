@@ -224,7 +224,7 @@ def test_a_worker_without_an_agent_counts_and_publishes_nothing(
     meter.publish_to_parent()
     meter.publish(str(tmp_path / "not-there" / "agent"))
     assert not meter.is_published
-    meter.level(0)
+    meter.synchronized(0)
     meter.step_committed()
     assert meter.tally().committed == 1
     assert list(tmp_path.iterdir()) == []
@@ -236,7 +236,7 @@ def test_where_there_is_no_shared_memory_the_page_is_next_to_the_socket(
     monkeypatch.setattr(page_module, "SHARED_MEMORY", tmp_path / "none")
     meter = Meter(process_started_ns(os.getpid()))
     meter.publish(str(socket_path))
-    meter.level(3)
+    meter.synchronized(3)
     keeper = Keeper(socket_path, "host")
     keeper.started(os.getpid(), "p")
     keeper.poll()
@@ -251,7 +251,7 @@ def _commit_once(meter: Meter) -> None:
 def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None:
     meter = Meter(process_started_ns(os.getpid()))
     meter.publish(str(socket_path))
-    meter.level(0)
+    meter.synchronized(0)
     keeper = Keeper(socket_path, "host")
     keeper.started(os.getpid(), "0.0")
     child = multiprocessing.get_context("fork").Process(target=_commit_once, args=(meter,))
@@ -322,7 +322,7 @@ def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait() -> None:
             return index
 
     meter = this_worker()
-    meter.level(0)
+    meter.synchronized(0)
     before_ns = meter.tally().totals[Account.DATA_WAIT]
     loader = ElasticLoader(Slow(), ElasticBatchSampler(4, 2, epochs=1, seed=0))
     for _ in range(2):

@@ -172,7 +172,7 @@ def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, 
     meter = Meter(clock.now_ns, clock)
     meter.publish(str(tmp_path / "agent"))
     meter.entered(1, 0, 1)
-    meter.level(0)
+    meter.synchronized(0)
     seconds = int(hours * 3600)
     for second in range(seconds):
         for _ in range(50):
@@ -186,7 +186,7 @@ def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, 
             meter.step_undone("a peer was lost")
             meter.group_wanted()
             meter.entered(second, 0, 1)
-            meter.level(50 * second)
+            meter.synchronized(50 * second)
     size = len(json.dumps(ledger_to_dict(keeper.now())))
     assert size < 60_000, f"the book has {size} bytes"
     files = list((tmp_path / "ledger").iterdir())

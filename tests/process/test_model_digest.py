@@ -20,7 +20,7 @@ import torchelastic
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.model import digest as digests
 from torchelastic.model.digest import PIECE_BYTES, ReplicaComparison, digest, leaves_of
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 
 WORLD_SIZE = 3
 
@@ -171,8 +171,8 @@ def trained(state: torchelastic.ModelState, seed: int) -> None:
 
 
 def outcome(state: torchelastic.ModelState) -> dict[str, Any]:
-    assert state.level is not None
-    return {"level": state.level, "text": str(state.level)}
+    assert state.replica_comparison is not None
+    return {"level": state.replica_comparison, "text": str(state.replica_comparison)}
 
 
 def layer(state: torchelastic.ModelState, number: int) -> Any:
@@ -214,11 +214,11 @@ def everything(rank: int) -> dict[str, Any]:
             mischief(state)
         state.sync()
         results[name] = outcome(state)
-        state._standing = Standing.WHOLE if rank == 0 else Standing.FRESH  # bring the others level again
+        state._state_status = StateStatus.COMPLETE if rank == 0 else StateStatus.INITIAL  # synchronize the others again
         state.sync()
         results[f"{name} repaired"] = outcome(state)
         state.extra.pop("another", None)
-    strict = make_state(seed=rank, on_unlevel="raise")
+    strict = make_state(seed=rank, on_out_of_sync="raise")
     strict.sync()
     if rank == 2:
         touch(layer(strict, 0).weight)
@@ -237,10 +237,10 @@ def after_a_step_that_stands(rank: int) -> dict[str, Any]:
     state = make_state(seed=0)
     state.sync()
     fail_after_the_optimizer(state, rank)
-    standing = state.standing
+    state_status = state.status
     state.sync()
     rate, averaged = state.optimizer.param_groups[0]["lr"], int(state.extra["ema"].n_averaged)
-    return {"standing": standing, "step": state.step, "rate": rate, "averaged": averaged, **outcome(state)}
+    return {"state_status": state_status, "step": state.step, "rate": rate, "averaged": averaged, **outcome(state)}
 
 
 def a_step_that_stands_beside_a_spare(rank: int) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def a_step_that_stands_beside_a_spare(rank: int) -> dict[str, Any]:
     fail_after_the_optimizer(state, rank)
     if rank == 2:
         state.load_state_dict(old)
-    before = (state.standing, state.step)
+    before = (state.status, state.step)
     state.sync()
     return {"before": before, "step": state.step, **outcome(state)}
 
@@ -361,15 +361,15 @@ def test_a_step_that_stands_on_ranks_that_failed_at_different_places_leaves_them
 ) -> None:
     for result in results:
         stands = result["after a step that stands"]
-        assert stands["standing"] is Standing.UNCOMMITTED
+        assert stands["state_status"] is StateStatus.UNCOMMITTED
         assert (stands["step"], stands["rate"], stands["averaged"]) == (1, pytest.approx(0.09), 1)
         assert stands["level"].is_level
 
 
 def test_a_whole_state_of_an_older_step_does_not_undo_one_that_stands(results: list[dict[str, Any]]) -> None:
     together = [result["beside a spare"] for result in results]
-    trained_on = (Standing.UNCOMMITTED, 1)
-    assert [one["before"] for one in together] == [trained_on, trained_on, (Standing.WHOLE, 0)]
+    trained_on = (StateStatus.UNCOMMITTED, 1)
+    assert [one["before"] for one in together] == [trained_on, trained_on, (StateStatus.COMPLETE, 0)]
     assert [one["step"] for one in together] == [2, 2, 2]
     assert all(one["level"].is_level for one in together)
 

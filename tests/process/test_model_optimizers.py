@@ -13,7 +13,7 @@ import torch
 import torchelastic
 from tests.process.test_model_state import assert_same, picture
 from torchelastic.model.optimizers import StepCounts
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 
 
 class Pair(torch.nn.Module):
@@ -54,8 +54,8 @@ def optimizers_of(state: torchelastic.ModelState) -> list[torch.optim.Optimizer]
     return list(given.values()) if isinstance(given, dict) else list(given)
 
 
-def standing_of(state: torchelastic.ModelState) -> Standing:
-    return state.standing
+def status_of(state: torchelastic.ModelState) -> StateStatus:
+    return state.status
 
 
 def backward(state: torchelastic.ModelState) -> None:
@@ -84,7 +84,7 @@ def test_a_step_that_fails_between_two_optimizers_leaves_no_trace(make: Optimize
         attempt(state, "01")
     before = picture(state)
     state.apply(attempt(state, order, commit=False))
-    assert state.standing is Standing.WHOLE
+    assert state.status is StateStatus.COMPLETE
     assert_same(before, picture(state))
     assert all(parameter.grad is None for parameter in state.module.parameters())
 
@@ -107,7 +107,7 @@ def test_an_optimizer_that_evaluates_in_its_step_is_undone_too() -> None:
     snapshot = state.snapshot()
     state.optimizer["first"].step(closure)
     state.apply(snapshot)
-    assert state.standing is Standing.WHOLE
+    assert state.status is StateStatus.COMPLETE
     assert_same(before, picture(state))
 
 
@@ -125,16 +125,16 @@ def test_the_step_repeated_after_a_failure_between_two_optimizers_has_the_same_b
 def test_a_step_is_complete_only_when_all_that_usually_step_have_stepped() -> None:
     state = make_state()
     state.apply(attempt(state, "01", commit=False))
-    assert standing_of(state) is Standing.UNCOMMITTED
+    assert status_of(state) is StateStatus.UNCOMMITTED
     state.sync()
-    assert (state.step, state.standing) == (1, Standing.WHOLE)
+    assert (state.step, state.status) == (1, StateStatus.COMPLETE)
     attempt(state, "0001")  # three critic steps for one of the generator
     before = picture(state)
     state.apply(attempt(state, "001", commit=False))
-    assert standing_of(state) is Standing.WHOLE, "one more was to come, so all was copied and is undone"
+    assert status_of(state) is StateStatus.COMPLETE, "one more was to come, so all was copied and is undone"
     assert_same(before, picture(state))
     state.apply(attempt(state, "0001", commit=False))
-    assert standing_of(state) is Standing.UNCOMMITTED
+    assert status_of(state) is StateStatus.UNCOMMITTED
 
 
 def test_a_step_in_which_one_of_them_rests_is_never_taken_for_a_complete_one() -> None:
@@ -143,7 +143,7 @@ def test_a_step_in_which_one_of_them_rests_is_never_taken_for_a_complete_one() -
         attempt(state, order)
         before = picture(state)
         state.apply(attempt(state, "0", commit=False))
-        assert state.standing is Standing.WHOLE, "it might have been a step of both, and half of it is missing"
+        assert state.status is StateStatus.COMPLETE, "it might have been a step of both, and half of it is missing"
         assert_same(before, picture(state))
 
 
@@ -159,7 +159,7 @@ def test_a_failure_inside_the_last_optimizer_is_torn() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         state.optimizer["second"].step()
     state.apply(snapshot)
-    assert state.standing is Standing.TORN
+    assert state.status is StateStatus.PARTIAL
 
 
 def test_one_optimizer_that_steps_once_is_never_copied() -> None:
@@ -188,7 +188,7 @@ def test_how_often_optimizers_step_is_sent_along_with_the_state() -> None:
     attempt(state, "001")
     newcomer.load_state_dict(state.state_dict(), with_random=False)
     newcomer.apply(attempt(newcomer, "01", commit=False))
-    assert newcomer.standing is Standing.WHOLE, "a newcomer that took this for complete would be a step apart"
+    assert newcomer.status is StateStatus.COMPLETE, "a newcomer that took this for complete would be a step apart"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_state_with_several_pickles_and_still_knows_where_a_step_failed() -> N
     copy = pickle.loads(pickle.dumps(state))
     before = picture(copy)
     copy.apply(attempt(copy, "0", commit=False))
-    assert copy.standing is Standing.WHOLE
+    assert copy.status is StateStatus.COMPLETE
     assert_same(before, picture(copy))
 
 
@@ -298,7 +298,7 @@ def test_a_sync_that_fails_after_the_state_has_come_leaves_that_state_whole() ->
     snapshot = state.snapshot()  # what the train loop takes before it forms a group
     state.load_state_dict(source.state_dict(), with_random=False)
     state.apply(snapshot)  # a peer was lost at the very end of the sync
-    assert (state.step, state.standing) == (3, Standing.WHOLE)
+    assert (state.step, state.status) == (3, StateStatus.COMPLETE)
     assert_same(source.module.state_dict(), state.module.state_dict())
 
 
@@ -315,4 +315,4 @@ def test_a_sync_that_fails_after_a_step_was_found_to_stand_does_not_bring_its_nu
     with pytest.raises(RuntimeError, match="very end"):
         state.sync()
     state.apply(snapshot)
-    assert (state.step, state.standing) == (1, Standing.WHOLE), "its weights are those after the step"
+    assert (state.step, state.status) == (1, StateStatus.COMPLETE), "its weights are those after the step"

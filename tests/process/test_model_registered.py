@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import torchelastic
 from tests.process.test_model_state import assert_same, picture
 from torchelastic.model.extras import SMALL_BYTES
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 
 
 class Tally:
@@ -146,7 +146,7 @@ def test_an_ema_updated_between_two_optimizers_is_undone_with_the_first(width: i
         state.optimizer[0].step()
         state.extra["ema"].update_parameters(state.module)
         state.apply(snapshot)
-        assert state.standing is Standing.WHOLE
+        assert state.status is StateStatus.COMPLETE
         assert_same(before, picture(state))
 
 

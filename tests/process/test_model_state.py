@@ -12,7 +12,7 @@ import torch
 import torchelastic
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.model.transfer import pack, unpack
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 
 
 def make_state(snapshot: str = "commit", width: int = 8, **options: Any) -> torchelastic.ModelState:
@@ -70,7 +70,7 @@ def test_a_step_that_fails_before_the_optimizer_leaves_no_trace() -> None:
     state.scheduler.step()
     state.apply(snapshot)
     assert_same(before, picture(state))
-    assert state.standing is Standing.WHOLE
+    assert state.status is StateStatus.COMPLETE
     assert all(parameter.grad is None for parameter in state.module.parameters())
 
 
@@ -95,9 +95,9 @@ def test_a_step_that_fails_after_the_optimizer_stands_if_nobody_has_better() -> 
     one_step(state)
     after = {name: value.clone() for name, value in state.module.state_dict().items()}
     state.apply(snapshot)
-    assert (state.standing, state.step) == (Standing.UNCOMMITTED, 0)
+    assert (state.status, state.step) == (StateStatus.UNCOMMITTED, 0)
     state.sync()
-    assert (state.standing, state.step) == (Standing.WHOLE, 1)
+    assert (state.status, state.step) == (StateStatus.COMPLETE, 1)
     assert_same(after, dict(state.module.state_dict()))
     assert state.scheduler.last_epoch == 1
 
@@ -115,7 +115,7 @@ def test_a_step_that_fails_inside_the_optimizer_is_torn_and_alone_cannot_go_on()
     with pytest.raises(RuntimeError, match="inside"):
         state.optimizer.step()
     state.apply(snapshot)
-    assert state.standing is Standing.TORN
+    assert state.status is StateStatus.PARTIAL
     with pytest.raises(torchelastic.NonRetryableException, match="snapshot='full'"):
         state.sync()
 
@@ -130,7 +130,7 @@ def test_a_full_snapshot_undoes_the_optimizer_too() -> None:
     one_step(state)
     state.apply(snapshot)
     assert_same(before, picture(state))
-    assert state.standing is Standing.WHOLE
+    assert state.status is StateStatus.COMPLETE
 
 
 def test_a_snapshot_holds_nothing_that_grows_with_the_weights() -> None:

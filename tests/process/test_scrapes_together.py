@@ -40,7 +40,7 @@ def test_many_scrapes_at_a_time_get_whole_answers_each_of_one_moment() -> None:
         with lock:
             now_ns = next(moments) * S
         time.sleep(0.001)  # another one may overtake it here, if it can
-        tally = Counters.begun(0).entered(1, 1, 0, 1).level(2, 0).commits(now_ns // 2 + 2)
+        tally = Counters.begun(0).entered(1, 1, 0, 1).synchronized(2, 0).commits(now_ns // 2 + 2)
         book = HostLedger().after_all(
             [Start(at_ns=0, worker="a/0.0"), Counted(at_ns=tally.since_ns, worker="a/0.0", tally=tally)]
         )

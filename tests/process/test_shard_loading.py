@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards import (
-    Box,
     Extent,
+    Region,
     ShardOf,
     ShardReader,
     flatten,
@@ -37,15 +37,15 @@ def whole(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 
     return torch.randint(-100, 100, tuple(shape), generator=generator).to(dtype)
 
 
-def part_of(tensor: torch.Tensor, box: Box) -> ShardOf:
-    return ShardOf(tensor[box.within(Box.whole(tensor.shape))], tuple(tensor.shape), box.offsets)
+def part_of(tensor: torch.Tensor, region: Region) -> ShardOf:
+    return ShardOf(tensor[region.within(Region.whole(tensor.shape))], tuple(tensor.shape), region.offsets)
 
 
 def split(state: dict[str, torch.Tensor], world_size: int) -> list[dict[str, Any]]:
     """What each rank saves of it."""
     extents = [Extent(name, tuple(tensor.shape), tensor.element_size()) for name, tensor in state.items()]
     shares = split_replicated(extents, world_size)
-    return [{name: part_of(state[name], box) for name, box in share.items()} for share in shares]
+    return [{name: part_of(state[name], region) for name, region in share.items()} for share in shares]
 
 
 @contextlib.contextmanager
@@ -83,36 +83,36 @@ def test_from_any_number_of_ranks_to_any_other(
         for rank, template in enumerate(split(blank, readers)):
             read_into(shards, template, strict=False)
             for name, part in template.items():
-                wanted = state[name][part.box.within(Box.whole(part.shape))]
+                wanted = state[name][part.region.within(Region.whole(part.shape))]
                 assert equal(part.tensor, wanted), (rank, name)
         assert all(equal(blank[name], tensor) for name, tensor in state.items())
 
 
 @st.composite
-def overlapping(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box], Box]:
+def overlapping(draw: st.DrawFn) -> tuple[torch.Tensor, list[Region], Region]:
     """Pieces that cover a matrix, some of it more than once, and a block that is wanted of it."""
     rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 6))
 
-    def block() -> Box:
+    def block() -> Region:
         top, left = draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))
-        return Box((top, left), (draw(st.integers(1, rows - top)), draw(st.integers(1, columns - left))))
+        return Region((top, left), (draw(st.integers(1, rows - top)), draw(st.integers(1, columns - left))))
 
     cut = draw(st.integers(0, columns))
-    covering = [Box((0, 0), (rows, cut)), Box((0, cut), (rows, columns - cut))]
-    boxes = [box for box in covering if box.numel] + [block() for _ in range(draw(st.integers(0, 4)))]
-    return whole((rows, columns)), draw(st.permutations(boxes)), block()
+    covering = [Region((0, 0), (rows, cut)), Region((0, cut), (rows, columns - cut))]
+    regions = [region for region in covering if region.numel] + [block() for _ in range(draw(st.integers(0, 4)))]
+    return whole((rows, columns)), draw(st.permutations(regions)), block()
 
 
 @FEW
 @given(overlapping())
-def test_blocks_that_overlap(case: tuple[torch.Tensor, list[Box], Box]) -> None:
-    tensor, boxes, wanted = case
-    with saved(*({"w": part_of(tensor, box)} for box in boxes)) as shards:
+def test_blocks_that_overlap(case: tuple[torch.Tensor, list[Region], Region]) -> None:
+    tensor, regions, wanted = case
+    with saved(*({"w": part_of(tensor, region)} for region in regions)) as shards:
         assert torch.equal(read_tensors(shards)["w"], tensor)
         assert torch.equal(read_tree(shards)["w"], tensor)
         target = ShardOf(torch.full(wanted.sizes, 999.0), tuple(tensor.shape), wanted.offsets)
         read_into(shards, {"w": target})
-        assert torch.equal(target.tensor, tensor[wanted.within(Box.whole(tensor.shape))])
+        assert torch.equal(target.tensor, tensor[wanted.within(Region.whole(tensor.shape))])
 
 
 def test_a_transposed_and_a_strided_target_are_filled() -> None:
@@ -125,8 +125,8 @@ def test_a_transposed_and_a_strided_target_are_filled() -> None:
 
 def test_dtypes_that_torch_cannot_copy_are_put_together() -> None:
     tensor = torch.arange(24, dtype=torch.uint8).view(getattr(torch, "uint4")).view(4, 6)  # noqa: B009 - has no stub
-    columns = [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))]
-    with saved(*({"w": part_of(tensor, box)} for box in columns)) as shards:
+    columns = [Region((0, 0), (4, 2)), Region((0, 2), (4, 4))]
+    with saved(*({"w": part_of(tensor, region)} for region in columns)) as shards:
         assert torch.equal(read_tree(shards)["w"].view(torch.uint8), tensor.view(torch.uint8))
         target = torch.zeros(4, 6, dtype=torch.uint8).view(tensor.dtype)
         read_into(shards, {"w": target})

@@ -21,7 +21,7 @@ from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, Tiere
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 from torchelastic.sharded import FullShard, HybridShard
 from torchelastic.sharded.mesh import data_place
 from torchelastic.sharded.weighting import Weighting
@@ -166,7 +166,7 @@ def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> Non
         state.optimizer.step()
     handle.remove()
     state.apply(snapshot)
-    assert state.standing is Standing.FRESH
+    assert state.status is StateStatus.INITIAL
 
 
 @pytest.mark.parametrize(("made", "told"), [

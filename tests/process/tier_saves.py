@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards import Box, Extent, flatten, read_tree, split_replicated
+from torchelastic.checkpoint.shards import Extent, Region, flatten, read_tree, split_replicated
 from torchelastic.checkpoint.shards.header import Header, place
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -46,13 +46,13 @@ def sealed(
     """One rank's shard of the state of a step, in a stage of its own or in one that a tier gives away."""
     flat = flatten(state_at(name.step))
     extents = [Extent(named.name, named.shape, named.tensor.element_size()) for named in flat.tensors]
-    boxes = split_replicated(extents, world_size)[rank]
+    regions = split_replicated(extents, world_size)[rank]
     parts = []
     for named in flat.tensors:
-        box = boxes.get(named.name)
-        if box is not None:
-            part = named.tensor[box.within(Box.whole(named.shape))]
-            parts.append(NamedTensor(named.name, part, named.shape, box))
+        region = regions.get(named.name)
+        if region is not None:
+            part = named.tensor[region.within(Region.whole(named.shape))]
+            parts.append(NamedTensor(named.name, part, named.shape, region))
     header = Header(flat.structure if rank == 0 else None, place(parts), {"rank": rank})
     stage = (take or SlotPool(None).take)(header)
     stage.copy([part.tensor for part in parts])

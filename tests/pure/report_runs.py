@@ -87,8 +87,8 @@ class Worker:
         self.tally = self.tally.entered(self.host.ns(at_ms), round_, rank, world_size)
         self.told(Join(**self._where(), world_size=world_size, is_first=is_first))
 
-    def level(self, at_ms: int, step: int, source: str = "") -> None:
-        before, self.tally = self.tally, self.tally.level(self.host.ns(at_ms), step)
+    def synchronized(self, at_ms: int, step: int, source: str = "") -> None:
+        before, self.tally = self.tally, self.tally.synchronized(self.host.ns(at_ms), step)
         self.told(
             Restore(
                 **self._where(), took_ns=self.tally.since_ns - before.since_ns, from_step=before.step,
@@ -152,11 +152,11 @@ class Worker:
 
 
 def group_of(workers: Sequence[Worker], at_ms: int, round_: int, step: int, source: str = "") -> None:
-    """All of them form a group, and are level 10 ms later."""
+    """All of them form a group, and are in sync 10 ms later."""
     for rank, worker in enumerate(workers):
         worker.joins(at_ms, round_, rank, len(workers))
     for worker in workers:
-        worker.level(at_ms + 10, step, source)
+        worker.synchronized(at_ms + 10, step, source)
 
 
 def steps(workers: Sequence[Worker], begin_ms: int, count: int, step_ms: int = 100) -> int:

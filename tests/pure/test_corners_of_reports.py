@@ -83,7 +83,7 @@ def test_what_a_worker_did_before_it_could_count_was_its_start(end_ns: int) -> N
 
 def test_what_came_before_the_first_count_is_not_spread_over_what_came_after_it() -> None:
     host, name = Host("alpha"), "alpha-a1/0.0"
-    tally = Counters.begun(100 * MS).left(110 * MS, Account.IDLE).entered(120 * MS, 1, 0, 1).level(130 * MS, 0)
+    tally = Counters.begun(100 * MS).left(110 * MS, Account.IDLE).entered(120 * MS, 1, 0, 1).synchronized(130 * MS, 0)
     host.events += [
         Start(at_ns=0, worker=name),
         Counted(at_ns=230 * MS, worker=name, tally=tally.commits(230 * MS)),

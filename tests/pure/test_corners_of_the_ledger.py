@@ -35,7 +35,7 @@ def counted(tally: Counters) -> Counted:
 
 def trained(started_ns: int = 0) -> Counters:
     entered = Counters.begun(started_ns).left(started_ns + 10, Account.IDLE).entered(started_ns + 20, 1, 0, 1)
-    return entered.level(started_ns + 30, 0).commits(started_ns + 130)
+    return entered.synchronized(started_ns + 30, 0).commits(started_ns + 130)
 
 
 def test_a_book_whose_accounts_do_not_sum_up_says_whose_and_is_not_read() -> None:

@@ -19,7 +19,7 @@ from torchelastic.rendezvous.records import (
     RecordError,
     Round,
     RoundState,
-    Standing,
+    StateStatus,
     decode_member,
     decode_round,
     encode_member,
@@ -31,12 +31,12 @@ from torchelastic.status.run_status import HostStatus
 from torchelastic.status.status_format import decode_host, encode_host, host_to_plain
 
 KEY = "/t/run/members/m1"
-MEMBER = json.loads(encode_member(Member("m1", "h1", "h1:1", 2, 7, Standing.WHOLE, leaving=True)))
+MEMBER = json.loads(encode_member(Member("m1", "h1", "h1:1", 2, 7, StateStatus.COMPLETE, leaving=True)))
 ROUND = Round(
-    1, RoundState.RUNNING, ("m0", "m1"), "h0:1", 7, Standing.WHOLE, (1,), 1, ("m2",), "2 members", ("m1",), 3,
+    1, RoundState.RUNNING, ("m0", "m1"), "h0:1", 7, StateStatus.COMPLETE, (1,), 1, ("m2",), "2 members", ("m1",), 3,
     leaving=("m1",), lost=("m3",),
 )  # fmt: skip
-OTHERS = tuple(Member(f"m{n}", f"h{n}", f"h{n}:1", 2, 7, Standing.WHOLE, arrival=n) for n in (0, 2))
+OTHERS = tuple(Member(f"m{n}", f"h{n}", f"h{n}:1", 2, 7, StateStatus.COMPLETE, arrival=n) for n in (0, 2))
 
 
 def decide(members: tuple[Member, ...], round_: Round) -> None:
@@ -85,7 +85,7 @@ def test_an_id_that_no_round_can_hold_is_refused(member_id: str) -> None:
 @given(st.lists(st.integers(0, MAX_ID - 1), min_size=3, max_size=3, unique=True))
 def test_three_members_with_the_longest_ids_fit_into_the_text_of_a_round(cuts: list[int]) -> None:
     names = tuple("n" * cut + "o" + "n" * (MAX_ID - 1 - cut) for cut in cuts)
-    members = [Member(name, "h", "h:1", 2, 2**52, Standing.UNCOMMITTED, arrival=n) for n, name in enumerate(names)]
+    members = [Member(name, "h", "h:1", 2, 2**52, StateStatus.UNCOMMITTED, arrival=n) for n, name in enumerate(names)]
     for member in members:
         assert decode_member(f"/x/{member.member_id}", encode_member(member), member.arrival) == member
     decide(tuple(members), Round(1, RoundState.RUNNING, names, "h:1"))

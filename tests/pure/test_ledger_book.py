@@ -51,10 +51,10 @@ class Worker:
     def counts(self) -> None:
         self.tell(Counted(at_ns=self.tally.since_ns, tally=self.tally))
 
-    def level(self, at_ns: int, round_: int, step: int, source: str = "peer") -> None:
+    def synchronized(self, at_ns: int, round_: int, step: int, source: str = "peer") -> None:
         before = self.tally.step
         entered = self.tally.left(self.tally.since_ns, Account.RE_FORM).entered(at_ns, round_, 0, 2)
-        self.tally = entered.level(at_ns + 10, step)
+        self.tally = entered.synchronized(at_ns + 10, step)
         productive_ns = self.tally.totals[Account.PRODUCTIVE]
         self.tell(Restore(at_ns=at_ns + 10, took_ns=10, from_step=before, productive_ns=productive_ns, source=source))
         self.counts()
@@ -108,7 +108,7 @@ def play(doings: list[tuple[int, str, int, int]]) -> tuple[list[LedgerEvent], in
         now_ns = max(now_ns, worker.tally.since_ns) + passed_ns
         if what == "level":
             round_ += 1
-            worker.level(now_ns, round_, number)
+            worker.synchronized(now_ns, round_, number)
         elif what == "trains" and worker.tally.account is Account.PRODUCTIVE:
             worker.trains(number)
         elif what == "fails":
@@ -211,7 +211,7 @@ def test_an_event_of_a_later_version_is_left_out_and_a_damaged_one_refused() -> 
 
 def test_a_worker_killed_in_a_step_leaves_that_step_as_replayed() -> None:
     worker = begins("h/0.0")
-    worker.level(100, 1, 0)
+    worker.synchronized(100, 1, 0)
     worker.trains(3)
     worker.ends(110 + 3 * STEP_NS + 400)
     book = HostLedger().after_all(worker.told)
@@ -223,7 +223,7 @@ def test_a_worker_killed_in_a_step_leaves_that_step_as_replayed() -> None:
 
 def test_a_worker_that_has_drained_has_lost_nothing() -> None:
     worker = begins("h/0.0")
-    worker.level(100, 1, 0)
+    worker.synchronized(100, 1, 0)
     worker.trains(3)
     worker.tally = worker.tally.left(worker.tally.since_ns + 7, Account.IDLE)
     worker.counts()
@@ -238,11 +238,11 @@ def test_a_worker_that_has_drained_has_lost_nothing() -> None:
 def test_steps_beyond_the_checkpoint_that_is_gone_back_to_become_replayed_for_the_living_and_the_dead() -> None:
     gone, stays = begins("h/0.0"), begins("h/1.0")
     for worker in (gone, stays):
-        worker.level(0, 1, 0)
+        worker.synchronized(0, 1, 0)
         worker.trains(10)
     gone.ends(10 + 10 * STEP_NS)
     stays.fails(10 + 10 * STEP_NS)
-    stays.level(20_000, 2, 4, "checkpoint")
+    stays.synchronized(20_000, 2, 4, "checkpoint")
     stays.trains(8)
     now_ns = stays.tally.since_ns
     book = HostLedger().after_all([*gone.told, *stays.told])
@@ -255,9 +255,9 @@ def test_steps_beyond_the_checkpoint_that_is_gone_back_to_become_replayed_for_th
 
 def test_what_is_lost_of_time_that_is_not_counted_yet_is_moved_once_it_is() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.tally = worker.tally.commits(10 + STEP_NS).commits(10 + 2 * STEP_NS)
-    worker.level(9_000, 2, 1, "checkpoint")
+    worker.synchronized(9_000, 2, 1, "checkpoint")
     *known, counts = worker.told
     assert isinstance(counts, Counted)
     book = HostLedger().after_all(known)
@@ -270,41 +270,41 @@ def test_what_is_lost_of_time_that_is_not_counted_yet_is_moved_once_it_is() -> N
 
 def test_a_worker_that_left_before_the_lost_steps_loses_only_what_it_had_done_itself() -> None:
     left, stays = begins("h/0.0"), begins("h/1.0")
-    left.level(0, 1, 0)
+    left.synchronized(0, 1, 0)
     left.trains(5)
     left.ends(left.tally.since_ns, is_loss=False)
-    stays.level(0, 1, 0)
+    stays.synchronized(0, 1, 0)
     stays.trains(20)
-    stays.level(30_000, 2, 8, "checkpoint")
+    stays.synchronized(30_000, 2, 8, "checkpoint")
     book = HostLedger().after_all([*left.told, *stays.told])
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 5 * STEP_NS
     again = begins("h/2.0")
-    again.level(40_000, 3, 2, "checkpoint")
+    again.synchronized(40_000, 3, 2, "checkpoint")
     later = book.after_all(again.told)
     assert amount(later, "h/0.0", Account.REPLAYED, 10**9) == 3 * STEP_NS
 
 
 def test_the_living_lose_nothing_by_what_another_worker_restores() -> None:
     one, other = begins("h/0.0"), begins("h/1.0")
-    one.level(0, 1, 0)
+    one.synchronized(0, 1, 0)
     one.trains(10)
-    other.level(0, 2, 0)  # told late: the first has gone on in that round
+    other.synchronized(0, 2, 0)  # told late: the first has gone on in that round
     book = HostLedger().after_all([*one.told, *other.told])
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 10 * STEP_NS
 
 
 def test_nothing_is_lost_by_a_restore_to_a_step_that_is_not_known() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.trains(10)
-    worker.level(20_000, 2, -1)
+    worker.synchronized(20_000, 2, -1)
     book = HostLedger().after_all(worker.told)
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 20_000) == 10 * STEP_NS
 
 
 def test_a_save_tells_exactly_what_going_back_to_it_costs() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     ends_ns = [40, 50, 1_000, 1_005]  # steps of very different length, and no counts in between
     for number, end_ns in enumerate(ends_ns):
         worker.tally = worker.tally.commits(10 + end_ns)
@@ -312,7 +312,7 @@ def test_a_save_tells_exactly_what_going_back_to_it_costs() -> None:
             productive_ns = worker.tally.totals[Account.PRODUCTIVE]
             worker.tell(Save(at_ns=10 + end_ns, stall_ns=0, productive_ns=productive_ns))
     worker.counts()
-    worker.level(5_000, 2, 2, "checkpoint")
+    worker.synchronized(5_000, 2, 2, "checkpoint")
     book = HostLedger().after_all(worker.told)
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 5_000) == 50
     assert amount(book, "h/0.0", Account.REPLAYED, 5_000) == 955
@@ -322,7 +322,7 @@ def test_a_save_tells_exactly_what_going_back_to_it_costs() -> None:
 def test_the_time_from_a_death_until_it_is_noticed_is_time_to_detect(death_is_known_first: bool) -> None:
     dead, lives = begins("h/0.0"), begins("h/1.0")
     for worker in (dead, lives):
-        worker.level(0, 1, 0)
+        worker.synchronized(0, 1, 0)
         worker.trains(2)
     dead.ends(2_010 + 300)
     lives.fails(2_010 + 450)
@@ -336,7 +336,7 @@ def test_the_time_from_a_death_until_it_is_noticed_is_time_to_detect(death_is_kn
 def test_a_death_of_an_earlier_round_is_not_what_is_noticed_now() -> None:
     dead, lives = begins("h/0.0"), begins("h/1.0")
     dead.ends(5)
-    lives.level(100, 2, 0)
+    lives.synchronized(100, 2, 0)
     lives.trains(1)
     lives.fails(lives.tally.since_ns + 500)
     book = HostLedger().after_all([*dead.told, *lives.told])
@@ -346,7 +346,7 @@ def test_a_death_of_an_earlier_round_is_not_what_is_noticed_now() -> None:
 
 def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.fails(910)
     book = HostLedger().after_all([*worker.told, LostMember(at_ns=210, member="other-0", certainty="fact")])
     assert amount(book, "h/0.0", Account.DETECT, 910) == 700
@@ -356,7 +356,7 @@ def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
 def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
     workers = [begins(f"h/{place}.0") for place in range(3)]
     for worker in workers:
-        worker.level(0, 1, 0)
+        worker.synchronized(0, 1, 0)
         worker.fails(500)
     book = HostLedger().after_all(itertools.chain(*(worker.told for worker in workers)))
     assert (book.counts.failures, book.undone()) == (1, 3)
@@ -365,15 +365,15 @@ def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
 def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before_its_first_group_is_one() -> None:
     workers = [begins(f"h/{place}.0") for place in range(3)]
     for worker in workers:
-        worker.level(0, 1, 0)
+        worker.synchronized(0, 1, 0)
         worker.ends(500)
     early = begins("h/0.1", 600)
     early.ends(700)
     again = begins("h/0.2", 800)
-    again.level(900, 2, 0)
+    again.synchronized(900, 2, 0)
     again.ends(1_500)
     stopped = begins("h/1.2", 800)
-    stopped.level(900, 2, 0)
+    stopped.synchronized(900, 2, 0)
     stopped.ends(1_600, is_loss=False)
     book = HostLedger()
     counts = []
@@ -385,7 +385,7 @@ def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before
 
 def test_an_outage_of_the_store_is_counted_and_takes_nobodys_time() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     outage = [StoreOutage(at_ns=500), StoreOutage(at_ns=9_500, is_over=True, away_ns=9_000)]
     worker.trains(10)
     book = HostLedger().after_all([*worker.told, *outage])
@@ -400,7 +400,7 @@ def test_a_process_that_dies_before_it_has_told_anything_was_starting_up() -> No
 
 def test_the_end_is_never_before_what_the_worker_has_counted_itself() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.trains(3)
     worker.ends(50)
     book = HostLedger().after_all(worker.told)
@@ -412,7 +412,7 @@ def test_many_ended_workers_are_added_up_and_the_book_still_closes() -> None:
     book = HostLedger()
     for number in range(book_module.MOST_ENDED + 20):
         worker = begins(f"h/0.{number}", 10_000 * number)
-        worker.level(10_000 * number + 100, number, 0)
+        worker.synchronized(10_000 * number + 100, number, 0)
         worker.trains(2)
         worker.ends(10_000 * number + 5_000)
         book = book.after_all(worker.told)
@@ -426,7 +426,7 @@ def test_many_ended_workers_are_added_up_and_the_book_still_closes() -> None:
 
 def test_a_book_whose_accounts_do_not_sum_up_is_refused() -> None:
     worker = begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.trains(3)
     fields = ledger_to_dict(HostLedger().after_all(worker.told))
     tally = fields["lives"]["h/0.0"]["tally"]

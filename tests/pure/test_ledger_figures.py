@@ -112,7 +112,7 @@ def test_hosts_are_added_up_but_a_failure_that_both_have_noticed_is_one() -> Non
     books = []
     for host in ("a", "b"):
         worker = f"{host}/0.0"
-        tally = Counters.begun(0).entered(10, 1, 0, 2).level(20, 0).commits(120).undoes(150)
+        tally = Counters.begun(0).entered(10, 1, 0, 2).synchronized(20, 0).commits(120).undoes(150)
         books.append(
             HostLedger().after_all(
                 [

@@ -29,7 +29,7 @@ class Clock:
 HAPPENINGS: dict[str, Callable[[Meter, int], object]] = {
     "gathers": lambda meter, _: meter.group_wanted(),
     "enters": lambda meter, number: meter.entered(number, 1, 3),
-    "is level": lambda meter, number: meter.level(number),
+    "is in sync": lambda meter, number: meter.synchronized(number),
     "commits": lambda meter, _: meter.step_committed(),
     "undoes": lambda meter, _: meter.step_undone(),
     "waits": lambda meter, number: meter.waited_for_data(number),
@@ -71,20 +71,26 @@ def test_the_end_of_a_process_leaves_nothing_pending_and_never_adds_to_what_is_p
 
 
 def test_only_what_commits_is_productive() -> None:
-    tally = Counters.begun(0).entered(10, 1, 0, 2).level(30, 7).commits(130).undoes(180)
+    tally = Counters.begun(0).entered(10, 1, 0, 2).synchronized(30, 7).commits(130).undoes(180)
     assert by_label(tally.totals) == by_label(amounts_of(start_up=10, restore=20, productive=100, replayed=50))
     assert (tally.step, tally.committed, tally.undone, tally.account) == (8, 1, 1, Account.RE_FORM)
 
 
 def test_a_save_in_between_is_a_stall_and_the_step_around_it_stays_one_step() -> None:
-    tally = Counters.begun(0).level(0, 0).switched(40, Account.SAVE_STALL).switched(45, Account.PRODUCTIVE).commits(105)
+    tally = (
+        Counters.begun(0)
+        .synchronized(0, 0)
+        .switched(40, Account.SAVE_STALL)
+        .switched(45, Account.PRODUCTIVE)
+        .commits(105)
+    )
     assert tally.totals[Account.SAVE_STALL] == 5
     assert tally.totals[Account.PRODUCTIVE] == 100
     assert tally.committed == 1
 
 
 def test_a_group_left_in_order_loses_nothing() -> None:
-    tally = Counters.begun(0).level(0, 0).commits(100).left(103, Account.RE_FORM)
+    tally = Counters.begun(0).synchronized(0, 0).commits(100).left(103, Account.RE_FORM)
     assert tally.totals[Account.PRODUCTIVE] == 103
     assert tally.totals[Account.REPLAYED] == tally.undone == 0
 
@@ -106,7 +112,7 @@ def test_who_waits_as_a_spare_has_no_rank_and_is_idle_and_nobody_else_is() -> No
 
 
 def test_a_wait_for_data_is_never_longer_than_what_is_pending() -> None:
-    tally = Counters.begun(0).level(10, 0).waited_for_data(30, 5).waited_for_data(40, 100)
+    tally = Counters.begun(0).synchronized(10, 0).waited_for_data(30, 5).waited_for_data(40, 100)
     assert (tally.totals[Account.DATA_WAIT], tally.pending_ns) == (30, 0)
 
 
@@ -118,7 +124,7 @@ def test_a_clock_that_goes_backwards_is_refused() -> None:
 def test_a_block_spent_on_something_ends_where_it_began_unless_the_step_was_undone_in_it() -> None:
     clock = Clock(0)
     meter = Meter(0, clock)
-    meter.level(0)
+    meter.synchronized(0)
     with meter.saving():
         clock.now_ns = 10
     clock.now_ns = 30

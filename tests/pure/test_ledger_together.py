@@ -22,7 +22,7 @@ def trained(
 ) -> tuple[Counters, list[LedgerEvent]]:
     """A worker that trains steps of 100 ns from 1000 on, by its clock."""
     start_ns = 1_000 + ahead_ns
-    tally = Counters.begun(start_ns).entered(start_ns, round_, 0, 2).level(start_ns, begin)
+    tally = Counters.begun(start_ns).entered(start_ns, round_, 0, 2).synchronized(start_ns, begin)
     for number in range(steps):
         tally = tally.commits(start_ns + 100 * (number + 1))
     restore = Restore(at_ns=start_ns, worker=worker, round=round_, step=begin)

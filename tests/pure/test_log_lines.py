@@ -108,7 +108,7 @@ def test_a_workers_line_says_its_rank_round_and_step_until_the_script_sets_up_it
             set_up_worker_log(meter.position, {FORMAT_VARIABLE: "human"})
         log.warning("not in a group yet")
         meter.entered(4, 1, 2)
-        meter.level(12)
+        meter.synchronized(12)
         log.warning("failure %d", 1)
         log.info("nobody wants to know")
         logging.getLogger().addHandler(logging.StreamHandler(own))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.rendezvous.protocol import Publish, Wake, advance
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
+from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus, rank_members
 from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View, check_invariants
 
 
@@ -60,7 +60,9 @@ def running(*names: str, minimum: int = 1, maximum: int = 4) -> Leader:
 
 
 def at_step(leader: Leader, name: str, step: int, *, failed: bool = True, number: int = 2) -> Member:
-    return replace(leader.view.members[name], ready_for=number, step=step, standing=Standing.WHOLE, failed=failed)
+    return replace(
+        leader.view.members[name], ready_for=number, step=step, state_status=StateStatus.COMPLETE, failed=failed
+    )
 
 
 def ended(name: str) -> Member:
@@ -121,20 +123,20 @@ def test_a_newcomer_never_becomes_the_source_while_a_survivor_has_the_state() ->
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
-        (Standing.WHOLE, Standing.UNCOMMITTED),
-        (Standing.UNCOMMITTED, Standing.FRESH),
-        (Standing.FRESH, Standing.TORN),
+        (StateStatus.COMPLETE, StateStatus.UNCOMMITTED),
+        (StateStatus.UNCOMMITTED, StateStatus.INITIAL),
+        (StateStatus.INITIAL, StateStatus.PARTIAL),
     ],
 )
-def test_standings_rank_before_steps(better: Standing, worse: Standing) -> None:
-    ranked = rank_members([member("x", standing=worse, step=9), member("y", standing=better, step=8)])
+def test_state_statuses_rank_before_steps(better: StateStatus, worse: StateStatus) -> None:
+    ranked = rank_members([member("x", state_status=worse, step=9), member("y", state_status=better, step=8)])
     assert [m.member_id for m in ranked] == ["y", "x"]
 
 
 def test_where_all_had_stepped_uncommitted_the_step_counts_as_done() -> None:
     leader = running("a", "b").hear(gone=("a",))
-    leader.hear(replace(at_step(leader, "b", 7), standing=Standing.UNCOMMITTED))
-    assert (leader.round.step, leader.round.standing) == (8, Standing.UNCOMMITTED)
+    leader.hear(replace(at_step(leader, "b", 7), state_status=StateStatus.UNCOMMITTED))
+    assert (leader.round.step, leader.round.state_status) == (8, StateStatus.UNCOMMITTED)
 
 
 def test_ranks_of_one_host_are_adjacent() -> None:
@@ -225,7 +227,7 @@ def test_newcomers_form_afresh_when_all_of_the_last_roster_are_known_to_have_end
 
 def done(leader: Leader, name: str, step: int) -> Member:
     number = max(1, leader.round.number)
-    return replace(leader.view.members[name], done=number, step=step, standing=Standing.WHOLE)
+    return replace(leader.view.members[name], done=number, step=step, state_status=StateStatus.COMPLETE)
 
 
 def test_the_first_that_is_done_closes_the_run_when_all_are() -> None:

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchelastic.rendezvous.protocol import Publish, Wake, advance
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import Event, MembersChanged, RoundPublished, Settings, Tick, View, check_invariants
 
 
@@ -61,7 +61,7 @@ class World:
                 process = self.processes.get(name)
                 if process is not None and process.in_round == self.view.round.number:
                     worth = max(process.record.step, self.view.round.step) + 1
-                    process.record = replace(process.record, step=worth, standing=Standing.WHOLE)
+                    process.record = replace(process.record, step=worth, state_status=StateStatus.COMPLETE)
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -91,8 +91,8 @@ class World:
             more = self.view.settings.whole(len(new.roster) + len(ready))
             assert more == len(new.roster), f"{ready} are left out, and {more} could train"
             assert set(waited_for) <= {*new.evicted, *new.spared}
-            best = max(self.processes[name].record.worth for name in new.roster)
-            assert self.processes[new.roster[0]].record.worth == best, "rank 0 is not a source"
+            best = max(self.processes[name].record.progress for name in new.roster)
+            assert self.processes[new.roster[0]].record.progress == best, "rank 0 is not a source"
             for name in new.roster:
                 process = self.processes[name]
                 assert process.record.ready_for > process.in_round, "a member is put in a round that it did not ask for"

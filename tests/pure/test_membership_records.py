@@ -12,7 +12,7 @@ from torchelastic.rendezvous.records import (
     RecordError,
     Round,
     RoundState,
-    Standing,
+    StateStatus,
     decode_member,
     decode_round,
     encode_member,
@@ -27,15 +27,22 @@ names = st.text("abc-0123", min_size=1, max_size=12)
     names,
     st.integers(0, 9),
     st.integers(0, 10**9),
-    st.sampled_from(Standing),
+    st.sampled_from(StateStatus),
     st.booleans(),
     st.booleans(),
     st.booleans(),
 )
 def test_a_member_survives_the_store(
-    name: str, host: str, ready_for: int, step: int, standing: Standing, failed: bool, departed: bool, leaving: bool
+    name: str,
+    host: str,
+    ready_for: int,
+    step: int,
+    state_status: StateStatus,
+    failed: bool,
+    departed: bool,
+    leaving: bool,
 ) -> None:
-    member = Member(name, host, "h:1", ready_for, step, standing, failed, 0, 2.5, departed, leaving, arrival=17)
+    member = Member(name, host, "h:1", ready_for, step, state_status, failed, 0, 2.5, departed, leaving, arrival=17)
     assert decode_member(f"/x/members/{name}", encode_member(member), 17) == member
 
 
@@ -47,7 +54,7 @@ def test_a_round_survives_the_store(number: int, state: RoundState, roster: list
         tuple(roster),
         "h:1",
         7,
-        Standing.WHOLE,
+        StateStatus.COMPLETE,
         tuple(range(len(roster))),
         2,
         ("x",),
@@ -69,7 +76,7 @@ def test_a_round_survives_the_store(number: int, state: RoundState, roster: list
         b"{}",
         b'{"host":1}',
         encode_member(Member("a", "h")).replace(b'"step":0', b'"step":"0"'),
-        encode_member(Member("a", "h")).replace(b'"standing":1', b'"standing":77'),
+        encode_member(Member("a", "h")).replace(b'"state_status":1', b'"state_status":77'),
         encode_member(Member("a", "h")).replace(b'"failed":false', b'"failed":0'),
         encode_member(Member("a", "h")).replace(b'"step":0', b'"step":true'),
         encode_member(Member("a", "h")).replace(b'"step":0', b'"step":-1'),

@@ -27,15 +27,15 @@ from torchelastic.checkpoint.memory.items import (
     resolve,
     unique_names,
 )
-from torchelastic.checkpoint.memory.plans import Note, NotSavedError, Ticket, epoch_of, refusal
+from torchelastic.checkpoint.memory.plans import NotSavedError, RankReport, SaveDecision, epoch_of, refusal
 from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES, Free, NotSaved
 from torchelastic.checkpoint.store.save_id import SaveId
 
 GIB = 2**30
 
 
-def note(rank: int = 0, host: str = "a", **changes: Any) -> Note:
-    return replace(Note("job/step-1_ckpt", rank, host, -1, (0, 0), GIB, 0, 0, Free(2 * GIB, 64 * GIB)), **changes)
+def report(rank: int = 0, host: str = "a", **changes: Any) -> RankReport:
+    return replace(RankReport("job/step-1_ckpt", rank, host, -1, (0, 0), GIB, 0, 0, Free(2 * GIB, 64 * GIB)), **changes)
 
 
 def item(fqn: str, *offset: int, sizes: tuple[int, ...] = (4,), of: tuple[int, ...] | None = None) -> WriteItem:
@@ -54,21 +54,21 @@ def pickled(fqn: str, size: int) -> tuple[WriteItem, memoryview]:
 
 
 def test_ranks_of_one_host_need_room_together() -> None:
-    assert refusal([note(0), note(1)], [None, None]) is None
-    refused = refusal([note(0), note(1), note(2)], [None] * 3)
+    assert refusal([report(0), report(1)], [None, None]) is None
+    refused = refusal([report(0), report(1), report(2)], [None] * 3)
     assert refused is not None
     assert (refused.reason, "'a'" in refused.because) == ("tmpfs", True)
-    assert refusal([note(0), note(1, "b"), note(2, "c")], [None] * 3) is None
+    assert refusal([report(0), report(1, "b"), report(2, "c")], [None] * 3) is None
 
 
 def test_the_fullest_view_of_a_host_counts() -> None:
-    refused = refusal([note(0), note(1, free=Free(2 * GIB, GIB + DEFAULT_MARGIN_BYTES))], [None, None])
+    refused = refusal([report(0), report(1, free=Free(2 * GIB, GIB + DEFAULT_MARGIN_BYTES))], [None, None])
     assert refused is not None
     assert refused.reason == "ram"
 
 
 def test_what_others_write_needs_no_room() -> None:
-    assert refusal([note(rank) for rank in range(8)], [GIB // 4] * 8) is None
+    assert refusal([report(rank) for rank in range(8)], [GIB // 4] * 8) is None
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_what_others_write_needs_no_room() -> None:
     ],
 )
 def test_what_a_rank_allocates(changes: dict[str, Any], share: int | None, expected: int) -> None:
-    assert note(**changes).allocates_bytes(share) == expected
+    assert report(**changes).allocates_bytes(share) == expected
 
 
 def test_a_rank_that_refuses_is_heard_first() -> None:
     why = NotSaved("ram", "no memory", 1)
-    assert refusal([note(0), note(1, refused=why)], [None, None]) == why
+    assert refusal([report(0), report(1, refused=why)], [None, None]) == why
 
 
 def test_plans_that_stand_for_cached_ones_say_nothing_of_shares() -> None:
@@ -111,39 +111,39 @@ def test_plans_that_stand_for_cached_ones_say_nothing_of_shares() -> None:
     ],
 )
 def test_ranks_of_which_one_is_new_save_in_an_epoch_of_their_own(epochs: list[tuple[int, int]], expected: int) -> None:
-    assert epoch_of([note(rank, epochs=each) for rank, each in enumerate(epochs)]) == expected
+    assert epoch_of([report(rank, epochs=each) for rank, each in enumerate(epochs)]) == expected
 
 
-# --- letters ----------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def sent(letter: Any) -> Any:
-    return pickle.loads(pickle.dumps(letter))
+def sent(message: Any) -> Any:
+    return pickle.loads(pickle.dumps(message))
 
 
 def test_notes_arrive_though_a_planner_has_dropped_them() -> None:
-    first, second = note(0), note(1)
+    first, second = report(0), report(1)
     assert (sent(first), sent(second)) == (first, second)
-    assert plans.collect_notes(first.about, [SavePlan([], usable=False)] * 2) == [first, second]
+    assert plans.collect_reports(first.about, [SavePlan([], usable=False)] * 2) == [first, second]
     with pytest.raises(RuntimeError, match="rank 0 has said nothing"):
-        plans.collect_notes(first.about, [SavePlan([])] * 2)
+        plans.collect_reports(first.about, [SavePlan([])] * 2)
 
 
 def test_a_ticket_that_has_arrived_counts_more_than_an_old_one_in_the_plan() -> None:
-    old = Ticket("job/step-7_ckpt", 0, 1, SaveId(1, 0, 0, 7))
+    old = SaveDecision("job/step-7_ckpt", 0, 1, SaveId(1, 0, 0, 7))
     new = sent(replace(old, save=SaveId(1, 0, 1, 7)))
     plan = SavePlan([], storage_data=old)
-    assert plans.collect_ticket(old.about, plan) == new
-    assert plans.collect_ticket(old.about, plan) == old
+    assert plans.collect_decision(old.about, plan) == new
+    assert plans.collect_decision(old.about, plan) == old
     with pytest.raises(RuntimeError, match="said nothing about job/step-8_ckpt"):
-        plans.collect_ticket("job/step-8_ckpt", plan)
+        plans.collect_decision("job/step-8_ckpt", plan)
 
 
 def test_letters_that_nobody_collects_are_few() -> None:
     for step in range(100):
-        plans.deliver(Ticket(f"job/step-{step}_ckpt", 0, 1, SaveId(1, 0, 0, step)))
-        plans.deliver(note(about=f"job/step-{step}_ckpt"))
-    assert len(plans._letters) == plans._KEPT
+        plans.deliver(SaveDecision(f"job/step-{step}_ckpt", 0, 1, SaveId(1, 0, 0, step)))
+        plans.deliver(report(about=f"job/step-{step}_ckpt"))
+    assert len(plans._messages) == plans._KEPT
 
 
 def test_the_reason_of_a_save_that_is_left_out_survives_its_way() -> None:
@@ -206,7 +206,7 @@ def test_a_copy_of_all_that_is_planned_is_the_shard() -> None:
     found = entries_in_place(Resolved(items, [], ["b", "a", "e"]), header, memory.data_ptr())
     assert found is not None
     entries, names = found
-    assert [(e.name, e.offset_bytes, e.shape, e.box.offsets) for e in entries[:2]] == [
+    assert [(e.name, e.offset_bytes, e.shape, e.region.offsets) for e in entries[:2]] == [
         ("a", 0, (4,), (0,)),
         ("b", 64, (8,), (4,)),
     ]

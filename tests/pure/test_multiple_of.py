@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.pure.test_membership_protocol import Leader, at_step, done, ended, failed_for_good, member
 from torchelastic.rendezvous.choice import choose
 from torchelastic.rendezvous.loss import losses
-from torchelastic.rendezvous.records import Member, RoundState, Standing, Worth, decode_round, encode_round
+from torchelastic.rendezvous.records import Member, RoundState, StateProgress, StateStatus, decode_round, encode_round
 from torchelastic.rendezvous.view import Settings
 
 # --- who is chosen ---------------------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ def names(members: list[Member]) -> str:
 
 def there(text: str, worse: str = "") -> list[Member]:
     """Members by names such as a0, of host a; whole at step 5, the `worse` ones fresh."""
-    whole = [member(name, host=name[0], standing=Standing.WHOLE, step=5) for name in text.split()]
+    whole = [member(name, host=name[0], state_status=StateStatus.COMPLETE, step=5) for name in text.split()]
     return [Member(one.member_id, one.host) if one.member_id in worse.split() else one for one in whole]
 
 
@@ -83,7 +83,7 @@ def test_one_with_the_best_state_is_in(members: str, fresh: str, size: int, mult
 def choices(draw: st.DrawFn) -> tuple[list[Member], int, int]:
     hosts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=16))
     members = [
-        Member(f"m{n}", f"h{host}", step=draw(st.integers(0, 2)), standing=draw(st.sampled_from(Standing)))
+        Member(f"m{n}", f"h{host}", step=draw(st.integers(0, 2)), state_status=draw(st.sampled_from(StateStatus)))
         for n, host in enumerate(hosts)
     ]
     multiple_of = draw(st.integers(1, len(members)))
@@ -99,8 +99,8 @@ def test_a_choice_has_its_size_its_order_and_the_best_state_and_breaks_no_host_w
     chosen = choose(members, size, multiple_of)
     assert len(chosen) == size
     assert [one for one in members if one in chosen] == chosen, "in their order, each once"
-    best = max(one.worth for one in members)
-    assert any(one.worth == best for one in chosen)
+    best = max(one.progress for one in members)
+    assert any(one.progress == best for one in chosen)
     assert choose(members, size, multiple_of) == chosen
     assert choose(chosen, size, multiple_of) == chosen, "stable: those who were chosen stay"
     there_by_host, taken = Counter(one.host for one in members), Counter(one.host for one in chosen)
@@ -108,7 +108,7 @@ def test_a_choice_has_its_size_its_order_and_the_best_state_and_breaks_no_host_w
     assert len(broken) <= 1, f"taken in part: {broken}"
     if multiple_of == 1:
         first = members[:size]
-        assert chosen == first or not any(one.worth == best for one in first)
+        assert chosen == first or not any(one.progress == best for one in first)
 
 
 @settings(max_examples=200, deadline=None)
@@ -116,7 +116,7 @@ def test_a_choice_has_its_size_its_order_and_the_best_state_and_breaks_no_host_w
 def test_no_choice_of_equals_breaks_fewer_hosts(given_: tuple[list[Member], int, int]) -> None:
     """Where all have the same state: whether whole hosts, or parts of `multiple_of`, can make the size up."""
     members, size, multiple_of = given_
-    equal = [dataclasses.replace(one, step=0, standing=Standing.FRESH) for one in members]
+    equal = [dataclasses.replace(one, step=0, state_status=StateStatus.INITIAL) for one in members]
     there_by_host = Counter(one.host for one in equal)
     wholes = sum(count // multiple_of for count in there_by_host.values())
     sums = {0}
@@ -228,35 +228,35 @@ def with_a_spare() -> Leader:
 
 def test_the_old_state_of_a_spare_is_no_source_beside_a_newer_one_that_was_not_committed() -> None:
     leader = with_a_spare().hear(member("a2", host="a", arrival=20), ended("b1"))
-    leader.hear(replace(at_step(leader, "b0", 700, number=3), standing=Standing.UNCOMMITTED))
+    leader.hear(replace(at_step(leader, "b0", 700, number=3), state_status=StateStatus.UNCOMMITTED))
     assert leader.round.roster[0] == "b0"
-    assert (leader.round.step, leader.round.standing) == (701, Standing.UNCOMMITTED)
+    assert (leader.round.step, leader.round.state_status) == (701, StateStatus.UNCOMMITTED)
 
 
 def test_the_old_state_of_a_spare_is_the_best_there_is_but_a_checkpoint_is_asked_for() -> None:
     leader = with_a_spare().hear(ended("b0"), ended("b1"), member("b2", host="b", arrival=20))
     leader.wait(30.0)
-    assert (roster(leader), leader.round.step, leader.round.standing) == ("a0 b2", 5, Standing.FRESH)
+    assert (roster(leader), leader.round.step, leader.round.state_status) == ("a0 b2", 5, StateStatus.INITIAL)
     leader = with_a_spare().hear(ended("b0"))
     leader.hear(at_step(leader, "b1", 6, number=3))
-    assert (roster(leader), leader.round.standing) == ("b1 a0", Standing.WHOLE), "b1 was there all the time"
+    assert (roster(leader), leader.round.state_status) == ("b1 a0", StateStatus.COMPLETE), "b1 was there all the time"
 
 
 def test_what_members_tell_each_other_is_ordered_alike() -> None:
-    worths = [
-        Worth.of(Standing.TORN, 900),
-        Worth.of(Standing.FRESH, 0),
-        Worth.of(Standing.WHOLE, 5),
-        Worth.of(Standing.UNCOMMITTED, 700),
-        Worth.of(Standing.WHOLE, 700),
+    all_progress = [
+        StateProgress.of(StateStatus.PARTIAL, 900),
+        StateProgress.of(StateStatus.INITIAL, 0),
+        StateProgress.of(StateStatus.COMPLETE, 5),
+        StateProgress.of(StateStatus.UNCOMMITTED, 700),
+        StateProgress.of(StateStatus.COMPLETE, 700),
     ]
-    assert all(one < other for one, other in itertools.pairwise(worths))
+    assert all(one < other for one, other in itertools.pairwise(all_progress))
 
 
 def test_who_leaves_is_kept_for_its_state_only_where_nobody_who_waits_has_a_better_one() -> None:
     for step, expected in ((17, "c0"), (3, "a0 c0")):
         leader = of_pairs("a0 a1", minimum=1, multiple_of=1)
-        leader.hear(ended("a1"), member("c0", host="c", arrival=9, step=step, standing=Standing.WHOLE))
+        leader.hear(ended("a1"), member("c0", host="c", arrival=9, step=step, state_status=StateStatus.COMPLETE))
         leader.hear(replace(at_step(leader, "a0", 4), leaving=True))
         assert roster(leader) == expected
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.merge_patch import applied
 from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.accounts import LOOKS, Account
+from torchelastic.ledger.accounts import STYLES, Account
 from torchelastic.ledger.events import End, Failure, LostMember, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
@@ -260,12 +260,12 @@ def test_the_pages_files_name_nothing_elsewhere_and_put_no_text_in_as_html() -> 
 def test_accounts_have_the_same_names_and_colours_on_the_page_and_in_the_report() -> None:
     files = {name: file.content.decode() for name, file in static_files().items()}
     report = html_page(report_of(journals_of(killed_run())))
-    for account, look in LOOKS.items():
+    for account, style in STYLES.items():
         assert f'"{account.label}"' in files["accounts.js"]
-        for colour in (look.light, look.dark):
+        for colour in (style.light, style.dark):
             assert f"--{account.label}: {colour};" in files["accounts.css"]
             assert f"--{account.label}: {colour};" in report
-    assert len({look.light for look in LOOKS.values()}) == len(LOOKS) == len(Account)
+    assert len({style.light for style in STYLES.values()}) == len(STYLES) == len(Account)
     for name in set(files) - {"accounts.css", "accounts.js"}:
         for account in Account:
             assert f"--{account.label}:" not in files[name], f"{name} has a colour of its own for {account.label}"

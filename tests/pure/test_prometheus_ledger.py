@@ -99,11 +99,11 @@ def test_both_sides_of_the_accounts_only_grow(amounts: list[Amounts]) -> None:
 
 def test_steps_that_a_checkpoint_does_not_hold_are_taken_back_from_productive_and_put_down_to_replayed() -> None:
     host, worker = Host(), begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.trains(10)
     host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
     assert host.value("torchelastic_ledger_seconds_total", account="productive") == pytest.approx(10 * STEP_NS / 1e9)
-    worker.level(worker.tally.since_ns, 2, 4, "checkpoint")
+    worker.synchronized(worker.tally.since_ns, 2, 4, "checkpoint")
     host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
     lost_s = pytest.approx(6 * STEP_NS / 1e9)
     assert host.value("torchelastic_ledger_seconds_total", account="productive") == pytest.approx(10 * STEP_NS / 1e9)
@@ -114,7 +114,7 @@ def test_steps_that_a_checkpoint_does_not_hold_are_taken_back_from_productive_an
 
 def test_counts_that_a_broken_page_takes_back_do_not_make_a_counter_fall() -> None:
     host, worker = Host(), begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     known = HostLedger().after_all(worker.told)
     worker.trains(5)
     host.shows(known.after_all(worker.told), worker.tally.since_ns)
@@ -127,11 +127,11 @@ def test_counts_that_a_broken_page_takes_back_do_not_make_a_counter_fall() -> No
 def test_every_event_is_counted_where_it_belongs() -> None:
     host, lost, stays = Host(), begins("h/0.0"), begins("h/1.0")
     for worker in (lost, stays):
-        worker.level(100, 1, 0)
+        worker.synchronized(100, 1, 0)
         worker.trains(3)
     lost.ends(lost.tally.since_ns + 5)
     stays.fails(lost.tally.since_ns + 5)
-    stays.level(stays.tally.since_ns + 10, 2, 3)
+    stays.synchronized(stays.tally.since_ns + 10, 2, 3)
     told = [
         *lost.told, *stays.told, Drain(at_ns=1), Straggler(at_ns=2), Straggler(at_ns=3), StoreOutage(at_ns=4),
         StoreOutage(at_ns=5, is_over=True, away_ns=2_500_000_000),
@@ -166,10 +166,10 @@ def test_workers_are_shown_by_their_place_on_the_host() -> None:
 def test_figures_are_those_of_the_status_and_there_are_none_before_the_first_worker() -> None:
     host, worker = Host(), begins("h/0.0")
     assert not [name for name, _ in host.scrape() if name.endswith("_ratio")]
-    worker.level(1_000, 1, 0)
+    worker.synchronized(1_000, 1, 0)
     worker.trains(4)
     worker.fails(worker.tally.since_ns + 300)
-    worker.level(worker.tally.since_ns + 700, 2, 4)
+    worker.synchronized(worker.tally.since_ns + 700, 2, 4)
     worker.trains(2)
     now_ns = worker.tally.since_ns + 50
     book = HostLedger().after_all(worker.told)
@@ -186,7 +186,7 @@ def test_figures_are_those_of_the_status_and_there_are_none_before_the_first_wor
 
 def test_a_failure_before_any_time_has_passed_can_be_scraped() -> None:
     host, worker = Host(), begins("h/0.0", 500)
-    worker.level(500, 1, 0)
+    worker.synchronized(500, 1, 0)
     worker.fails(600)
     host.shows(HostLedger().after_all(worker.told), 500)  # a clock that is behind what the worker says
     assert host.value("torchelastic_failures_total") == 1
@@ -209,13 +209,13 @@ def test_names_and_helps_follow_prometheus_conventions() -> None:
 def test_however_many_workers_come_and_go_there_are_no_more_series_and_no_counter_falls() -> None:
     host, book = Host(), HostLedger()
     begun = begins("h/0.0")
-    begun.level(0, 1, 0)
+    begun.synchronized(0, 1, 0)
     host.shows(book.after_all(begun.told), 10)
     before = host.scrape()
     names = set(before)
     for number in range(2 * MOST_ENDED):
         worker = begins(f"h/0.{number}", number * 10 * STEP_NS)
-        worker.level(worker.tally.since_ns + 10, number + 1, number % 3, "checkpoint")
+        worker.synchronized(worker.tally.since_ns + 10, number + 1, number % 3, "checkpoint")
         worker.trains(3)
         worker.ends(worker.tally.since_ns)
         book = book.after_all(worker.told)
@@ -245,7 +245,7 @@ def test_a_workers_metric_cannot_take_a_name_of_the_ledger() -> None:
 
 def test_openmetrics_can_be_read_back() -> None:
     host, worker = Host(), begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.trains(3)
     host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
     registry = CollectorRegistry()
@@ -272,7 +272,7 @@ def test_what_the_library_publishes_each_time_is_summed_up(name: str) -> None:
 
 def test_a_worker_that_only_counts_is_in_the_book_of_the_scrape() -> None:
     host, worker = Host(), begins("h/0.0")
-    worker.level(0, 1, 0)
+    worker.synchronized(0, 1, 0)
     worker.tally = worker.tally.commits(worker.tally.since_ns + STEP_NS)
     fresh = Counted(at_ns=worker.tally.since_ns, worker="h/0.0", tally=worker.tally)
     host.shows(HostLedger().after_all(worker.told).after(fresh), worker.tally.since_ns)

@@ -111,7 +111,7 @@ def test_a_name_a_cause_or_a_run_that_is_hostile_is_shown_as_text() -> None:
     other.ends(300, -9)
     worker.fails(310, evil)
     worker.joins(320, 2, 0, 1)
-    worker.level(330, 2, evil)
+    worker.synchronized(330, 2, evil)
     worker.trains_again(400, 5, 5, 10, evil)
     hostile = report_of({evil: host.journal()}, lacks=[evil])
     page = html_page(hostile, compared(hostile, hostile))

@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated, uncovered
+from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated, uncovered
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     offsets = tuple(draw(st.integers(0, size)) for size in shape)
-    return Box(offsets, tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True)))
+    return Region(
+        offsets, tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    )
 
 
 @st.composite
-def shapes_with_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+def shapes_with_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Region]]:
     shape = draw(SHAPES)
     return shape, draw(st.lists(boxes_in(shape), min_size=2, max_size=6))
 
@@ -33,15 +35,15 @@ def states(draw: st.DrawFn) -> list[Extent]:
     return [Extent(f"t{number}", shape, draw(st.sampled_from([1, 2, 4, 16]))) for number, shape in enumerate(shapes)]
 
 
-def mask(shape: tuple[int, ...], boxes: list[Box]) -> npt.NDArray[np.int64]:
+def mask(shape: tuple[int, ...], regions: list[Region]) -> npt.NDArray[np.int64]:
     counts = np.zeros(shape, dtype=np.int64)
-    for box in boxes:
-        counts[box.within(Box.whole(shape))] += 1
+    for region in regions:
+        counts[region.within(Region.whole(shape))] += 1
     return counts
 
 
 @given(shapes_with_boxes())
-def test_an_intersection_is_what_both_masks_have(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_an_intersection_is_what_both_masks_have(case: tuple[tuple[int, ...], list[Region]]) -> None:
     shape, (first, second, *_) = case
     common = first.intersection(second)
     expected = mask(shape, [first]) * mask(shape, [second])
@@ -50,7 +52,7 @@ def test_an_intersection_is_what_both_masks_have(case: tuple[tuple[int, ...], li
 
 
 @given(shapes_with_boxes())
-def test_uncovered_is_what_no_piece_has_and_each_element_once(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_uncovered_is_what_no_piece_has_and_each_element_once(case: tuple[tuple[int, ...], list[Region]]) -> None:
     shape, (wanted, *pieces) = case
     expected = mask(shape, [wanted]) * (mask(shape, pieces) == 0)
     assert np.array_equal(mask(shape, uncovered(wanted, pieces)), expected)
@@ -58,8 +60,8 @@ def test_uncovered_is_what_no_piece_has_and_each_element_once(case: tuple[tuple[
 
 def test_every_pair_of_blocks_of_a_small_cube() -> None:
     spans = [(begin, end) for begin in range(3) for end in range(begin + 1, 4)]
-    blocks = [Box((a, c, 0), (b - a, d - c, 2)) for a, b in spans for c, d in spans]
-    blocks += [Box((0, a, b), (1, 1, c - b)) for a in range(3) for b, c in ((0, 1), (1, 2))]
+    blocks = [Region((a, c, 0), (b - a, d - c, 2)) for a, b in spans for c, d in spans]
+    blocks += [Region((0, a, b), (1, 1, c - b)) for a in range(3) for b, c in ((0, 1), (1, 2))]
     masks = [mask((3, 3, 2), [block]) for block in blocks]
     for wanted, in_wanted in zip(blocks, masks, strict=True):
         for piece, in_piece in zip(blocks, masks, strict=True):
@@ -67,24 +69,24 @@ def test_every_pair_of_blocks_of_a_small_cube() -> None:
 
 
 @given(shapes_with_boxes())
-def test_a_box_within_another_selects_the_same_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_a_box_within_another_selects_the_same_elements(case: tuple[tuple[int, ...], list[Region]]) -> None:
     shape, (outer, other, *_) = case
     inner = outer.intersection(other)
     if inner is None:
         return
     whole = np.arange(math.prod(shape)).reshape(shape)
-    held = whole[outer.within(Box.whole(shape))]
-    assert np.array_equal(held[inner.within(outer)], whole[inner.within(Box.whole(shape))])
+    held = whole[outer.within(Region.whole(shape))]
+    assert np.array_equal(held[inner.within(outer)], whole[inner.within(Region.whole(shape))])
 
 
 @given(shapes_with_boxes())
-def test_a_box_fits_where_it_was_drawn_and_not_in_less(case: tuple[tuple[int, ...], list[Box]]) -> None:
-    shape, (box, *_) = case
-    assert box.fits_into(shape)
-    assert not box.fits_into((*shape, 1))
+def test_a_box_fits_where_it_was_drawn_and_not_in_less(case: tuple[tuple[int, ...], list[Region]]) -> None:
+    shape, (region, *_) = case
+    assert region.fits_into(shape)
+    assert not region.fits_into((*shape, 1))
     for d in range(len(shape)):
-        end = box.offsets[d] + box.sizes[d]
-        assert not box.fits_into((*shape[:d], end - 1, *shape[d + 1 :]))
+        end = region.offsets[d] + region.sizes[d]
+        assert not region.fits_into((*shape[:d], end - 1, *shape[d + 1 :]))
 
 
 @given(states(), st.integers(1, 9))
@@ -107,7 +109,7 @@ def test_each_rank_writes_its_share_within_one_row(extents: list[Extent], world_
         rows = next((size for size in extent.shape if size > 1), 1)
         row = max(row, math.prod(extent.shape) * extent.item_bytes // rows)
     for share in split_replicated(extents, world_size):
-        written = sum(box.numel * by_name[name].item_bytes for name, box in share.items())
+        written = sum(region.numel * by_name[name].item_bytes for name, region in share.items())
         assert abs(written - total / world_size) <= row + 1  # cuts are whole bytes
 
 
@@ -115,15 +117,15 @@ def test_each_rank_writes_its_share_within_one_row(extents: list[Extent], world_
 def test_each_part_is_contiguous_in_memory(extents: list[Extent], world_size: int) -> None:
     for share in split_replicated(extents, world_size):
         for extent in extents:
-            box = share.get(extent.name)
-            if box is not None:
-                part = np.empty(extent.shape)[box.within(Box.whole(extent.shape))]
+            region = share.get(extent.name)
+            if region is not None:
+                part = np.empty(extent.shape)[region.within(Region.whole(extent.shape))]
                 assert part.flags.c_contiguous
 
 
 def test_what_has_no_elements_is_written_by_rank_0() -> None:
     shares = split_replicated([Extent("empty", (0, 3), 4), Extent("full", (4,), 4)], 2)
-    assert shares[0]["empty"] == Box((0, 0), (0, 3))
+    assert shares[0]["empty"] == Region((0, 0), (0, 3))
     assert "empty" not in shares[1]
 
 
@@ -135,5 +137,5 @@ def test_no_rank_at_all_is_refused(world_size: int) -> None:
 
 @pytest.mark.parametrize(("offsets", "sizes"), [((0,), ()), ((-1,), (2,)), ((0,), (-2,))])
 def test_what_is_no_box_is_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="are no box"):
-        Box(offsets, sizes)
+    with pytest.raises(ValueError, match="are no region"):
+        Region(offsets, sizes)

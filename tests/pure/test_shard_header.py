@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import (
     ALIGNMENT_BYTES,
     PAGE_BYTES,
@@ -28,6 +27,7 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
     place,
 )
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tree import NamedTensor, flatten
 
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.bool])
@@ -40,7 +40,7 @@ def tensors(draw: st.DrawFn) -> list[NamedTensor]:
     for number in range(draw(st.integers(0, 6))):
         shape = tuple(draw(st.lists(st.integers(0, 40), max_size=2)))
         tensor = torch.empty(shape, dtype=draw(DTYPES))
-        found.append(NamedTensor(f"t/{number}", tensor, shape, Box.whole(shape), draw(st.booleans())))
+        found.append(NamedTensor(f"t/{number}", tensor, shape, Region.whole(shape), draw(st.booleans())))
     return found
 
 
@@ -62,7 +62,12 @@ def test_tensors_lie_aligned_one_behind_the_other(named: list[NamedTensor]) -> N
         assert entry.offset_bytes % ALIGNMENT_BYTES == 0
         assert 0 <= entry.offset_bytes - end < ALIGNMENT_BYTES
         assert entry.size_bytes == one.tensor.numel() * one.tensor.element_size()
-        assert (entry.name, entry.shape, entry.box, entry.is_shard) == (one.name, one.shape, one.box, one.is_shard)
+        assert (entry.name, entry.shape, entry.region, entry.is_shard) == (
+            one.name,
+            one.shape,
+            one.region,
+            one.is_shard,
+        )
         end = entry.offset_bytes + entry.size_bytes
 
 

@@ -186,7 +186,7 @@ def test_a_conjugated_view_is_another_tensor() -> None:
 def test_a_part_and_the_tensor_itself_are_different_tensors() -> None:
     half = torch.arange(4.0)
     flat = flatten({"part": ShardOf(half, (8,), (4,)), "whole": half, "other": ShardOf(half, (8,), (0,))})
-    assert [(named.shape, named.box.offsets, named.is_shard) for named in flat.tensors] == [
+    assert [(named.shape, named.region.offsets, named.is_shard) for named in flat.tensors] == [
         ((8,), (4,), True),
         ((4,), (0,), False),
         ((8,), (0,), True),

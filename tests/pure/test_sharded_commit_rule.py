@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, next_version, whole_in_copies
 from torchelastic.sharded.copies import too_little_memory
-from torchelastic.sharded.regions import (
+from torchelastic.sharded.offers import (
     STORED,
     Layout,
     Offer,
@@ -35,8 +35,8 @@ AFTER = next_version(TRAINED, 2, 22)
 
 def layout(first: int, last: int, *names: str) -> dict[str, Entry]:
     """Rows `first` to `last` of each tensor."""
-    box = Box((first, 0), (last - first, 3)) if last > first else Box((0, 0), (0, 3))
-    return {name: Entry.of(name, "float32", (ROWS, 3), box, is_shard=True) for name in names or ("w",)}
+    region = Region((first, 0), (last - first, 3)) if last > first else Region((0, 0), (0, 3))
+    return {name: Entry.of(name, "float32", (ROWS, 3), region, is_shard=True) for name in names or ("w",)}
 
 
 def chunks(number: int) -> list[Layout]:
@@ -81,7 +81,7 @@ def test_the_latest_state_that_is_whole_is_taken(data: st.DataObject) -> None:
             holdings += [OfferedState(version, 0, is_copy=True), OfferedState(version, 1, is_copy=True)]
             have[version] |= {part, neighbour}
         offers.append(offer(phase, *holdings, layouts=[parts[part], parts[(part + 1) % number]]))
-    full = {part for part in range(number) if parts[part]["w"].box.numel}
+    full = {part for part in range(number) if parts[part]["w"].region.numel}
     whole = [version for version in sorted(have, reverse=True) if have[version] >= full]
 
     choice = choose(offers, {"w"})
@@ -192,34 +192,38 @@ def test_each_rank_gets_each_element_that_it_needs_once(old: int, new: int, extr
     ]  # fmt: skip
     holds = [tuple(range(1 + extra)) for _ in offers]
     for rank, wanted in enumerate(chunks(new)[: len(offers)]):
-        box = wanted["w"].box
-        pieces = pieces_for(rank, {"w": box}, offers, holds)
+        region = wanted["w"].region
+        pieces = pieces_for(rank, {"w": region}, offers, holds)
         rows = [
-            row for piece in pieces for row in range(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0])
+            row
+            for piece in pieces
+            for row in range(piece.region.offsets[0], piece.region.offsets[0] + piece.region.sizes[0])
         ]
-        assert sorted(rows) == list(range(box.offsets[0], box.offsets[0] + box.sizes[0]))
+        assert sorted(rows) == list(range(region.offsets[0], region.offsets[0] + region.sizes[0]))
         own = {row for number in holds[rank] for row in rows_of(offers[rank].layouts[number])}
-        assert {row for piece in pieces if piece.source == rank for row in rows_of_box(piece.box)} == own & set(rows)
+        assert {row for piece in pieces if piece.source == rank for row in rows_of_region(piece.region)} == own & set(
+            rows
+        )
         for piece in pieces:
-            held = offers[piece.source].layouts[piece.holding]["w"].box
-            assert held.intersection(piece.box) == piece.box
+            held = offers[piece.source].layouts[piece.holding]["w"].region
+            assert held.intersection(piece.region) == piece.region
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(piece), type=Piece) == piece
 
 
 def rows_of(layout_: Layout) -> set[int]:
-    return rows_of_box(layout_["w"].box)
+    return rows_of_region(layout_["w"].region)
 
 
-def rows_of_box(box: Box) -> set[int]:
-    return set(range(box.offsets[0], box.offsets[0] + box.sizes[0]))
+def rows_of_region(region: Region) -> set[int]:
+    return set(range(region.offsets[0], region.offsets[0] + region.sizes[0]))
 
 
 def test_a_part_that_nobody_has_is_named() -> None:
     held = offer(Phase.UNTOUCHED, OfferedState(TRAINED, 0), layouts=[layout(0, 6)])
-    with pytest.raises(PartsMissingError, match=r"nobody has Box\(offsets=\(6, 0\)"):
-        pieces_for(0, {"w": Box((0, 0), (ROWS, 3))}, [held], [(0,)])
+    with pytest.raises(PartsMissingError, match=r"nobody has Region\(offsets=\(6, 0\)"):
+        pieces_for(0, {"w": Region((0, 0), (ROWS, 3))}, [held], [(0,)])
     with pytest.raises(PartsMissingError):
-        pieces_for(0, {"other": Box((0,), (1,))}, [held], [(0,)])
+        pieces_for(0, {"other": Region((0,), (1,))}, [held], [(0,)])
 
 
 def test_an_offer_survives_its_message() -> None:
@@ -238,12 +242,12 @@ def test_the_layout_of_a_state_has_the_names_of_all_ranks() -> None:
         offer(Phase.NONE, OfferedState(BEFORE, 0), layouts=[layout(6, ROWS, "a", "b")]),
     ]
     found = layout_at(offers, [(0,), (0,)])
-    assert (sorted(found), found["a"].box) == (["a", "b"], layout(0, 6)["w"].box)
+    assert (sorted(found), found["a"].region) == (["a", "b"], layout(0, 6)["w"].region)
 
 
 def test_many_missing_parts_are_shortened_for_people() -> None:
-    rows = tuple(Box((row,), (1,)) for row in range(0, 6, 2))
-    missing = {f"t{number}": rows for number in range(5)} | {"scalar": (Box((), ()),)}
+    rows = tuple(Region((row,), (1,)) for row in range(0, 6, 2))
+    missing = {f"t{number}": rows for number in range(5)} | {"scalar": (Region((), ()),)}
     told = describe_missing(missing)
     assert "scalar" in told
     assert "t0[0:1, 2:3, ..]" in told

@@ -35,7 +35,10 @@ def trained(started_ns: int, steps: int, step_ns: int = S // 10, round_: int = 1
     """A worker's counts after so many steps."""
     at_ns = started_ns + 2 * S
     tally = (
-        Counters.begun(started_ns).switched(at_ns, Account.IDLE).entered(at_ns + S, round_, rank, 2).level(at_ns + S, 0)
+        Counters.begun(started_ns)
+        .switched(at_ns, Account.IDLE)
+        .entered(at_ns + S, round_, rank, 2)
+        .synchronized(at_ns + S, 0)
     )
     for number in range(1, steps + 1):
         tally = tally.commits(at_ns + S + number * step_ns)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
-from torchelastic.ledger.accounts import LOOKS, NOTHING, Account
+from torchelastic.ledger.accounts import NOTHING, STYLES, Account
 from torchelastic.ledger.figures import Seen
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, combined
@@ -82,8 +82,8 @@ def test_the_bar_is_as_wide_as_the_terminal_with_letters_where_there_are_no_colo
 
 
 def test_every_account_has_a_letter_of_its_own() -> None:
-    assert list(LOOKS) == list(Account)
-    assert len({look.letter for look in LOOKS.values()}) == len(Account)
+    assert list(STYLES) == list(Account)
+    assert len({style.letter for style in STYLES.values()}) == len(Account)
 
 
 @settings(deadline=None)

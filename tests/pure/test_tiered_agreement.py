@@ -18,11 +18,11 @@ class Rig:
     """A group of ranks around one mailbox, with a clock that only waiting moves."""
 
     def __init__(self, world_size: int) -> None:
-        self.clock, self.box = FakeClock(0.0), Drawer()
+        self.clock, self.region = FakeClock(0.0), Drawer()
         self.ranks = [
             SaveAgreement(
                 TierContext("run", 1, 2, rank, world_size),
-                Notes(self.box, Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep)),
+                Notes(self.region, Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep)),
             )
             for rank in range(world_size)
         ]
@@ -119,7 +119,7 @@ def test_notes_do_not_pile_up() -> None:
         rig.ranks[1].hear(name, "disk")
         for rank in (0, 1):
             rig.ranks[rank].done(name)
-        left.append(len(rig.box._notes))
+        left.append(len(rig.region._notes))
     assert left[0] == left[-1], left
 
 

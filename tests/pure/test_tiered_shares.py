@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.shards import Box, ShardOf, unflatten
+from torchelastic.checkpoint.shards import Region, ShardOf, unflatten
+from torchelastic.checkpoint.shards.cached_layout import cached_layout_of, flatten_again
 from torchelastic.checkpoint.shards.header import NO_CHECKSUM, Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout, parts_of_rank
-from torchelastic.checkpoint.shards.recall import outline_of, recall
 from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.shards.tree import flatten
 
@@ -39,7 +39,7 @@ def taken(layout: RecurringLayout, tree: Any) -> Any:
     """The tree that the copied tensors of a rank alone make."""
     header, sources = take(layout, tree)
     for entry, source in zip(header.entries, sources, strict=True):
-        assert (entry.box.sizes, entry.dtype) == (tuple(source.shape), dtype_name(source.dtype)), "it fits its place"
+        assert (entry.region.sizes, entry.dtype) == (tuple(source.shape), dtype_name(source.dtype)), "it fits its place"
     copies = {entry.name: source.detach().clone() for entry, source in zip(header.entries, sources, strict=True)}
     return unflatten(header.structure, copies)
 
@@ -54,9 +54,9 @@ def test_the_shares_of_all_ranks_are_each_element_once(world_size: int) -> None:
     counted = {named.name: torch.zeros(named.shape) for named in flat.tensors}
     for rank in range(world_size):
         for part in parts_of_rank(flat, weights, rank, world_size):
-            place = part.box.within(Box.whole(part.shape))
+            place = part.region.within(Region.whole(part.shape))
             counted[part.name][place] += 1
-            assert tuple(part.tensor.shape) == part.box.sizes
+            assert tuple(part.tensor.shape) == part.region.sizes
     assert all(bool((count == 1).all()) for count in counted.values()), counted
 
 
@@ -88,13 +88,13 @@ def test_a_second_share_has_the_values_of_now_and_the_entries_of_before() -> Non
 
 def test_tensors_that_share_memory_are_told_from_those_that_do_not_any_more() -> None:
     shared = torch.ones(3)
-    outline = outline_of(flatten({"a": shared, "b": shared}))
-    assert outline is not None
-    assert recall({"a": shared, "b": shared}, outline) is not None
-    assert recall({"a": shared, "b": torch.zeros(3)}, outline) is None
-    separate = outline_of(flatten({"a": torch.ones(3), "b": torch.ones(3)}))
+    cached = cached_layout_of(flatten({"a": shared, "b": shared}))
+    assert cached is not None
+    assert flatten_again({"a": shared, "b": shared}, cached) is not None
+    assert flatten_again({"a": shared, "b": torch.zeros(3)}, cached) is None
+    separate = cached_layout_of(flatten({"a": torch.ones(3), "b": torch.ones(3)}))
     assert separate is not None
-    assert recall({"a": shared, "b": shared}, separate) is None
+    assert flatten_again({"a": shared, "b": shared}, separate) is None
 
 
 def test_two_views_of_one_memory_are_two_tensors() -> None:

@@ -10,7 +10,7 @@ from torchelastic.agent.causes import Ended, end_of
 from torchelastic.ledger.counters import Counters
 
 STARTING = Counters.begun(0)
-IN_A_STEP = STARTING.entered(10, 1, 0, 2).level(20, 0).commits(30)
+IN_A_STEP = STARTING.entered(10, 1, 0, 2).synchronized(20, 0).commits(30)
 DONE = IN_A_STEP.left(40, IN_A_STEP.account.IDLE)
 KILLED, TERMINATED, CRASHED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.worker_rules import (
     AfterLoss,
     Contact,
@@ -30,13 +30,19 @@ FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
 
 def asking(known: Round | None) -> Member:
     return asks(
-        Member("a", "h"), known, store_address="h:2", step=7, standing=Standing.WHOLE, failed=True, patience_s=9.0
+        Member("a", "h"),
+        known,
+        store_address="h:2",
+        step=7,
+        state_status=StateStatus.COMPLETE,
+        failed=True,
+        patience_s=9.0,
     )
 
 
 def test_a_worker_asks_for_the_round_after_the_newest_that_its_agent_knows() -> None:
     assert asking(None).ready_for == 1
-    assert asking(FIVE) == Member("a", "h", "h:2", 6, 7, Standing.WHOLE, True, patience_s=9.0)
+    assert asking(FIVE) == Member("a", "h", "h:2", 6, 7, StateStatus.COMPLETE, True, patience_s=9.0)
 
 
 @pytest.mark.parametrize("state", [RoundState.BROKEN, RoundState.CLOSING])

@@ -15,7 +15,7 @@ from torchelastic.rendezvous.records import (
     Member,
     Round,
     RoundState,
-    Standing,
+    StateStatus,
     decode_member,
     decode_round,
 )
@@ -162,7 +162,7 @@ class Invariants:
             self.require(size % settings.multiple_of == 0, f"a roster of {size}, no multiple of {settings.multiple_of}")
             self._require_that_nobody_is_spared_in_vain(before, now)
             self._require_only_the_source_leaves(now)
-            if before.leaving and before.state is RoundState.BROKEN and now.standing is Standing.FRESH:
+            if before.leaving and before.state is RoundState.BROKEN and now.state_status is StateStatus.INITIAL:
                 self._highest.pop(self._lineage, None)  # all who had the state have left: it begins anew
         self._lineage_of[now.number, now.roster] = self._lineage
         self._newest[self._lineage] = now.age

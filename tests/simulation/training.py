@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tests.simulation.engine import Engine
-from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import (
     Contact,
@@ -81,7 +81,7 @@ class Worker:
         clock: Callable[[], float],
         on_gone: Callable[[Worker], None] = lambda _worker: None,
     ) -> None:
-        self.member, self.step, self.standing = member, 0, Standing.FRESH
+        self.member, self.step, self.state_status = member, 0, StateStatus.INITIAL
         self.is_alive, self.is_over, self.is_asking = True, False, False
         #: it hangs by itself, or its whole host is stopped
         self.is_hung = self.is_stopped = False
@@ -118,7 +118,7 @@ class Worker:
             self.known,
             store_address=f"{self.member.host}:1",
             step=self.step,
-            standing=self.standing,
+            state_status=self.state_status,
             failed=failed,
             patience_s=self._pace.collective_timeout_s + 5.0,
         )
@@ -262,7 +262,7 @@ class Group:
         self.is_formed = True
         self._witness.formed(self)
         for worker in self.members.values():
-            worker.step, worker.standing = self.step, Standing.WHOLE
+            worker.step, worker.state_status = self.step, StateStatus.COMPLETE
         self._engine.after(self._pace.step_s, self._end_step)
 
     def _end_step(self) -> None:

@@ -343,7 +343,7 @@ class Connections:
             self.round,
             store_address=told.store_address,
             step=told.step,
-            standing=told.standing,
+            state_status=told.state_status,
             failed=told.failed,
             patience_s=min(told.patience_s, MAX_SECONDS),
         )

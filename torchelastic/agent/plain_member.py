@@ -27,7 +27,7 @@ from torchelastic.processes import boot_time_s, dies_with_parent
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.records import Round, RoundState, Standing
+from torchelastic.rendezvous.records import Round, RoundState, StateStatus
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.rendezvous.worker_rules import is_replaced
 
@@ -110,7 +110,7 @@ class PlainMember:
                 round_ = self._client.join(
                     store_address=f"{where}:{port}",
                     step=0,
-                    standing=Standing.FRESH,
+                    state_status=StateStatus.INITIAL,
                     failed=failed,
                     patience_s=PATIENCE_S,
                 )

@@ -72,7 +72,7 @@ def by_label(amounts: Sequence[int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Look:
+class AccountStyle:
     """How an account is shown, in a terminal, on the live page and in a report.
 
     Attributes:
@@ -87,14 +87,14 @@ class Look:
     dark: str
 
 
-LOOKS: dict[Account, Look] = {
-    Account.PRODUCTIVE: Look("P", "green", "#43a56d", "#2f9159"),
-    Account.SAVE_STALL: Look("S", "blue", "#3f82c9", "#4a8fd6"),
-    Account.REPLAYED: Look("X", "red", "#cf3f3a", "#e0514b"),
-    Account.DETECT: Look("D", "bright_red", "#ef8b4e", "#e58442"),
-    Account.RE_FORM: Look("F", "magenta", "#8b5cc0", "#9d72d3"),
-    Account.RESTORE: Look("R", "bright_magenta", "#d583c4", "#c474b4"),
-    Account.DATA_WAIT: Look("W", "yellow", "#e4bd45", "#c6a233"),
-    Account.IDLE: Look("I", "bright_black", "#bcc4cc", "#4d565f"),
-    Account.START_UP: Look("U", "cyan", "#64bccb", "#34899a"),
+STYLES: dict[Account, AccountStyle] = {
+    Account.PRODUCTIVE: AccountStyle("P", "green", "#43a56d", "#2f9159"),
+    Account.SAVE_STALL: AccountStyle("S", "blue", "#3f82c9", "#4a8fd6"),
+    Account.REPLAYED: AccountStyle("X", "red", "#cf3f3a", "#e0514b"),
+    Account.DETECT: AccountStyle("D", "bright_red", "#ef8b4e", "#e58442"),
+    Account.RE_FORM: AccountStyle("F", "magenta", "#8b5cc0", "#9d72d3"),
+    Account.RESTORE: AccountStyle("R", "bright_magenta", "#d583c4", "#c474b4"),
+    Account.DATA_WAIT: AccountStyle("W", "yellow", "#e4bd45", "#c6a233"),
+    Account.IDLE: AccountStyle("I", "bright_black", "#bcc4cc", "#4d565f"),
+    Account.START_UP: AccountStyle("U", "cyan", "#64bccb", "#34899a"),
 }

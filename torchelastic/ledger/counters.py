@@ -60,7 +60,7 @@ class Counters(msgspec.Struct, frozen=True):
         """A group is formed."""
         return replace(self.switched(at_ns, Account.RESTORE), round=round_, rank=rank, world_size=world_size)
 
-    def level(self, at_ns: int, step: int) -> Counters:
+    def synchronized(self, at_ns: int, step: int) -> Counters:
         """The state is in sync with the group's; steps begin."""
         return replace(self.switched(at_ns, Account.PRODUCTIVE), step=step)
 

@@ -138,9 +138,9 @@ class Meter(LoopObserver):
         steps = [getattr(state, name, None) for name in ("step", "end_step")]
         step, end_step = (value if type(value) is int else -1 for value in steps)
         source = "peer" if self._is_fresh is False else "checkpoint" if self._is_fresh and step > 0 else ""
-        self.level(step, source, end_step)
+        self.synchronized(step, source, end_step)
 
-    def level(self, step: int, source: str = "", end_step: int = -1) -> None:
+    def synchronized(self, step: int, source: str = "", end_step: int = -1) -> None:
         """The state is that of the group: `step` steps, or -1 where that is not known; steps begin.
 
         Args:
@@ -149,7 +149,7 @@ class Meter(LoopObserver):
             end_step: the number of steps of the whole run; -1: not known.
         """
         before, now_ns = self._counts, self._clock_ns()
-        self._become(before.level(now_ns, step))
+        self._become(before.synchronized(now_ns, step))
         self._note(
             Restore(
                 at_ns=now_ns,

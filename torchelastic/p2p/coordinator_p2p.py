@@ -45,7 +45,7 @@ from torchelastic.rendezvous.handler import (
     RendezvousTimeoutException,
 )
 from torchelastic.rendezvous.loss import LossWitness
-from torchelastic.rendezvous.records import Round, Standing
+from torchelastic.rendezvous.records import Round, StateStatus
 from torchelastic.rendezvous.url import RendezvousUrlError
 from torchelastic.rendezvous.worker_rules import is_replaced
 from torchelastic.state import State
@@ -109,7 +109,7 @@ class CoordinatorP2P(Coordinator):
         self._agreement = StepAgreement(None)
         self._peers: Peers = Alone()
         self._committed_steps = 0
-        self._standing = Standing.FRESH
+        self._state_status = StateStatus.INITIAL
         self._failed = self._leaves_last = False
         self.last_recovery: Recovery | None = None
         self._timer = RecoveryTimer(time.monotonic)
@@ -141,7 +141,7 @@ class CoordinatorP2P(Coordinator):
         before = self.rendezvous.joined
         self.rendezvous.report(
             step=self._committed_steps,
-            standing=self._standing,
+            state_status=self._state_status,
             failed=self._failed,
             patience_s=self._watchdog.patience_s + PATIENCE_MARGIN_S,
         )
@@ -204,18 +204,18 @@ class CoordinatorP2P(Coordinator):
     def nobody_has_progress(self) -> bool | None:
         """Whether a checkpoint is wanted: the best state in this round is a fresh or a torn one."""
         round_ = self.rendezvous.joined
-        return None if round_.number == 0 else round_.standing in (Standing.FRESH, Standing.TORN)
+        return None if round_.number == 0 else round_.state_status in (StateStatus.INITIAL, StateStatus.PARTIAL)
 
     def state_changed(self, state: State, *, synced: bool) -> None:
-        """Remember what this worker's state is worth, for the choice of the next group's source."""
+        """Remember how complete this worker's state is, for the choice of the next group's source."""
         if synced:
             steps = max(self._committed_steps, self.rendezvous.joined.step)
             self._committed_steps = getattr(state, "step", steps) if state.loads_parts else steps  # may have gone back
-            self._standing = Standing.WHOLE
+            self._state_status = StateStatus.COMPLETE
             self._timer.reached("sync")
             self._watchdog.begin(self.rank, self.world_size, self._committed_steps)
-        elif self._standing is not Standing.FRESH:
-            self._standing = state.standing
+        elif self._state_status is not StateStatus.INITIAL:
+            self._state_status = state.status
 
     # --- after each step --------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class CoordinatorP2P(Coordinator):
 
     def _go(self) -> None:
         """This worker was asked to leave the run, and has left it: it is no rank of it any more."""
-        self._leaves_last = self._standing is Standing.WHOLE and self.rendezvous.leaves_last()
+        self._leaves_last = self._state_status is StateStatus.COMPLETE and self.rendezvous.leaves_last()
         others = "those who stay are too few to go on" if self._leaves_last else "the others go on"
         log.warning("drained after step %d; %s", self._committed_steps, others)
         self.rank, self.world_size = -1, 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
 
-from torchelastic.ledger.accounts import LOOKS, Account
+from torchelastic.ledger.accounts import STYLES, Account
 from torchelastic.page.requests import Refused
 
 #: With every answer. Nothing is loaded from elsewhere, nothing runs but the page's own script, nobody may frame it.
@@ -50,9 +50,9 @@ def static_files() -> Mapping[str, File]:
 
 def _account_files() -> Mapping[str, str]:
     """Made from the ledger, so that accounts have the same names and colours as everywhere: style sheet and script."""
-    light = " ".join(f"--{account.label}: {look.light};" for account, look in LOOKS.items())
-    dark = " ".join(f"--{account.label}: {look.dark};" for account, look in LOOKS.items())
-    classes = "\n".join(f".a-{account.label} {{ background: var(--{account.label}); }}" for account in LOOKS)
+    light = " ".join(f"--{account.label}: {style.light};" for account, style in STYLES.items())
+    dark = " ".join(f"--{account.label}: {style.dark};" for account, style in STYLES.items())
+    classes = "\n".join(f".a-{account.label} {{ background: var(--{account.label}); }}" for account in STYLES)
     sheet = (
         f":root {{ {light} }}\n"
         f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'

@@ -35,12 +35,12 @@ def choose(members: Sequence[Member], size: int, multiple_of: int, last: Sequenc
     """
     if len(members) == size:
         return list(members)
-    best = max(member.worth for member in members)
+    best = max(member.progress for member in members)
     blocks = _blocks(members, multiple_of, last)
     places = _places(members, size, multiple_of, range(len(members)), blocks)
-    if all(members[place].worth != best for place in places):
+    if all(members[place].progress != best for place in places):
         of_host = Counter(member.host for member in members)
-        sources = (place for place, member in enumerate(members) if member.worth == best)
+        sources = (place for place, member in enumerate(members) if member.progress == best)
         source = min(sources, key=lambda place: (of_host[members[place].host] < multiple_of, place))
         others = (place for place in range(len(members)) if place != source)
         places = _places(members, size, multiple_of, (source, *others), blocks, source)

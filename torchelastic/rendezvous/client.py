@@ -13,7 +13,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from torchelastic.processes.death_notice import leave_notice, notice_path
 from torchelastic.rendezvous import wire
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing, round_from_dict
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus, round_from_dict
 from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,9 @@ class AgentClient:
         """Whether the agent is gone."""
         return self._fatal is not None and self._fatal.kind == "lost"
 
-    def join(self, *, store_address: str, step: int, standing: Standing, failed: bool, patience_s: float) -> Round:
+    def join(
+        self, *, store_address: str, step: int, state_status: StateStatus, failed: bool, patience_s: float
+    ) -> Round:
         """Ask for the next round and wait until this member is on the roster of one; returns that round.
 
         The wait has no bound here: the agent ends it by the run's time-out, which does not count for spares.
@@ -88,7 +90,7 @@ class AgentClient:
                 "op": "join",
                 "store_address": store_address,
                 "step": step,
-                "standing": int(standing),
+                "state_status": int(state_status),
                 "failed": failed,
                 "patience_s": patience_s,
             }
@@ -116,7 +118,7 @@ class AgentClient:
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
 
-        One that lost its last step while others finished is brought level first, in one more round.
+        One that lost its last step while others finished is synchronized first, in one more round.
         """
         return is_over_for(self._round, self.member_id, step)
 

@@ -22,7 +22,7 @@ from torchelastic.rendezvous.own_agent import (
     start_private_agent,
     tell_launcher,
 )
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus
 from torchelastic.rendezvous.round_store import RoundStore
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 
@@ -107,7 +107,7 @@ class RendezvousHandler(ABC):
     def on_round(self, callback: OnRound) -> None:  # noqa: B027 - a hook that only some handlers have
         """Have `callback` called, on another thread, with every change of the round."""
 
-    def report(self, *, step: int, standing: Standing, failed: bool, patience_s: float) -> None:  # noqa: B027 - as above
+    def report(self, *, step: int, state_status: StateStatus, failed: bool, patience_s: float) -> None:  # noqa: B027 - as above
         """Say what this worker brings to the next group: see `records.Member`."""
 
     def signal_done(self, step: int) -> None:
@@ -180,7 +180,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = RoundStore()
         self._joined = NO_ROUND
         self._waits = False
-        self._report = {"step": 0, "standing": Standing.FRESH, "failed": False, "patience_s": 15.0}
+        self._report = {"step": 0, "state_status": StateStatus.INITIAL, "failed": False, "patience_s": 15.0}
 
     @property
     def round(self) -> Round:
@@ -216,9 +216,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Have `callback` called, on the reader's thread, with every change of the round; it must return soon."""
         self._callbacks.append(callback)
 
-    def report(self, *, step: int, standing: Standing, failed: bool, patience_s: float) -> None:
+    def report(self, *, step: int, state_status: StateStatus, failed: bool, patience_s: float) -> None:
         """Say what this worker brings to the next group."""
-        self._report = {"step": step, "standing": standing, "failed": failed, "patience_s": patience_s}
+        self._report = {"step": step, "state_status": state_status, "failed": failed, "patience_s": patience_s}
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
         """Wait for the next group.

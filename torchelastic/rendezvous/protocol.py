@@ -36,7 +36,7 @@ from typing import Any
 
 from torchelastic.rendezvous.choice import choose
 from torchelastic.rendezvous.member_id import started_again
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
+from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus, rank_members
 from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting, may_be_behind
 from torchelastic.text import shortlist
 
@@ -132,11 +132,11 @@ def _level_at_the_end(view: View, _now_s: float) -> tuple[Action, ...]:
     live = _live(view)
     done = [member for member in live if is_done(member, view.round)]
     ready = [member for member in live if not is_done(member, view.round) and _is_ready(view, member)]
-    behind = [member for member in ready if done and member.worth < max(other.worth for other in done)]
+    behind = [member for member in ready if done and member.progress < max(other.progress for other in done)]
     size = view.settings.usable(len(live))
     if not behind or len(done) + len(ready) < len(live) or not size:
         return ()
-    # where not all fit, one that is level with the source loses nothing by staying behind
+    # where not all fit, one that is in sync with the source loses nothing by staying behind
     chosen = set([*dict.fromkeys(m.member_id for m in (rank_members(live)[0], *behind, *live))][:size])
     return (_next_round(view, [member for member in live if member.member_id in chosen], ()),)
 
@@ -217,8 +217,8 @@ def _with_the_last_source(view: View, staying: list[Member], newcomers: list[Mem
     names = (view.leaving & view.ready) - view.round.released
     if not names:
         return staying
-    best = max((view.members[name] for name in view.round.roster if name in names), key=lambda member: member.worth)
-    if best.worth <= max([member.worth for member in (*staying, *newcomers)], default=(Standing.FRESH, 0)):
+    best = max((view.members[name] for name in view.round.roster if name in names), key=lambda member: member.progress)
+    if best.progress <= max([member.progress for member in (*staying, *newcomers)], default=(StateStatus.INITIAL, 0)):
         return staying
     kept = {best.member_id, *(member.member_id for member in staying)}
     return [member for member in _live(view) if member.member_id in kept]
@@ -234,7 +234,7 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     going = [view.members[name] for name in view.round.roster if name in names]
     if names <= view.round.released:
         return ()
-    ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.worth, reverse=True))
+    ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.progress, reverse=True))
     because = f"{shortlist(ordered)} left; fewer than {view.settings.least} are here"
     change = {"state": RoundState.BROKEN, "waiting": 0, "leaving": ordered, "hopeless": view.round.hopeless}
     return (Publish(_amended(view, **change, because=because)),)
@@ -364,11 +364,13 @@ def _joining(view: View, staying: int) -> int:
 
 
 def _newcomers(view: View) -> list[Member]:
-    # a spare's state may be whole and of long ago: one of now is worth more, though its last step was not committed
-    now = max((member.step for member in _live(view) if member.standing is Standing.UNCOMMITTED), default=-1)
+    # a spare's state may be complete and of long ago: one of now counts more, though its last step was not committed
+    now = max((member.step for member in _live(view) if member.state_status is StateStatus.UNCOMMITTED), default=-1)
     members = (view.members[member_id] for member_id in view.waiting_since_s)
-    worth = (replace(m, standing=min(m.standing, Standing.UNCOMMITTED)) if m.step < now else m for m in members)
-    return sorted(worth, key=lambda member: (member.arrival, member.member_id))
+    counted = (
+        replace(m, state_status=min(m.state_status, StateStatus.UNCOMMITTED)) if m.step < now else m for m in members
+    )
+    return sorted(counted, key=lambda member: (member.arrival, member.member_id))
 
 
 def _amended(view: View, **changes: Any) -> Round:
@@ -408,9 +410,9 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         roster=tuple(member.member_id for member in ranked),
         store_address=source.store_address,
         # the step that nobody committed but whose weights are all that is left counts as done
-        step=source.step + (1 if source.standing is Standing.UNCOMMITTED else 0),
-        standing=min(source.standing, Standing.FRESH) if is_old else source.standing,
-        stale=tuple(rank for rank, member in enumerate(ranked) if member.worth < ranked[0].worth),
+        step=source.step + (1 if source.state_status is StateStatus.UNCOMMITTED else 0),
+        state_status=min(source.state_status, StateStatus.INITIAL) if is_old else source.state_status,
+        stale=tuple(rank for rank, member in enumerate(ranked) if member.progress < ranked[0].progress),
         evicted=tuple(member.member_id for member in evicted),
         because=f"{len(ranked)} members, source {source.member_id} at step {source.step}",
         edition=view.round.edition + 1,

@@ -50,44 +50,45 @@ class RoundState(str, enum.Enum):
     CLOSED = "closed"
 
 
-class Standing(enum.IntEnum):
-    """How much a member's state is worth; the larger, the better a source it is.
+class StateStatus(enum.IntEnum):
+    """How complete a member's state is; the larger, the better a source it is.
 
-    TORN: half-way through an optimizer step, nothing to give. FRESH: what every new process starts with.
+    PARTIAL: half-way through an optimizer step, nothing to give. INITIAL: what every new process starts with.
     UNCOMMITTED: the optimizer step was completed but the step failed afterwards; the weights are those after it, and
-    they are used only where nobody has anything better. WHOLE: exactly the state after `step` committed steps.
+    they are used only where nobody has anything better. COMPLETE: exactly the state after `step` committed steps.
     """
 
-    TORN = 0
-    FRESH = 1
+    PARTIAL = 0
+    INITIAL = 1
     UNCOMMITTED = 2
-    WHOLE = 3
+    COMPLETE = 3
 
 
-class Worth(NamedTuple):
+class StateProgress(NamedTuple):
     """How good a state is as a source, among members that have not all trained together: the larger one is chosen.
 
-    As `Member.worth`, but for a whole state of long ago, which a member that has waited as a spare may have: it is
-    worth less than the one after a newer step that was not committed.
+    As `Member.progress`, but for a whole state of long ago, which a member that has waited as a spare may have: it
+    counts less than the one after a newer step that was not committed.
 
     Attributes:
-        kind: torn before fresh before one that has progress.
+        kind: partial before initial before one that has progress.
         step: committed steps.
-        standing: decides at equal steps.
+        state_status: decides at equal steps.
     """
 
-    kind: Standing
+    kind: StateStatus
     step: int
-    standing: Standing
+    state_status: StateStatus
 
     @classmethod
-    def of(cls, standing: Standing, step: int) -> Worth:
+    def of(cls, state_status: StateStatus, step: int) -> StateProgress:
         """That of a state.
 
-        >>> Worth.of(Standing.WHOLE, 10) < Worth.of(Standing.UNCOMMITTED, 500) < Worth.of(Standing.WHOLE, 500)
+        >>> old, new = StateProgress.of(StateStatus.COMPLETE, 10), StateProgress.of(StateStatus.COMPLETE, 500)
+        >>> old < StateProgress.of(StateStatus.UNCOMMITTED, 500) < new
         True
         """
-        return cls(min(standing, Standing.UNCOMMITTED), step, standing)
+        return cls(min(state_status, StateStatus.UNCOMMITTED), step, state_status)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Member:
         store_address: HOST:PORT where this member's TCPStore listens, used if it becomes rank 0.
         ready_for: number of the round that it wants, 0 while it wants none; above the present number it waits.
         step: committed steps.
-        standing: what its state is worth.
+        state_status: how complete its state is.
         failed: it asks because a step or a formation failed, not because it was asked to stop.
         done: the number of the round in which it finished (or closed) the run, 0 while it has not.
         patience_s: how long the others shall wait for a member that lives but does not get ready.
@@ -115,7 +116,7 @@ class Member:
     store_address: Name = ""
     ready_for: MemberCount = 0
     step: MemberCount = 0
-    standing: Standing = Standing.FRESH
+    state_status: StateStatus = StateStatus.INITIAL
     failed: bool = False
     done: MemberCount = 0
     patience_s: Seconds = 15.0
@@ -125,15 +126,15 @@ class Member:
     arrival: int = 0
 
     @property
-    def worth(self) -> tuple[Standing, int]:
+    def progress(self) -> tuple[StateStatus, int]:
         """The order in which members are chosen as the source of the state, of those that trained together."""
-        return (self.standing, self.step)
+        return (self.state_status, self.step)
 
 
 def rank_members(members: Sequence[Member]) -> list[Member]:
     """Order members by rank: the first of those with the best state leads, the rest keep the given order, by host."""
-    best = max(member.worth for member in members)
-    first = next(member for member in members if member.worth == best)
+    best = max(member.progress for member in members)
+    first = next(member for member in members if member.progress == best)
     by_host: dict[str, list[Member]] = {first.host: [first]}
     for member in members:
         if member is not first:
@@ -151,9 +152,9 @@ class Round:
         roster: member ids; the position is the rank.
         store_address: HOST:PORT of rank 0's TCPStore.
         step: committed steps of the source (rank 0) when the round began; while closing, of those who are done.
-        standing: what the source's state is worth; at FRESH or TORN nobody has progress, as far as is known: that of a
-            source which has only waited while others trained may be old, and a checkpoint newer.
-        stale: ranks whose state is worth less than the source's.
+        state_status: of the source's state; at INITIAL or PARTIAL nobody has progress, as far as is known: the state of
+            a source which has only waited while others trained may be old, and a checkpoint newer.
+        stale: ranks whose state is less complete or older than the source's.
         waiting: how many newcomers the members shall stop for.
         evicted: members that were alive and did not get ready in time; their agents end them.
         because: why the round is in this state, for people.
@@ -175,7 +176,7 @@ class Round:
     roster: tuple[Name, ...] = ()
     store_address: Name = ""
     step: Count = 0
-    standing: Standing = Standing.FRESH
+    state_status: StateStatus = StateStatus.INITIAL
     stale: tuple[Count, ...] = ()
     waiting: Count = 0
     evicted: tuple[Name, ...] = ()

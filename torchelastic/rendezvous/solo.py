@@ -13,7 +13,7 @@ from torchelastic.rendezvous.handler import (
     RendezvousDrainedException,
     RendezvousHandler,
 )
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -58,7 +58,7 @@ class SoloRendezvousHandler(RendezvousHandler):
 
     def __init__(self) -> None:
         self._joined = NO_ROUND
-        self._step, self._standing = 0, Standing.FRESH
+        self._step, self._state_status = 0, StateStatus.INITIAL
         self._is_closed = self._leaves = False
         log.warning("no launcher and no init_method: this process trains alone; for more workers, %s", _HOW)
 
@@ -72,10 +72,10 @@ class SoloRendezvousHandler(RendezvousHandler):
         """The same: nobody else makes rounds."""
         return self._joined
 
-    def report(self, *, step: int, standing: Standing, failed: bool, patience_s: float) -> None:
+    def report(self, *, step: int, state_status: StateStatus, failed: bool, patience_s: float) -> None:
         """Remember what the next round begins with; nobody waits for this worker."""
         del failed, patience_s
-        self._step, self._standing = step, standing
+        self._step, self._state_status = step, state_status
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
         """A round of this process alone, with a fresh store in its memory; see `RendezvousHandler`."""
@@ -86,7 +86,7 @@ class SoloRendezvousHandler(RendezvousHandler):
         if self._is_closed:
             raise RendezvousClosedException("the run is finished")
         number = next(_round_numbers)
-        self._joined = Round(number, RoundState.RUNNING, ("solo",), step=self._step, standing=self._standing)
+        self._joined = Round(number, RoundState.RUNNING, ("solo",), step=self._step, state_status=self._state_status)
         return HashStore(), 0, 1
 
     def is_closed(self) -> bool:

@@ -30,7 +30,7 @@ from msgspec import Meta, Struct
 
 from torchelastic.foreign_json import Amount, Count, RecordError, decode_object
 from torchelastic.processes.identity import MAX_PID
-from torchelastic.rendezvous.records import MemberCount, Name, Standing
+from torchelastic.rendezvous.records import MemberCount, Name, StateStatus
 
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
 SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
@@ -68,7 +68,7 @@ class JoinRequest(Struct):
 
     store_address: Name
     step: MemberCount
-    standing: Standing
+    state_status: StateStatus
     failed: bool
     patience_s: Amount
 

@@ -9,7 +9,7 @@ import enum
 import math
 from dataclasses import dataclass, replace
 
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
 
 #: Shares of the time for which a group may train without contact to the store: when it leaves at the end of a step, and
@@ -48,7 +48,7 @@ def asks(
     *,
     store_address: str,
     step: int,
-    standing: Standing,
+    state_status: StateStatus,
     failed: bool,
     patience_s: float,
 ) -> Member:
@@ -58,7 +58,7 @@ def asks(
         store_address=store_address,
         ready_for=(0 if known is None else known.number) + 1,
         step=step,
-        standing=standing,
+        state_status=state_status,
         failed=failed,
         patience_s=patience_s,
     )
@@ -75,7 +75,9 @@ def asks_again(member: Member, now: Round) -> Member | None:
 
 def finishes(member: Member, known: Round | None, step: int) -> Member:
     """The record of a member that is done, with this many committed steps."""
-    return replace(member, done=max(1, 0 if known is None else known.number), step=step, standing=Standing.WHOLE)
+    return replace(
+        member, done=max(1, 0 if known is None else known.number), step=step, state_status=StateStatus.COMPLETE
+    )
 
 
 def may_go(member: Member, known: Round | None) -> bool:
@@ -111,7 +113,7 @@ def is_granted(round_: Round, member_id: str, after: int) -> bool:
 def is_over_for(round_: Round, member_id: str, step: int) -> bool:
     """Whether the run is over for a member with this many committed steps.
 
-    One that lost its last step while others finished is brought level first, in one more round.
+    One that lost its last step while others finished is synchronized first, in one more round.
     """
     behind = member_id in round_.members and step < round_.step
     return round_.state is RoundState.CLOSED or (round_.state is RoundState.CLOSING and not behind)

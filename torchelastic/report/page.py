@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from torchelastic.ledger.accounts import LOOKS, Account, Amounts
+from torchelastic.ledger.accounts import STYLES, Account, Amounts
 from torchelastic.ledger.host_ledger import share
 from torchelastic.report.charts import MOST_FLAGS, account_bar, loss_chart, phase_bar, share_bar
 from torchelastic.report.comparing import Compared, Comparison, Unit
@@ -42,12 +42,12 @@ _PHASES = {
     "step": "the next step, up to its commit",
 }
 #: By class. A phase has the colour of an account; a phase of that name (detect, re_form) that of its own.
-_COLOURS = {account.label: look for account, look in LOOKS.items()} | {
-    "agree": LOOKS[Account.DATA_WAIT],
-    "restart": LOOKS[Account.SAVE_STALL],
-    "sync": LOOKS[Account.START_UP],
-    "step": LOOKS[Account.PRODUCTIVE],
-    "other": LOOKS[Account.IDLE],
+_COLOURS = {account.label: style for account, style in STYLES.items()} | {
+    "agree": STYLES[Account.DATA_WAIT],
+    "restart": STYLES[Account.SAVE_STALL],
+    "sync": STYLES[Account.START_UP],
+    "step": STYLES[Account.PRODUCTIVE],
+    "other": STYLES[Account.IDLE],
 }
 #: Whatever is folded is shown on paper.
 _SCRIPT = 'addEventListener("beforeprint",()=>{for(const one of document.querySelectorAll("details"))one.open=true})'

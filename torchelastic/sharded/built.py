@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_named
 from torchelastic.errors import NonRetryableException
 from torchelastic.model import random_state
 from torchelastic.model.module_state import plain_name
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
+from torchelastic.sharded.offers import Layout
 from torchelastic.sharded.parts import entry_of, memory_of
-from torchelastic.sharded.regions import Layout
 from torchelastic.text import shortlist
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
@@ -195,8 +195,8 @@ class Built:
 
     # --- taking over a state ------------------------------------------------------------------------------------------
 
-    def boxes_for(self, layout: Layout) -> dict[str, Box]:
-        """The box of each tensor of a state that this rank needs.
+    def regions_for(self, layout: Layout) -> dict[str, Region]:
+        """The region of each tensor of a state that this rank needs.
 
         Args:
             layout: of the state, as some rank has held it: its names and shapes count.
@@ -208,7 +208,7 @@ class Built:
         strange = sorted({name for name in layout if name.startswith(PARAMETERS)} ^ own.keys())
         if strange:
             raise NonRetryableException(other_parameters(strange))
-        boxes = {}
+        regions = {}
         for name, part in layout.items():
             placed = own[name] if name in own else self._like_its_parameter(name, part, own)
             if (placed.shape, placed.dtype) != (part.shape, part.dtype):
@@ -216,20 +216,20 @@ class Built:
                     f"{name} is a {placed.dtype} of shape {placed.shape} in the model that build(mesh) has made, and "
                     f"was a {part.dtype} of shape {part.shape} before: it must make the same model for any mesh"
                 )
-            boxes[name] = placed.box
-        return boxes
+            regions[name] = placed.region
+        return regions
 
     def _like_its_parameter(self, name: str, part: Entry, own: Layout) -> Entry:
         """Where a tensor of an optimizer's state lies in this group."""
         if not part.is_shard:
-            return Entry.of(name, part.dtype, part.shape, Box.whole(part.shape), is_shard=False)
+            return Entry.of(name, part.dtype, part.shape, Region.whole(part.shape), is_shard=False)
         parameter = own[PARAMETERS + self._split(name)[1]]
         if parameter.shape != part.shape:
             raise NonRetryableException(
                 f"{name} has the shape {part.shape} and is sharded, and its parameter has the shape {parameter.shape}: "
                 "an optimizer whose state is sharded in another way than its parameters cannot be moved to other groups"
             )
-        return Entry.of(name, part.dtype, part.shape, parameter.box, is_shard=True)
+        return Entry.of(name, part.dtype, part.shape, parameter.region, is_shard=True)
 
     def make_optimizer_state(self, layout: Layout, plain_values: Mapping[str, Any]) -> None:
         """Give the optimizers a state of this form, whose tensors hold nothing yet."""

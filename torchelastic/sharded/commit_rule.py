@@ -42,8 +42,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchelastic.checkpoint.shards.boxes import Box
-from torchelastic.sharded.regions import STORED, Offer, Phase, Version, missing_parts
+from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.sharded.offers import STORED, Offer, Phase, Version, missing_parts
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class NoWholeState:
     """
 
     newest: Version | None
-    missing: dict[str, tuple[Box, ...]]
+    missing: dict[str, tuple[Region, ...]]
 
 
 def choose(offers: Sequence[Offer], wanted: Collection[str]) -> ChosenState | NoWholeState:

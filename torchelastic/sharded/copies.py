@@ -27,7 +27,7 @@ from torchelastic.checkpoint.shards.header import Entry, Header, encode_header, 
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.rank_group import begun
-from torchelastic.sharded.regions import Layout, Version, layout_of
+from torchelastic.sharded.offers import Layout, Version, layout_of
 from torchelastic.text import bytes_text
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
 from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import from_bytes, to_bytes
-from torchelastic.sharded.regions import (
+from torchelastic.sharded.offers import (
     STORED,
     Layout,
     Offer,
@@ -130,7 +130,7 @@ def held_of_checkpoint(
             name = built.name_of_stored(stored)
             if name is not None:
                 is_shard = built.is_split(name, entry.shape)
-                layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.box, is_shard=is_shard)
+                layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.region, is_shard=is_shard)
                 tensors[name] = each.tensors[stored]
         held.append(HeldState(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
     return held
@@ -181,17 +181,17 @@ def take_over(
     own = next((each for each in mine if each.is_own and each.companions), None)
     companions = from_source if own is None else own.companions
     layout = layout_at(offers, choice.holds)
-    boxes = built.boxes_for(layout)
+    regions = built.regions_for(layout)
     built.make_optimizer_state(layout, from_bytes(companions)["values"])
     targets = built.tensors()
 
     def given(piece: Piece) -> torch.Tensor:
         source = held[piece.holding]
-        return source.tensors[piece.name][piece.box.within(source.layout[piece.name].box)]
+        return source.tensors[piece.name][piece.region.within(source.layout[piece.name].region)]
 
     def target(piece: Piece) -> torch.Tensor:
-        return targets[piece.name][piece.box.within(boxes[piece.name])]
+        return targets[piece.name][piece.region.within(regions[piece.name])]
 
-    pieces = pieces_for(rank, boxes, offers, choice.holds)
+    pieces = pieces_for(rank, regions, offers, choice.holds)
     received_bytes = move(pieces, group=group, device=device, given=given, target=target)
     return Taken(companions, own is not None, received_bytes)

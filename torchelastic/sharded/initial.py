@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchelastic.checkpoint.shards.boxes import Box
-from torchelastic.checkpoint.shards.tensors import box_of
+from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.checkpoint.shards.tensors import region_of
 from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.parts import memory_of
 
@@ -56,7 +56,7 @@ def _initialize_one(name: str, module: torch.nn.Module, initialize: Initialize |
                 continue
             value = values[key]
             assert value is not None
-            part = value[box_of(tensor).within(Box.whole(value.shape))]
+            part = value[region_of(tensor).within(Region.whole(value.shape))]
             memory_of(tensor).copy_(part)
 
 

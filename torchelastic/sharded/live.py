@@ -12,7 +12,7 @@ from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
 from torchelastic.sharded.companions import Companions
 from torchelastic.sharded.handover import HeldState
-from torchelastic.sharded.regions import Phase, Version
+from torchelastic.sharded.offers import Phase, Version
 
 
 class Live:

@@ -6,13 +6,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.tensors import box_of, dtype_name
+from torchelastic.checkpoint.shards.tensors import dtype_name, region_of
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     """How a tensor is described to other ranks."""
     is_shard = isinstance(tensor, DTensor)
-    return Entry.of(name, dtype_name(tensor.dtype), tuple(tensor.shape), box_of(tensor), is_shard=is_shard)
+    return Entry.of(name, dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor), is_shard=is_shard)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """ShardedState: a State for a model of which every worker holds a part (FSDP2, HSDP), for groups that change.
 
-What becomes of a step in which a worker is lost is decided in `commit_rule`, who moves which part to whom in `regions`.
+What becomes of a step in which a worker is lost is decided in `commit_rule`, who moves which part to whom in `offers`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchelastic.model.extras import Snapshot
 from torchelastic.model.one_or_many import check_stateful
 from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldChange, WorldWatch
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import StateStatus
 from torchelastic.sharded.built import Build, Built, other_parameters
 from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, whole_in_copies
 from torchelastic.sharded.companions import Companions, from_bytes
@@ -42,7 +42,7 @@ from torchelastic.sharded.handover import (
 from torchelastic.sharded.initial import Initialize, initialize_model
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
-from torchelastic.sharded.regions import (
+from torchelastic.sharded.offers import (
     STORED,
     Layout,
     Offer,
@@ -183,10 +183,10 @@ class ShardedState(State):
         return None if left is None else self.step + int(left)
 
     @property
-    def standing(self) -> Standing:
-        """WHOLE where this rank has parts of a state that may be gone on from."""
+    def status(self) -> StateStatus:
+        """COMPLETE where this rank has parts of a state that may be gone on from."""
         has_parts = self._live.version is not None or bool(self._copies.held)
-        return Standing.WHOLE if has_parts and self._lost_step < 0 else Standing.FRESH
+        return StateStatus.COMPLETE if has_parts and self._lost_step < 0 else StateStatus.INITIAL
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -338,7 +338,7 @@ class ShardedState(State):
 
     def _start_afresh(self, built: Built, offers: Sequence[Offer], nothing: NoWholeState) -> Version:
         """There is no state to go on from: the first values, or an error where there was one."""
-        absent = sorted(name for name, boxes in nothing.missing.items() if not boxes)
+        absent = sorted(name for name, regions in nothing.missing.items() if not regions)
         if absent:
             raise NonRetryableException(other_parameters(absent))
         lost_step = max([offer.lost for offer in offers] + [nothing.newest.step if nothing.newest else 0])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint.shards.stage import copy_all
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.model.transfer import chunks, flat_like, scatter
-from torchelastic.sharded.regions import Piece
+from torchelastic.sharded.offers import Piece
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from torchelastic.ledger.accounts import LOOKS, Account, Amounts
+from torchelastic.ledger.accounts import STYLES, Account, Amounts
 from torchelastic.ledger.figures import Figures
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.status.progress import rate_text
@@ -168,14 +168,14 @@ def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bo
     """Where the time went: a bar as wide as the terminal, what its parts are, and how good that is."""
     bar, legend = Text(no_wrap=True), Text(overflow="fold")
     for account, cells in zip(Account, cells_of(amounts, width), strict=True):
-        look = LOOKS[account]
-        bar.append((" " if has_colours else look.letter) * cells, f"on {look.terminal}" if has_colours else "")
+        style = STYLES[account]
+        bar.append((" " if has_colours else style.letter) * cells, f"on {style.terminal}" if has_colours else "")
     total = sum(amounts)
     for account in sorted(Account, key=lambda account: -amounts[account]):
         if not amounts[account]:
             continue
-        look = LOOKS[account]
-        legend.append("  " if len(legend) else "").append("■ " if has_colours else f"{look.letter} ", look.terminal)
+        style = STYLES[account]
+        legend.append("  " if len(legend) else "").append("■ " if has_colours else f"{style.letter} ", style.terminal)
         legend.append(f"{account.label} {100 * amounts[account] / total:.1f} %")
     quality = Text("was / attainable:", overflow="fold")
     for figure in (figures.goodput, figures.ettr, figures.step_efficiency, figures.participation):

@@ -12,10 +12,10 @@ from typing import Any
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.batches import checksums_in, over_batches
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, encode_preamble
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_named
 from torchelastic.checkpoint.store.reading import open_shard
 
@@ -94,7 +94,9 @@ def contents_of(shards: Iterable[ShardReader]) -> Contents:
     for shard in shards:
         structure = shard.header.structure if structure is None else structure
         for entry in shard.header.entries:
-            place = shard.path.name if entry.box.sizes == entry.shape else f"{shard.path.name}{_ranges(entry.box)}"
+            place = (
+                shard.path.name if entry.region.sizes == entry.shape else f"{shard.path.name}{_ranges(entry.region)}"
+            )
             before = rows[entry.name].shards if entry.name in rows else ()
             size_bytes = math.prod(entry.shape) * dtype_named(entry.dtype).itemsize
             rows[entry.name] = TensorRow(entry.name, entry.dtype, entry.shape, size_bytes, (*before, place))
@@ -177,8 +179,8 @@ def _damage_of(shard: ShardReader, advance: Advance) -> list[str]:
     ]
 
 
-def _ranges(box: Box) -> str:
-    pairs = zip(box.offsets, box.sizes, strict=True)
+def _ranges(region: Region) -> str:
+    pairs = zip(region.offsets, region.sizes, strict=True)
     return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in pairs)}]"
 
 

@@ -39,7 +39,7 @@ from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
+from torchelastic.checkpoint.shards.slot_replica_store import SlotReplicaStore
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import save_tree, write_whole
@@ -95,7 +95,7 @@ class Container:
         self.fence = Fence(self.root, disk, owner_lock=JOB_FILE)
         self._run_id = self.fence.enter(known_run_id() or "")
         self.pool = SlotPool(self.root, disk=disk)
-        self.received = SlotShelf(self.root, disk)
+        self.received = SlotReplicaStore(self.root, disk)
         self.slots = Slots(self)
         self._registry = registry if registry is not None else ContainerRegistry()
         self._registry.add(self.root)

@@ -15,8 +15,8 @@ import xxhash
 from msgspec import structs
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align, place
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_name, encode_leaf
 from torchelastic.checkpoint.shards.tree import NamedTensor
 
@@ -119,16 +119,18 @@ def _planned(value: Any, item: WriteItem) -> torch.Tensor:
     return tensor.detach()
 
 
-def _chunk(item: WriteItem) -> Box:
+def _chunk(item: WriteItem) -> Region:
     data = item.tensor_data
     if data is None:
         raise ValueError(f"the planner says nothing of the shape of {item.index.fqn!r}")
-    return Box.whole(data.size) if data.chunk is None else _box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return (
+        Region.whole(data.size) if data.chunk is None else _region(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    )
 
 
 @lru_cache(maxsize=65536)
-def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-    return Box(offsets, sizes)
+def _region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:
+    return Region(offsets, sizes)
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class CachedLayout:
 
         def tensors() -> Iterator[NamedTensor]:
             for index, tensor in enumerate(sources):
-                yield NamedTensor(str(index), tensor, tuple(tensor.shape), Box.whole(tensor.shape))
+                yield NamedTensor(str(index), tensor, tuple(tensor.shape), Region.whole(tensor.shape))
 
         reserve_bytes = _NAMED_ENTRY_BYTES * (len(sources) + values)
         return self._lay_out(looks, tensors, max(value_bytes, self._pickled_bytes), reserve_bytes)

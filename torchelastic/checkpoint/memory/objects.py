@@ -34,7 +34,7 @@ class CheckpointObjectManager:
         disk: what touches files.
 
     Attributes:
-        shelf: the objects of all containers that this process and those that it was pickled to use; see `ReplicaShelf`.
+        shelf: the objects of all containers that this process and those that it was pickled to use; see `ReplicaStore`.
     """
 
     def __init__(self, pool_config: object = None, *, disk: Disk = REAL_DISK) -> None:
@@ -191,7 +191,7 @@ class CheckpointObjectManager:
         self._prepare()
 
 
-class Homes:
+class SaverContainers:
     """The containers that one saver saves into: one, as a rule. May be used by several threads.
 
     DCP asks for the copy of a state before it tells which checkpoint it is for.

@@ -9,9 +9,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import (
-    Note,
-    Ticket,
-    collect_notes,
+    RankReport,
+    SaveDecision,
+    collect_reports,
     deliver,
     epoch_of,
     refusal,
@@ -35,7 +35,7 @@ class PlannedSave:
         base: the container of the job.
         rank: among those that save, if DCP tells.
         extras: files that are attached.
-        ticket: what the coordinator has decided.
+        decision: what the coordinator has decided.
         staged: this rank's share.
     """
 
@@ -44,7 +44,7 @@ class PlannedSave:
     base: CheckpointContainerId
     rank: int | None = None
     extras: dict[str, bytes] = field(default_factory=dict)
-    ticket: Ticket | None = None
+    decision: SaveDecision | None = None
     staged: StagedItems | None = None
 
     @property
@@ -53,15 +53,15 @@ class PlannedSave:
         return f"{self.base.name}/{self.id.name}"
 
 
-def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str, group: str) -> SavePlan:
-    """The plan of one rank with a `Note` of what that knows.
+def with_report(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str, group: str) -> SavePlan:
+    """The plan of one rank with a `RankReport` of what that knows.
 
     Args:
         save: which.
         plan: of the planner.
         slots: of the container.
         rank: among those that save.
-        host: see `Note`.
+        host: see `RankReport`.
         group: names the ranks that save.
 
     Raises:
@@ -70,7 +70,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
     slots.reclaim()
     refused = refused_in(item.index.fqn for item in plan.items)
     needed_bytes = tensor_bytes(plan)
-    note = Note(
+    report = RankReport(
         save.about,
         rank,
         host,
@@ -82,21 +82,21 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         measure(slots.container.root),
         replace(refused[1], rank=rank) if refused is not None else None,
     )
-    deliver(note)
+    deliver(report)
     items = plan.items if refused is None else [item for item in plan.items if item.index.fqn != refused[0]]
-    return replace(plan, items=items, storage_data=note)
+    return replace(plan, items=items, storage_data=report)
 
 
-def with_tickets(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], SaveId]:
-    """The plans of all ranks with a `Ticket` in each; and the name of the save.
+def with_decisions(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], SaveId]:
+    """The plans of all ranks with a `SaveDecision` in each; and the name of the save.
 
     Raises:
         RuntimeError: a rank saves something else.
     """
-    notes = collect_notes(save.about, plans)
-    generation = slots.next_generation(max(note.newest for note in notes))
-    name = SaveId(epoch_of(notes), 0, generation, save.step, secrets.token_hex(4))
-    skipped = refusal(notes, shares_bytes(plans))
-    tickets = [Ticket(save.about, rank, len(plans), name, skipped) for rank in range(len(plans))]
-    deliver(tickets[0])  # for a save without collectives; with them, each rank's own arrives
-    return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)], name
+    reports = collect_reports(save.about, plans)
+    generation = slots.next_generation(max(report.newest for report in reports))
+    name = SaveId(epoch_of(reports), 0, generation, save.step, secrets.token_hex(4))
+    skipped = refusal(reports, shares_bytes(plans))
+    decisions = [SaveDecision(save.about, rank, len(plans), name, skipped) for rank in range(len(plans))]
+    deliver(decisions[0])  # for a save without collectives; with them, each rank's own arrives
+    return [replace(plan, storage_data=decision) for plan, decision in zip(plans, decisions, strict=True)], name

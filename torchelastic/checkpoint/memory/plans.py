@@ -1,10 +1,11 @@
 """What the ranks of a save tell each other through DCP's plans: who saves, under which name, and whether to at all.
 
-Each rank puts a `Note` into its local plan; the coordinator answers with a `Ticket` in everybody's plan. What it
-decides is a pure function of the notes.
+Each rank puts a `RankReport` into its local plan; the coordinator answers with a `SaveDecision` in everybody's plan.
+What it decides is a pure function of the reports.
 
 A planner that caches plans (`enable_plan_caching`) hands out the plan of an earlier save, with what was in it then. So
-notes and tickets are also remembered where they arrive, by the checkpoint they are about: unpickling one delivers it.
+reports and decisions are also remembered where they arrive, by the checkpoint they are about: unpickling one delivers
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.room import Free, NotSaved, refused_for
 from torchelastic.checkpoint.store.save_id import SaveId
 
-#: Of how many checkpoints notes, and tickets, are kept that nobody has asked for: of saves that failed in between.
+#: Of how many checkpoints reports, and decisions, are kept that nobody has asked for: of saves that failed in between.
 _KEPT = 32
 
 
@@ -41,7 +42,7 @@ class NotSavedError(CheckpointError):
         return type(self), (self.why,)
 
 
-class _Letter:
+class _Message:
     """What travels in a plan: unpickling one delivers it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,7 +50,7 @@ class _Letter:
 
 
 @dataclass(frozen=True)
-class Note(_Letter):
+class RankReport(_Message):
     """What one rank knows before a save.
 
     Attributes:
@@ -88,11 +89,11 @@ class Note(_Letter):
 
 
 @dataclass(frozen=True)
-class Ticket(_Letter):
+class SaveDecision(_Message):
     """What the coordinator has decided.
 
     Attributes:
-        about: as in the notes.
+        about: as in the reports.
         rank: of whom it is for.
         world_size: how many ranks save.
         save: the name of this save.
@@ -106,31 +107,31 @@ class Ticket(_Letter):
     skipped: NotSaved | None = None
 
 
-def epoch_of(notes: Sequence[Note]) -> int:
+def epoch_of(reports: Sequence[RankReport]) -> int:
     """In which epoch ranks save: in that of their last save, or, where one of them is new, in one above all others."""
-    epochs = {epoch for note in notes for epoch in note.epochs}
+    epochs = {epoch for report in reports for epoch in report.epochs}
     return max(epochs) + (len(epochs) > 1 or epochs == {0})
 
 
-def refusal(notes: Sequence[Note], shares_bytes: Sequence[int | None]) -> NotSaved | None:
+def refusal(reports: Sequence[RankReport], shares_bytes: Sequence[int | None]) -> NotSaved | None:
     """Whether all hosts have room for their ranks' shares; pure.
 
     Args:
-        notes: of all ranks.
-        shares_bytes: of each, as for `Note.allocates_bytes`.
+        reports: of all ranks.
+        shares_bytes: of each, as for `RankReport.allocates_bytes`.
 
     Returns:
         Why there is to be no save; None if there is room.
     """
     needed: dict[str, int] = defaultdict(int)
-    for note, share_bytes in zip(notes, shares_bytes, strict=True):
-        if note.refused is not None:
-            return note.refused
-        needed[note.host] += note.allocates_bytes(share_bytes)
+    for report, share_bytes in zip(reports, shares_bytes, strict=True):
+        if report.refused is not None:
+            return report.refused
+        needed[report.host] += report.allocates_bytes(share_bytes)
     for host, needed_bytes in needed.items():
-        there = [note for note in notes if note.host == host]
-        tmpfs = [note.free.tmpfs_bytes for note in there if note.free.tmpfs_bytes is not None]
-        free = Free(min(tmpfs, default=None), min(note.free.ram_bytes for note in there))
+        there = [report for report in reports if report.host == host]
+        tmpfs = [report.free.tmpfs_bytes for report in there if report.free.tmpfs_bytes is not None]
+        free = Free(min(tmpfs, default=None), min(report.free.ram_bytes for report in there))
         why = refused_for(needed_bytes, free)
         if why is not None:
             return NotSaved(why.reason, f"no room on host {host!r}: {why.because}", there[0].rank)
@@ -155,68 +156,70 @@ def shares_bytes(plans: Iterable[SavePlan]) -> list[int | None]:
     return [tensor_bytes(plan) for plan in plans]
 
 
-# --- letters ----------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 _lock = threading.Lock()
 #: What has arrived, by kind and checkpoint, of each rank: what came last stands last.
-_letters: dict[tuple[type, str], dict[int, Any]] = {}
+_messages: dict[tuple[type, str], dict[int, Any]] = {}
 
 
-_Kind = TypeVar("_Kind", Note, Ticket)
+_Kind = TypeVar("_Kind", RankReport, SaveDecision)
 
 
-def deliver(letter: Note | Ticket) -> None:
-    """Remembers a note or a ticket, instead of an older one; arriving from another rank does it too."""
-    key = (type(letter), letter.about)
+def deliver(message: RankReport | SaveDecision) -> None:
+    """Remembers a report or a decision, instead of an older one; arriving from another rank does it too."""
+    key = (type(message), message.about)
     with _lock:
-        arrived = _letters.pop(key, {})
-        arrived.pop(letter.rank, None)
-        _letters[key] = {**arrived, letter.rank: letter}
-        while len(_letters) > _KEPT:
-            _letters.pop(next(iter(_letters)))
+        arrived = _messages.pop(key, {})
+        arrived.pop(message.rank, None)
+        _messages[key] = {**arrived, message.rank: message}
+        while len(_messages) > _KEPT:
+            _messages.pop(next(iter(_messages)))
 
 
-def collect_notes(about: str, plans: Sequence[SavePlan]) -> list[Note]:
-    """The notes of all ranks, each once.
+def collect_reports(about: str, plans: Sequence[SavePlan]) -> list[RankReport]:
+    """The reports of all ranks, each once.
 
     Args:
         about: the checkpoint.
         plans: of all ranks; one per rank is expected.
 
     Raises:
-        RuntimeError: the note of a rank is missing: not all of them save with a `MemoryStorageWriter`.
+        RuntimeError: the report of a rank is missing: not all of them save with a `MemoryStorageWriter`.
     """
-    arrived = _taken(Note, about)
-    notes = [arrived.get(rank, plan.storage_data) for rank, plan in enumerate(plans)]
-    return [_require(note, Note, about, f"rank {rank}") for rank, note in enumerate(notes)]
+    arrived = _taken(RankReport, about)
+    reports = [arrived.get(rank, plan.storage_data) for rank, plan in enumerate(plans)]
+    return [_require(report, RankReport, about, f"rank {rank}") for rank, report in enumerate(reports)]
 
 
-def collect_ticket(about: str, plan: SavePlan) -> Ticket:
-    """The ticket of this rank.
+def collect_decision(about: str, plan: SavePlan) -> SaveDecision:
+    """The decision of this rank.
 
     Raises:
         RuntimeError: there is none: the coordinator saves something else.
     """
-    arrived = _taken(Ticket, about)
-    return _require(list(arrived.values())[-1] if arrived else plan.storage_data, Ticket, about, "the coordinator")
+    arrived = _taken(SaveDecision, about)
+    return _require(
+        list(arrived.values())[-1] if arrived else plan.storage_data, SaveDecision, about, "the coordinator"
+    )
 
 
-def _taken(kind: type[Note | Ticket], about: str) -> dict[int, Any]:
+def _taken(kind: type[RankReport | SaveDecision], about: str) -> dict[int, Any]:
     with _lock:
-        return _letters.pop((kind, about), {})
+        return _messages.pop((kind, about), {})
 
 
-def _require(letter: Any, kind: type[_Kind], about: str, sender: str) -> _Kind:
-    if isinstance(letter, kind) and letter.about == about:
-        return letter
+def _require(message: Any, kind: type[_Kind], about: str, sender: str) -> _Kind:
+    if isinstance(message, kind) and message.about == about:
+        return message
     raise RuntimeError(
         f"{sender} has said nothing about {about}: all ranks must save the same checkpoint, each with a "
         "MemoryStorageWriter"
     )
 
 
-def _arrived(kind: type[Note | Ticket], *values: Any) -> Note | Ticket:
-    letter = kind(*values)
-    deliver(letter)
-    return letter
+def _arrived(kind: type[RankReport | SaveDecision], *values: Any) -> RankReport | SaveDecision:
+    message = kind(*values)
+    deliver(message)
+    return message

@@ -151,8 +151,8 @@ class MemoryStorageReader(StorageReader):
                 continue
             target = planner.resolve_tensor(item).detach()
             entry = entries[name]
-            is_whole = tuple(item.lengths) == tuple(entry.box.sizes)
-            fits = target.dtype == dtype_named(entry.dtype) and tuple(target.shape) == tuple(entry.box.sizes)
+            is_whole = tuple(item.lengths) == tuple(entry.region.sizes)
+            fits = target.dtype == dtype_named(entry.dtype) and tuple(target.shape) == tuple(entry.region.sizes)
             if is_whole and fits and is_plain_memory(target) and name not in straight:
                 straight[name] = target
             else:

@@ -15,7 +15,7 @@ from torchelastic.checkpoint.memory.commit import Commit, commit_from, objects_o
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, require_shard
 from torchelastic.checkpoint.shards.image import tensors_of
-from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
+from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.store.save_id import find_shard
 
@@ -24,7 +24,7 @@ MOST_COMMIT_BYTES = 1 << 30
 
 
 class ReceivedObjects:
-    """A `ReplicaShelf` over containers; an object's id is the text of its `ObjectName`. May be used by several threads.
+    """A `ReplicaStore` over containers; an object's id is the text of its `ObjectName`. May be used by several threads.
 
     Args:
         find: the container of a name; None if this process knows none.
@@ -50,7 +50,7 @@ class ReceivedObjects:
         return shelf
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
-        """See `ReplicaShelf`. Raises: ValueError if it is no object of a container that is known here."""
+        """See `ReplicaStore`. Raises: ValueError if it is no object of a container that is known here."""
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
             with self._lock:
@@ -62,7 +62,7 @@ class ReceivedObjects:
         return slots.take(self._fetch + object_id, size_bytes)
 
     def received(self, object_id: str, digest: str) -> None:
-        """See `ReplicaShelf`; a commit is checked and completes its step, a shard gets its name.
+        """See `ReplicaStore`; a commit is checked and completes its step, a shard gets its name.
 
         Raises:
             CorruptCheckpointError: what was received is no commit, or no whole shard.
@@ -80,7 +80,7 @@ class ReceivedObjects:
         container.received.publish(self._fetch + object_id, container.folder_of(name.step) / name.file, digest)
 
     def abandon(self, object_id: str) -> None:
-        """See `ReplicaShelf`."""
+        """See `ReplicaStore`."""
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
             with self._lock:
@@ -91,7 +91,7 @@ class ReceivedObjects:
     # --- going out ----------------------------------------------------------------------------------------------------
 
     def source(self, object_id: str) -> memoryview | None:
-        """See `ReplicaShelf`; None also for what can be no object here."""
+        """See `ReplicaStore`; None also for what can be no object here."""
         try:
             name, container = self._place(object_id)
         except ValueError:
@@ -99,7 +99,7 @@ class ReceivedObjects:
         return sealed_bytes(container.folder_of(name.step) / name.file)
 
     def digest(self, object_id: str) -> str | None:
-        """See `ReplicaShelf`; None for a commit, which may be that of another save of the same step."""
+        """See `ReplicaStore`; None for a commit, which may be that of another save of the same step."""
         try:
             name, container = self._place(object_id)
         except ValueError:
@@ -109,7 +109,7 @@ class ReceivedObjects:
         return container.received.digest_at(container.folder_of(name.step) / name.file)
 
     def ids(self) -> list[str]:
-        """See `ReplicaShelf`."""
+        """See `ReplicaStore`."""
         found = []
         for container in filter(None, map(self._find, self._names())):
             for one in container.entries():

@@ -40,7 +40,7 @@ class Free:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """Why a save is left out: in a ticket for all ranks, or in place of the results of the rank that failed.
+    """Why a save is left out: in a decision for all ranks, or in place of the results of the rank that failed.
 
     Attributes:
         reason: one word: "tmpfs" (too small or too full), "ram" (too little memory is left on the host), "disk" (it

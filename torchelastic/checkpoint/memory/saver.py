@@ -26,9 +26,9 @@ from torchelastic.checkpoint.memory.ids import (
 )
 from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
-from torchelastic.checkpoint.memory.objects import Homes
-from torchelastic.checkpoint.memory.planning import PlannedSave, with_note, with_tickets
-from torchelastic.checkpoint.memory.plans import NotSavedError, collect_ticket
+from torchelastic.checkpoint.memory.objects import SaverContainers
+from torchelastic.checkpoint.memory.planning import PlannedSave, with_decisions, with_report
+from torchelastic.checkpoint.memory.plans import NotSavedError, collect_decision
 from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart, not_staged, staged_in
@@ -102,7 +102,7 @@ class DefaultCheckpointSaver:
         self.skipped = SkippedSaves()
         self._current = threading.local()
         self._saves: dict[SaveId, PlannedSave] = {}
-        self._homes = Homes(self._manager)
+        self._containers = SaverContainers(self._manager)
 
     def configure(self, *, threads: int | None = None, allow_pickles: bool | None = None) -> None:
         """What a storage writer is told by its user.
@@ -166,7 +166,7 @@ class DefaultCheckpointSaver:
         taken = TakenApart(state_dict)
         try:
             base = CheckpointContainerId(checkpoint_id).get_parent() if checkpoint_id is not None else None
-            slots = self._homes.at(base) if base is not None else self._homes.for_a_copy()
+            slots = self._containers.at(base) if base is not None else self._containers.for_a_copy()
             layout = slots.copies.of_copy(taken.sources, taken.values, taken.value_bytes)
             held = slots.take(layout, None)
             try:
@@ -190,7 +190,7 @@ class DefaultCheckpointSaver:
         """
         save = self.save
         rank = self._rank() if save.rank is None else save.rank
-        return with_note(save, plan, self._homes.at(save.base), rank, self._host(), self._group())
+        return with_report(save, plan, self._containers.at(save.base), rank, self._host(), self._group())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decides under which name is saved, and whether at all; on the coordinator.
@@ -202,7 +202,7 @@ class DefaultCheckpointSaver:
             RuntimeError: a rank saves something else.
         """
         save = self.save
-        plans, name = with_tickets(save, plans, self._homes.at(save.base))
+        plans, name = with_decisions(save, plans, self._containers.at(save.base))
         self._saves[name] = save
         while len(self._saves) > _REMEMBERED:
             self._saves.pop(next(iter(self._saves)))
@@ -228,15 +228,15 @@ class DefaultCheckpointSaver:
 
     def _stage(self, plan: SavePlan, planner: SavePlanner, *, with_checksums: bool, is_own: bool) -> StagedItems:
         save = self.save
-        ticket = save.ticket = collect_ticket(save.about, plan)
-        if ticket.skipped is not None:
-            raise NotSavedError(ticket.skipped)
-        slots = self._homes.at(save.base)
-        slots.container.join(self._group(), ticket.save.epoch)
-        target = ShardTarget(slots.container.root, ShardId(ticket.save, ticket.rank, ticket.world_size))
+        decision = save.decision = collect_decision(save.about, plan)
+        if decision.skipped is not None:
+            raise NotSavedError(decision.skipped)
+        slots = self._containers.at(save.base)
+        slots.container.join(self._group(), decision.save.epoch)
+        target = ShardTarget(slots.container.root, ShardId(decision.save, decision.rank, decision.world_size))
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
-            raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", ticket.rank))
+            raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", decision.rank))
         return stage_items(
             resolved,
             target,
@@ -270,14 +270,14 @@ class DefaultCheckpointSaver:
         try:
             save.staged = self._stage(plan, planner, with_checksums=True, is_own=False)
             results = self.write_data(save.staged)
-            self.skipped.publish_held(self._homes.at(save.base).container.root)
+            self.skipped.publish_held(self._containers.at(save.base).container.root)
             return results
         except FencedError:
             raise
         except CheckpointError as error:
-            ticket = save.ticket
-            decided = ticket.skipped if ticket is not None else None  # by the coordinator, of whichever rank
-            why = decided or why_not(error, ticket.rank if ticket is not None else 0)
+            decision = save.decision
+            decided = decision.skipped if decision is not None else None  # by the coordinator, of whichever rank
+            why = decided or why_not(error, decision.rank if decision is not None else 0)
             return [WriteResult(MetadataIndex(str(save.id)), 0, why)]
 
     def async_replicate_object(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> list[Future[int]]:
@@ -319,17 +319,17 @@ class DefaultCheckpointSaver:
             if save.staged is not None:
                 save.staged.abandon()
             raise NotSavedError(failures[0])
-        ticket = save.ticket
-        if ticket is None:
+        decision = save.decision
+        if decision is None:
             raise ValueError(f"{save.id}: finish belongs to a save that was planned and written by this writer")
         metadata.storage_data = storage_data_of(results)
-        metadata.storage_meta = StorageMeta(str(save.id), str(ticket.save))
-        slots = self._homes.at(save.base)
-        commit = Commit(ticket.save, ticket.world_size, metadata, dict(save.extras))
+        metadata.storage_meta = StorageMeta(str(save.id), str(decision.save))
+        slots = self._containers.at(save.base)
+        commit = Commit(decision.save, decision.world_size, metadata, dict(save.extras))
         with slots.finishing:
-            slots.container.fence.check(*ticket.save.token)
+            slots.container.fence.check(*decision.save.token)
             newest = slots.container.newest()
-            if newest is not None and newest > ticket.save:
+            if newest is not None and newest > decision.save:
                 log.info("%s is left out: a checkpoint that was begun later is complete already", save.id)
                 return None
             complete(slots.container, commit, self._replication)
@@ -353,7 +353,7 @@ class DefaultCheckpointSaver:
             base = CheckpointContainerId(checkpoint_id).get_parent()
         if self._barrier is not None:
             self._barrier()
-        return self._homes.at(base).container.tidy() if base is not None else []
+        return self._containers.at(base).container.tidy() if base is not None else []
 
     # --- who and where ------------------------------------------------------------------------------------------------
 

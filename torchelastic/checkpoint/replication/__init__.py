@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         parse_group_sequence,
         partners,
     )
-    from torchelastic.checkpoint.replication.receive import MemoryShelf, ReplicaShelf
+    from torchelastic.checkpoint.replication.receive import MemoryShelf, ReplicaStore
     from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.strategies import (
         CliqueReplicationStrategy,
@@ -55,7 +55,7 @@ _NAMES_OF_HOME = {
     "group_wrapper": "GroupWrapper",
     "manager": "ReplicationManager",
     "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence partners",
-    "receive": "MemoryShelf ReplicaShelf",
+    "receive": "MemoryShelf ReplicaStore",
     "server": "ReplicaServer",
     "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
     "ReplicationStrategy",
@@ -84,7 +84,7 @@ __all__ = [
     "ReplicaClient",
     "ReplicaRefusedError",
     "ReplicaServer",
-    "ReplicaShelf",
+    "ReplicaStore",
     "ReplicationError",
     "ReplicationManager",
     "ReplicationRetryConfig",

@@ -30,7 +30,7 @@ from torchelastic.checkpoint.replication.protocol import (
 )
 from torchelastic.checkpoint.replication.receive import (
     Destination,
-    ReplicaShelf,
+    ReplicaStore,
     check_object_id,
     digest_of,
     writable,
@@ -236,7 +236,7 @@ class ReplicaClient:
 
 
 def pull_into(
-    shelf: ReplicaShelf,
+    shelf: ReplicaStore,
     object_id: str,
     pull: Callable[[Destination], Transferred],
     check: Callable[[memoryview], None] | None = None,

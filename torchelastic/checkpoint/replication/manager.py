@@ -1,6 +1,6 @@
 """The ranks of a job as holders of each other's objects: who is where, who receives what, and how they are reached.
 
-Objects are named by ids; where they lie is known to the shelf (see `ReplicaShelf`).
+Objects are named by ids; where they lie is known to the shelf (see `ReplicaStore`).
 """
 
 from __future__ import annotations

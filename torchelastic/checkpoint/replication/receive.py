@@ -60,7 +60,7 @@ def writable(buffer: memoryview | bytearray, size_bytes: int, object_id: str) ->
     return view.cast("B") if size_bytes else memoryview(bytearray())
 
 
-class ReplicaShelf(Protocol):
+class ReplicaStore(Protocol):
     """Receives, keeps and gives away whole objects, each under an id.
 
     A server calls all of it on its own threads, one call at a time, so calls must be quick: no waiting for a disk. What
@@ -120,7 +120,7 @@ class MemoryShelf:
         self._incoming: dict[str, bytearray] = {}
 
     def destination(self, object_id: str, size_bytes: int) -> bytearray:
-        """See `ReplicaShelf`; there is no room now if the object does not fit beside the others."""
+        """See `ReplicaStore`; there is no room now if the object does not fit beside the others."""
         if size_bytes > self._capacity_bytes:
             raise ValueError(f"{object_id} has {size_bytes} bytes, and this shelf holds {self._capacity_bytes} in all")
         with self._lock:
@@ -131,27 +131,27 @@ class MemoryShelf:
             return self._incoming[object_id]
 
     def received(self, object_id: str, digest: str) -> None:
-        """See `ReplicaShelf`; replaces what was there under this id."""
+        """See `ReplicaStore`; replaces what was there under this id."""
         with self._lock:
             self._objects[object_id] = (self._incoming.pop(object_id), digest)
 
     def abandon(self, object_id: str) -> None:
-        """See `ReplicaShelf`."""
+        """See `ReplicaStore`."""
         with self._lock:
             self._incoming.pop(object_id, None)
 
     def source(self, object_id: str) -> memoryview | None:
-        """See `ReplicaShelf`; also for whoever wants to read what was received."""
+        """See `ReplicaStore`; also for whoever wants to read what was received."""
         with self._lock:
             return memoryview(self._objects[object_id][0]) if object_id in self._objects else None
 
     def digest(self, object_id: str) -> str | None:
-        """See `ReplicaShelf`."""
+        """See `ReplicaStore`."""
         with self._lock:
             return self._objects[object_id][1] if object_id in self._objects else None
 
     def ids(self) -> list[str]:
-        """See `ReplicaShelf`."""
+        """See `ReplicaStore`."""
         with self._lock:
             return sorted(self._objects)
 
@@ -169,7 +169,7 @@ class Reception:
         most_objects: how many may be on their way at once.
     """
 
-    def __init__(self, shelf: ReplicaShelf, *, most_objects: int) -> None:
+    def __init__(self, shelf: ReplicaStore, *, most_objects: int) -> None:
         self.round = 0
         self._shelf = shelf
         self._most_objects = most_objects

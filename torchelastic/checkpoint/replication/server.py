@@ -30,7 +30,7 @@ from torchelastic.checkpoint.replication.protocol import (
     text_in,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import Reception, ReplicaShelf, check_object_id
+from torchelastic.checkpoint.replication.receive import Reception, ReplicaStore, check_object_id
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ReplicaServer:
 
     def __init__(
         self,
-        shelf: ReplicaShelf,
+        shelf: ReplicaStore,
         token: str,
         *,
         host: str,

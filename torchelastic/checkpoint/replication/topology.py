@@ -18,7 +18,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
 from torchelastic.checkpoint.replication.placement import by_domain, partners
-from torchelastic.checkpoint.replication.receive import ReplicaShelf
+from torchelastic.checkpoint.replication.receive import ReplicaStore
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
@@ -42,7 +42,7 @@ class ObjectManager(Protocol):
     """Whoever has the objects; `memory.CheckpointObjectManager` is one."""
 
     @property
-    def shelf(self) -> ReplicaShelf:
+    def shelf(self) -> ReplicaStore:
         """Where objects are received and given away."""
 
     def names_of(self, object_id: Any, /) -> object:
@@ -130,7 +130,7 @@ class PeerTopology:
 def meet(
     ranks: RankGroup,
     call: str,
-    shelf: Callable[[], ReplicaShelf],
+    shelf: Callable[[], ReplicaStore],
     retry: ReplicationRetryConfig,
     *,
     tell: Callable[[], Any] = lambda: None,
@@ -187,7 +187,7 @@ def meet(
 
 
 def _listening(
-    topology: PeerTopology, shelf: ReplicaShelf, networks: Sequence[str], port: int, replica_host: str | None
+    topology: PeerTopology, shelf: ReplicaStore, networks: Sequence[str], port: int, replica_host: str | None
 ) -> ReplicaServer:
     """The server of this rank; see `meet`."""
     rank, transfers = topology.rank, max(_LEAST_TRANSFERS, len(networks))

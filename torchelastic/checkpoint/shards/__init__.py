@@ -1,7 +1,7 @@
 """The engine under every tier: one shard format, written once and checked whenever it is read.
 
 A shard is a file of aligned raw tensor bytes behind a small header (`header.py`). A state becomes plain values and
-named tensors (`tree.py`, `tensors.py`); a tensor may be split over ranks (`boxes.py`) and is put together again by
+named tensors (`tree.py`, `tensors.py`); a tensor may be split over ranks (`regions.py`) and is put together again by
 whatever number of ranks reads it (`loading.py`). Names are loaded on first use (PEP 562).
 """
 
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
     from torchelastic.checkpoint.shards.loading import read_into, read_tree
     from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
+    from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
     from torchelastic.checkpoint.shards.tensors import ShardOf
     from torchelastic.checkpoint.shards.tree import flatten, unflatten
     from torchelastic.checkpoint.shards.writing import save_tree
 
 __all__ = [
-    "Box",
     "Extent",
+    "Region",
     "ShardOf",
     "ShardReader",
     "flatten",
@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
-    "Box": "boxes",
-    "Extent": "boxes",
+    "Region": "regions",
+    "Extent": "regions",
     "ShardOf": "tensors",
     "ShardReader": "reading",
     "flatten": "tree",
@@ -43,7 +43,7 @@ _MODULE_OF_NAME = {
     "read_into": "loading",
     "read_tree": "loading",
     "save_tree": "writing",
-    "split_replicated": "boxes",
+    "split_replicated": "regions",
     "unflatten": "tree",
 }
 

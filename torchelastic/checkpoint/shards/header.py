@@ -26,7 +26,7 @@ import xxhash
 from msgspec import structs
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.boxes import Box, Length
+from torchelastic.checkpoint.shards.regions import Length, Region
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor
 
@@ -53,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         name: its path in the state.
         dtype: as torch spells it, without `torch.`.
         shape: of the whole tensor.
-        box: the part that is stored here.
+        region: the part that is stored here.
         offset_bytes: where it begins, counted from the beginning of the data.
         size_bytes: how long it is.
         checksum: xxh3_64 of its bytes, as 16 hexadecimal digits.
@@ -63,21 +63,21 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     name: str
     dtype: str
     shape: tuple[Length, ...]
-    box: Box
+    region: Region
     offset_bytes: Length
     size_bytes: Length
     checksum: str = NO_CHECKSUM
     is_shard: bool = False
 
     @classmethod
-    def of(cls, name: str, dtype: str, shape: tuple[int, ...], box: Box, *, is_shard: bool) -> Entry:
+    def of(cls, name: str, dtype: str, shape: tuple[int, ...], region: Region, *, is_shard: bool) -> Entry:
         """The same before it has a place."""
-        return cls(name, dtype, shape, box, 0, box.numel * dtype_named(dtype).itemsize, is_shard=is_shard)
+        return cls(name, dtype, shape, region, 0, region.numel * dtype_named(dtype).itemsize, is_shard=is_shard)
 
     @classmethod
     def of_bytes(cls, name: str, size_bytes: int, offset_bytes: int = 0) -> Entry:
         """A row of bytes."""
-        return cls(name, "uint8", (size_bytes,), Box.whole((size_bytes,)), offset_bytes, size_bytes)
+        return cls(name, "uint8", (size_bytes,), Region.whole((size_bytes,)), offset_bytes, size_bytes)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def lay_out(flat: Flat, meta: Mapping[str, Any]) -> Header:
 def place(tensors: Iterable[NamedTensor]) -> tuple[Entry, ...]:
     """Puts tensors one behind the other, each aligned."""
     return placed(
-        Entry.of(named.name, dtype_name(named.tensor.dtype), named.shape, named.box, is_shard=named.is_shard)
+        Entry.of(named.name, dtype_name(named.tensor.dtype), named.shape, named.region, is_shard=named.is_shard)
         for named in tensors
     )
 
@@ -264,11 +264,11 @@ def _check(header: Header, preamble: Preamble) -> None:
     end = 0
     for entry in header.entries:
         dtype = dtype_named(entry.dtype)
-        expected = math.prod(entry.box.sizes) * dtype.itemsize
+        expected = math.prod(entry.region.sizes) * dtype.itemsize
         if entry.dtype.startswith(("q", "bits")) or math.prod(size for size in entry.shape if size) >= _MOST_ELEMENTS:
             raise ValueError(f"no tensor {entry.dtype} of shape {entry.shape} is stored as {entry.name!r}")
-        if entry.size_bytes != expected or not entry.box.fits_into(entry.shape):
-            raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.box} of {entry.shape}")
+        if entry.size_bytes != expected or not entry.region.fits_into(entry.shape):
+            raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.region} of {entry.shape}")
         if entry.offset_bytes != align(end, ALIGNMENT_BYTES):
             raise ValueError(f"{entry.name!r} does not follow the tensor before it")
         end = entry.offset_bytes + entry.size_bytes

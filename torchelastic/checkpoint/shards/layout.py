@@ -1,7 +1,7 @@
 """From a state to the entries of a rank's shard, save after save: what is as last time is not worked out anew.
 
 Between two saves of a training run the values of tensors change, a few numbers too, and nothing else. So names, places
-and layout are those of the save before, and only the numbers are encoded again; see `recall`.
+and layout are those of the save before, and only the numbers are encoded again; see `cached_layout`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
+from torchelastic.checkpoint.shards.cached_layout import CachedLayout, cached_layout_of, flatten_again
 from torchelastic.checkpoint.shards.header import Entry, Header, place
-from torchelastic.checkpoint.shards.recall import Outline, outline_of, recall
+from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, flatten
 
 #: Which of the tensors of these names every rank holds with the same bits.
@@ -51,14 +51,14 @@ def parts_of_rank(flat: Flat, replicated: Replicated, rank: int, world_size: int
     extents = [
         Extent(named.name, named.shape, named.tensor.element_size()) for named in flat.tensors if named.name in alike
     ]
-    boxes = split_replicated(extents, world_size)[rank]
+    regions = split_replicated(extents, world_size)[rank]
     parts = []
     for named in flat.tensors:
         if named.name in alike:
-            box = boxes.get(named.name)
-            if box is not None:
-                tensor = named.tensor[box.within(Box.whole(named.shape))]
-                parts.append(NamedTensor(named.name, tensor, named.shape, box))
+            region = regions.get(named.name)
+            if region is not None:
+                tensor = named.tensor[region.within(Region.whole(named.shape))]
+                parts.append(NamedTensor(named.name, tensor, named.shape, region))
         elif named.is_shard or rank == 0:
             parts.append(named)
     return parts
@@ -75,7 +75,7 @@ class RecurringLayout:
 
     def __init__(self, *, allow_pickles: bool = False) -> None:
         self._allow_pickles = allow_pickles
-        self._outline: Outline | None = None
+        self._cached: CachedLayout | None = None
         self._group = (-1, 0)
         self._picks: list[_Pick] | None = None  # None: all tensors, as they are
         self._entries: tuple[Entry, ...] = ()
@@ -104,10 +104,10 @@ class RecurringLayout:
         Raises:
             TypeError, ValueError: as `flatten`.
         """
-        if self._outline is not None and self._group == (rank, world_size):
-            recalled = recall(tree, self._outline, allow_pickles=self._allow_pickles)
-            if recalled is not None:
-                structure, tensors = recalled
+        if self._cached is not None and self._group == (rank, world_size):
+            again = flatten_again(tree, self._cached, allow_pickles=self._allow_pickles)
+            if again is not None:
+                structure, tensors = again
                 sources = list(tensors) if self._picks is None else [_picked(tensors, pick) for pick in self._picks]
                 return self._header(structure, meta), sources
         flat = flatten(tree, allow_pickles=self._allow_pickles)
@@ -116,7 +116,7 @@ class RecurringLayout:
         picks = [_Pick(places[part.name], _slices(part, flat.tensors[places[part.name]])) for part in parts]
         is_all = picks == [_Pick(number, None) for number in range(len(flat.tensors))]
         self._picks, self._entries = None if is_all else picks, place(parts)
-        self._group, self._outline = (rank, world_size), outline_of(flat)
+        self._group, self._cached = (rank, world_size), cached_layout_of(flat)
         return self._header(flat.structure, meta), [part.tensor for part in parts]
 
     def _header(self, structure: Any, meta: Mapping[str, Any]) -> Header:
@@ -124,7 +124,7 @@ class RecurringLayout:
 
 
 def _slices(part: NamedTensor, whole: NamedTensor) -> tuple[slice, ...] | None:
-    return None if part.box == whole.box else part.box.within(whole.box)
+    return None if part.region == whole.region else part.region.within(whole.region)
 
 
 def _picked(tensors: Sequence[torch.Tensor], pick: _Pick) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Putting a state together from the shards of all ranks, whatever number of ranks wrote them and whatever number reads.
 
-Each piece says which box of which tensor it holds, so a reader takes from each shard what overlaps with what it wants.
+Each piece says which region of which tensor it holds, so a reader takes from each shard what overlaps
+with what it wants.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.boxes import Box, uncovered
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
+from torchelastic.checkpoint.shards.regions import Region, uncovered
 from torchelastic.checkpoint.shards.tensors import copyable, dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import NamedTensor, flatten, tensor_names, unflatten
 from torchelastic.text import shortlist
@@ -54,7 +55,7 @@ def read_tensors(shards: Sequence[ShardReader]) -> dict[str, torch.Tensor]:
     wanted = []
     for name, found in _pieces_by_name(shards).items():
         entry = found[0][1]
-        whole = Box.whole(entry.shape)
+        whole = Region.whole(entry.shape)
         _require_covered(name, whole, found)
         tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
         wanted.append(NamedTensor(name, tensor, entry.shape, whole))
@@ -86,7 +87,7 @@ def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = Tr
     _require_same(wanted, pieces, strict)
     present = [named for named in wanted if named.name in pieces]
     for named in present:
-        _require_covered(named.name, named.box, pieces[named.name])
+        _require_covered(named.name, named.region, pieces[named.name])
     for shard, names in _needed(shards, present, pieces):
         shard.verify(names=names)
     with torch.no_grad():
@@ -123,7 +124,7 @@ def _needed(
     names: dict[int, set[str]] = {id(shard): set() for shard in shards}
     for named in wanted:
         for shard, entry in pieces[named.name]:
-            if entry.box == named.box or entry.box.intersection(named.box):
+            if entry.region == named.region or entry.region.intersection(named.region):
                 names[id(shard)].add(named.name)
     return [(shard, names[id(shard)]) for shard in shards]
 
@@ -134,34 +135,34 @@ def _fill(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor]) -> None:
     What lies in a row in its tensor is read straight into it, the rest through a copy.
     """
     named_as = {named.name: named for named in wanted}
-    done: set[tuple[str, Box]] = set()
+    done: set[tuple[str, Region]] = set()
     for shard in shards:
         straight: dict[str, torch.Tensor] = {}
-        by_copy: list[tuple[torch.Tensor, Entry, Box]] = []
+        by_copy: list[tuple[torch.Tensor, Entry, Region]] = []
         for entry in shard.header.entries:
             named = named_as.get(entry.name)
-            common = None if named is None else _common(entry.box, named.box)
+            common = None if named is None else _common(entry.region, named.region)
             if named is None or common is None or (entry.name, common) in done:
                 continue
             done.add((entry.name, common))
-            place = named.tensor if common == named.box else named.tensor[common.within(named.box)]
-            if common == entry.box and is_plain_memory(place):
+            place = named.tensor if common == named.region else named.tensor[common.within(named.region)]
+            if common == entry.region and is_plain_memory(place):
                 straight[entry.name] = place
             else:
                 by_copy.append((place, entry, common))
         shard.read(straight, names=straight)
         for place, entry, common in by_copy:
             part = shard.read_one(entry.name)
-            copyable(place).copy_(copyable(part)[common.within(entry.box)])
+            copyable(place).copy_(copyable(part)[common.within(entry.region)])
 
 
-def _common(stored: Box, wanted: Box) -> Box | None:
+def _common(stored: Region, wanted: Region) -> Region | None:
     """What both hold, also where that is all of a tensor without elements."""
     return stored if stored == wanted else stored.intersection(wanted)
 
 
-def _require_covered(name: str, wanted: Box, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:
-    missing = uncovered(wanted, [entry.box for _, entry in pieces])
+def _require_covered(name: str, wanted: Region, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:
+    missing = uncovered(wanted, [entry.region for _, entry in pieces])
     if missing:
         raise CheckpointError(
             f"{len(missing)} part(s) of the tensor {name!r} are in none of {_places([shard for shard, _ in pieces])} "

@@ -256,9 +256,10 @@ def load_tree(path: str | os.PathLike[str], *, allow_pickles: bool = False) -> A
 def require_whole(entries: Iterable[Entry], place: str) -> None:
     """Raises CheckpointError if a shard holds only parts of its tensors, so that others are needed to read it."""
     for entry in entries:
-        if entry.box.sizes != entry.shape:
+        if entry.region.sizes != entry.shape:
             raise CheckpointError(
-                f"{place} holds only a part of {entry.name!r} ({entry.box} of {entry.shape}): read the whole checkpoint"
+                f"{place} holds only a part of {entry.name!r} ({entry.region} of {entry.shape}): read the whole "
+                "checkpoint"
             )
 
 
@@ -266,19 +267,19 @@ def _mapped(memory: mmap.mmap, begin: int, entry: Entry) -> torch.Tensor:
     """A tensor that is a piece of a map, and keeps it alive."""
     dtype = dtype_named(entry.dtype)
     if not entry.size_bytes:
-        return torch.empty(entry.box.sizes, dtype=dtype)
+        return torch.empty(entry.region.sizes, dtype=dtype)
     row = torch.frombuffer(memory, dtype=torch.uint8, count=entry.size_bytes, offset=begin)
-    return row.view(dtype).view(entry.box.sizes)
+    return row.view(dtype).view(entry.region.sizes)
 
 
 def _target(entry: Entry, given: torch.Tensor | None) -> torch.Tensor:
     dtype = dtype_named(entry.dtype)
     if given is None:
-        return torch.empty(entry.box.sizes, dtype=dtype)
-    if given.dtype != dtype or given.shape != entry.box.sizes or not is_plain_memory(given):
+        return torch.empty(entry.region.sizes, dtype=dtype)
+    if given.dtype != dtype or given.shape != entry.region.sizes or not is_plain_memory(given):
         raise ValueError(
-            f"{entry.name!r} is a {entry.dtype} of shape {entry.box.sizes} in the checkpoint, and a {given.dtype} of "
-            f"shape {tuple(given.shape)} was given for it: it must be the same, contiguous and on the CPU"
+            f"{entry.name!r} is a {entry.dtype} of shape {entry.region.sizes} in the checkpoint, and a {given.dtype} "
+            f"of shape {tuple(given.shape)} was given for it: it must be the same, contiguous and on the CPU"
         )
     return given.detach()
 

@@ -185,4 +185,4 @@ def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
 def tensor_at(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:
     """The tensor of an entry where it lies in memory (uint8), behind `data_offset` bytes."""
     begin = data_offset + entry.offset_bytes
-    return memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.box.sizes)
+    return memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.region.sizes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.regions import Region
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -97,16 +97,16 @@ class ShardOf:
     offsets: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.box.fits_into(self.shape):
+        if not self.region.fits_into(self.shape):
             raise ValueError(
                 f"a part of shape {tuple(self.tensor.shape)} at {self.offsets} does not lie within a tensor of shape "
                 f"{self.shape}"
             )
 
     @property
-    def box(self) -> Box:
-        """The part as a box."""
-        return Box(tuple(self.offsets), tuple(self.tensor.shape))
+    def region(self) -> Region:
+        """The part as a region."""
+        return Region(tuple(self.offsets), tuple(self.tensor.shape))
 
 
 class TensorPart(NamedTuple):
@@ -116,7 +116,7 @@ class TensorPart(NamedTuple):
     name: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
-    box: Box
+    region: Region
     is_shard: bool = False
 
 
@@ -154,7 +154,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
         tensor = _with_data(value.tensor, name)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise TypeError(f"the part {name!r} is not a plain tensor: only those can be saved in parts")
-        part = TensorPart("data", name, tensor, tuple(value.shape), value.box, is_shard=True)
+        part = TensorPart("data", name, tensor, tuple(value.shape), value.region, is_shard=True)
         return _shard(part, value.tensor)
     if is_dtensor(value):
         return _encode_dtensor(value, name)
@@ -164,11 +164,15 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
         shape = tuple(tensor.shape)
         recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device, **_autograd_of(value)}
         return Leaf(
-            memory_identity(tensor, value, name), recipe, (TensorPart("data", name, tensor, shape, Box.whole(shape)),)
+            memory_identity(tensor, value, name),
+            recipe,
+            (TensorPart("data", name, tensor, shape, Region.whole(shape)),),
         )
     recipe, parts = _quantized(tensor, name) if tensor.is_quantized else _sparse(tensor, name)
     named = [
-        TensorPart(role, name if role == "data" else f"{name}~{role}", part, tuple(part.shape), Box.whole(part.shape))
+        TensorPart(
+            role, name if role == "data" else f"{name}~{role}", part, tuple(part.shape), Region.whole(part.shape)
+        )
         for role, part in parts.items()
     ]
     return Leaf(("object", id(value)), {**recipe, "device": device}, named)
@@ -207,19 +211,19 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
 
 
 def _shard(part: TensorPart, value: torch.Tensor) -> Leaf:
-    identity = ("shard", part.shape, part.box, memory_identity(part.tensor, value, part.name))
+    identity = ("shard", part.shape, part.region, memory_identity(part.tensor, value, part.name))
     return Leaf(identity, {"kind": "shard", "device": str(part.tensor.device)}, (part,))
 
 
-def box_of(value: torch.Tensor) -> Box:
-    """The box of the whole tensor that this rank holds; a plain tensor is whole on every rank."""
+def region_of(value: torch.Tensor) -> Region:
+    """The region of the whole tensor that this rank holds; a plain tensor is whole on every rank."""
     if not is_dtensor(value):
-        return Box.whole(value.shape)
+        return Region.whole(value.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     # torch places what is empty behind the end
-    return Box(tuple(offsets), tuple(sizes)) if 0 not in sizes else Box((0,) * len(sizes), tuple(sizes))
+    return Region(tuple(offsets), tuple(sizes)) if 0 not in sizes else Region((0,) * len(sizes), tuple(sizes))
 
 
 def _encode_dtensor(value: DTensor, name: str) -> Leaf:
@@ -227,7 +231,7 @@ def _encode_dtensor(value: DTensor, name: str) -> Leaf:
         raise TypeError(f"the DTensor {name!r} holds partial sums: reduce it (redistribute) before saving")
     local = _with_data(value.to_local(), name)
     is_shard = any(placement.is_shard() for placement in value.placements)
-    return _shard(TensorPart("data", name, local, tuple(value.shape), box_of(value), is_shard), value)
+    return _shard(TensorPart("data", name, local, tuple(value.shape), region_of(value), is_shard), value)
 
 
 def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.objects import described, rebuilt
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import LEAF_TYPES, decode_leaf, dtype_name, dtype_named, encode_leaf
 
 #: What JSON can hold.
@@ -38,16 +38,16 @@ class NamedTensor:
 
     Attributes:
         name: unique in its tree.
-        tensor: the local data, of the shape `box.sizes`; not copied, it shares memory with the tree.
+        tensor: the local data, of the shape `region.sizes`; not copied, it shares memory with the tree.
         shape: of the whole tensor.
-        box: the part that `tensor` is.
+        region: the part that `tensor` is.
         is_shard: whether the tree marked it as a part (DTensor, `ShardOf`), so that other ranks hold others.
     """
 
     name: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
-    box: Box
+    region: Region
     is_shard: bool = False
 
 
@@ -163,7 +163,7 @@ class _Flattening:
         for part in leaf.parts:
             name = self._unused(part.name or "tensor")
             renamed[part.role] = name
-            self.tensors.append(NamedTensor(name, part.tensor, part.shape, part.box, part.is_shard))
+            self.tensors.append(NamedTensor(name, part.tensor, part.shape, part.region, part.is_shard))
         node: Plain = {"leaf": {"names": renamed, **leaf.recipe}}
         self._leaves[leaf.identity] = (node, value)
         return node

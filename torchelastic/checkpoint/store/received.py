@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.slot_shelf import SlotShelf, sealed_bytes
+from torchelastic.checkpoint.shards.slot_replica_store import SlotReplicaStore, sealed_bytes
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name, shard_file_name
 
 
-class ReceivedShards(SlotShelf):
-    """A `ReplicaShelf` on a folder of checkpoints in memory; may be used by several threads.
+class ReceivedShards(SlotReplicaStore):
+    """A `ReplicaStore` on a folder of checkpoints in memory; may be used by several threads.
 
     The id of an object is the text of its `ShardId`; an object is the whole shard.
 
@@ -24,13 +24,13 @@ class ReceivedShards(SlotShelf):
         self._root = root
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
-        """See `ReplicaShelf`."""
+        """See `ReplicaStore`."""
         ShardId.parse(object_id)
         self._disk.make_folder(self._root)  # somebody may have removed it, with all that was in it
         return self.take(object_id, size_bytes)
 
     def received(self, object_id: str, digest: str | None) -> None:
-        """See `ReplicaShelf`, and `SlotShelf.publish`."""
+        """See `ReplicaStore`, and `SlotReplicaStore.publish`."""
         self.publish(object_id, self._path_of(object_id), digest)
 
     def source(self, object_id: str) -> memoryview | None:

@@ -93,7 +93,7 @@ class PartsWhereTheyAre:
     def _tree_around(self, structure: Any, parts: StoredParts) -> Any:
         tensors = {name: torch.empty(0, device="meta") for name in tensor_names(structure)}
         for name, entry in parts.entries.items():
-            is_whole = entry.box.sizes == entry.shape
+            is_whole = entry.region.sizes == entry.shape
             tensors[name] = parts.tensors[name] if is_whole else torch.empty(entry.shape, device="meta")
         return unflatten(structure, tensors, allow_pickles=self.allow_pickles, in_place=tensors)
 

@@ -8,7 +8,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import shortlist
 
 #: Shape and dtype of a tensor; None for a value that is no tensor.
-Look = tuple[tuple[int, ...], str] | None
+Form = tuple[tuple[int, ...], str] | None
 #: The names of the parameters of each group of an optimizer.
 GroupNames = list[list[str]]
 
@@ -16,8 +16,8 @@ _NAMED = 5
 
 
 def require_fitting(
-    saved: Mapping[str, Look],
-    live: Mapping[str, Look],
+    saved: Mapping[str, Form],
+    live: Mapping[str, Form],
     saved_groups: Sequence[GroupNames],
     groups: Sequence[GroupNames],
 ) -> None:
@@ -60,5 +60,5 @@ def _group_faults(saved_groups: Sequence[GroupNames], groups: Sequence[GroupName
     return faults
 
 
-def _words(look: Look) -> str:
-    return "a plain value" if look is None else f"a {look[1].removeprefix('torch.')} of shape {look[0]}"
+def _words(form: Form) -> str:
+    return "a plain value" if form is None else f"a {form[1].removeprefix('torch.')} of shape {form[0]}"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.checkpoint.shards.tensors import ShardOf, contiguous, encode_leaf, memory_of
-from torchelastic.checkpoint.training_state.fitting import GroupNames, Look, require_fitting
+from torchelastic.checkpoint.training_state.fitting import Form, GroupNames, require_fitting
 
 FRAMEWORKS = ("ddp", "fsdp", "fsdp2")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -99,9 +99,9 @@ class TrainingObjects:
             CheckpointError: they differ; names them.
         """
         parameters, others = self._model_state()
-        live = {name: _look(value) for name, value in {**parameters, **others["others"]}.items()}
+        live = {name: _form(value) for name, value in {**parameters, **others["others"]}.items()}
         kept = {**saved["model"]["parameters"], **saved["model"]["others"]}
-        require_fitting({name: _look(value) for name, value in kept.items()}, live, _groups(saved), self._group_names())
+        require_fitting({name: _form(value) for name, value in kept.items()}, live, _groups(saved), self._group_names())
 
     def template(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Memory for what this rank reads of a saved tree: of parameters, and what an optimizer has for each, its part.
@@ -290,7 +290,7 @@ def _checked(name: str, live: Mapping[str, torch.Tensor], state: Mapping[str, An
     return {key: value for key, value in state.items() if _is_ours(value)}
 
 
-def _look(value: Any) -> Look:
+def _form(value: Any) -> Form:
     return (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else None
 
 
@@ -304,7 +304,7 @@ def _room(value: Any, parameter: torch.Tensor | None) -> Any:
         return value
     if isinstance(parameter, DTensor) and parameter.shape == value.shape:
         (part,) = encode_leaf(parameter, "parameter").parts
-        return ShardOf(torch.empty(part.box.sizes, dtype=value.dtype), part.shape, part.box.offsets)
+        return ShardOf(torch.empty(part.region.sizes, dtype=value.dtype), part.shape, part.region.offsets)
     return torch.empty(value.shape, dtype=value.dtype)
 
 

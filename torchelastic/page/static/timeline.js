@@ -85,8 +85,8 @@ export function drawTimeline(node, events, run, windowS) {
   for (const event of saves) chart.append(mark(event, "circle", { class: "save", cx: x(event.at_s), cy: middle.saves, r: 4 }));
   for (const event of others) chart.append(mark(event, "circle", { class: "other", cx: x(event.at_s), cy: middle.other, r: 3.5 }));
   for (const one of away) {
-    const box = { class: "outage", x: x(one.from), y: middle.etcd - 6, width: Math.max(3, x(one.until) - x(one.from)), height: 12, rx: 3 };
-    chart.append(svg("rect", box, svg("title", {}, one.text)));
+    const region = { class: "outage", x: x(one.from), y: middle.etcd - 6, width: Math.max(3, x(one.until) - x(one.from)), height: 12, rx: 3 };
+    chart.append(svg("rect", region, svg("title", {}, one.text)));
   }
   node.replaceChildren(chart);
 }
@@ -95,8 +95,8 @@ function drawRound(round, n, x, y) {
   const [left, right] = [x(round.from), x(round.until)];
   const title = `round ${round.number}: ${round.world || "?"} workers, ${duration(Math.max(0, round.until - round.from))}`;
   const group = svg("g", {}, svg("title", {}, title));
-  const box = { class: n % 2 ? "round odd" : "round", x: left, y: y - 9, width: Math.max(2, right - left), height: 18, rx: 3 };
-  group.append(svg("rect", box));
+  const region = { class: n % 2 ? "round odd" : "round", x: left, y: y - 9, width: Math.max(2, right - left), height: 18, rx: 3 };
+  group.append(svg("rect", region));
   const label = [`round ${round.number} · ${round.world} workers`, `${round.number}: ${round.world}`].find((one) => one.length * 6.6 < right - left - 8);
   if (label) group.append(svg("text", { class: "round-text", x: left + 6, y: y + 4 }, label));
   return group;

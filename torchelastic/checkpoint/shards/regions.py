@@ -1,6 +1,6 @@
 """Pure: which part of a tensor a piece holds, how a tensor is split over ranks, and how pieces cover it again.
 
-A piece is addressed by the name of its tensor and by a box: where it begins and how long it is in each dimension. So
+A piece is addressed by the name of its tensor and by a region: where it begins and how long it is in each dimension. So
 what was saved by one number of ranks can be read by any other (the "global offsets" of DESIGN section 6).
 """
 
@@ -18,7 +18,7 @@ import msgspec
 Length = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A block of a tensor: `offsets[d] .. offsets[d] + sizes[d]` in each dimension d; a scalar has no dimension."""
 
     offsets: tuple[Length, ...]
@@ -26,14 +26,14 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes) or min((*self.offsets, *self.sizes), default=0) < 0:
-            raise ValueError(f"{self.offsets} and {self.sizes} are no box: as many offsets as sizes, none negative")
+            raise ValueError(f"{self.offsets} and {self.sizes} are no region: as many offsets as sizes, none negative")
 
     @classmethod
-    def whole(cls, shape: Iterable[int]) -> Box:
-        """The box of a whole tensor.
+    def whole(cls, shape: Iterable[int]) -> Region:
+        """The region of a whole tensor.
 
-        >>> Box.whole((2, 3))
-        Box(offsets=(0, 0), sizes=(2, 3))
+        >>> Region.whole((2, 3))
+        Region(offsets=(0, 0), sizes=(2, 3))
         """
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
@@ -49,19 +49,19 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
             offset + size <= length for offset, size, length in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
-    def intersection(self, other: Box) -> Box | None:
+    def intersection(self, other: Region) -> Region | None:
         """What both hold; None where that is nothing.
 
-        >>> Box((0,), (4,)).intersection(Box((3,), (4,)))
-        Box(offsets=(3,), sizes=(1,))
+        >>> Region((0,), (4,)).intersection(Region((3,), (4,)))
+        Region(offsets=(3,), sizes=(1,))
         """
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(map(min, self._ends, other._ends))
         sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Box(begins, sizes) if all(size > 0 for size in sizes) else None
+        return Region(begins, sizes) if all(size > 0 for size in sizes) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """The index of this box in a tensor that holds `outer` (which contains it)."""
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """The index of this region in a tensor that holds `outer` (which contains it)."""
         return tuple(
             slice(offset - origin, offset - origin + size)
             for offset, size, origin in zip(self.offsets, self.sizes, outer.offsets, strict=True)
@@ -72,32 +72,34 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
-def uncovered(wanted: Box, pieces: Iterable[Box]) -> list[Box]:
-    """The parts of a box that no piece holds; empty when it can be put together.
+def uncovered(wanted: Region, pieces: Iterable[Region]) -> list[Region]:
+    """The parts of a region that no piece holds; empty when it can be put together.
 
-    >>> uncovered(Box((0,), (4,)), [Box((0,), (1,)), Box((2,), (2,))])
-    [Box(offsets=(1,), sizes=(1,))]
+    >>> uncovered(Region((0,), (4,)), [Region((0,), (1,)), Region((2,), (2,))])
+    [Region(offsets=(1,), sizes=(1,))]
     """
     missing = [wanted] if wanted.numel else []
     for piece in pieces:
-        missing = list(itertools.chain.from_iterable(_without(box, piece) for box in missing))
+        missing = list(itertools.chain.from_iterable(_without(region, piece) for region in missing))
     return missing
 
 
-def _without(box: Box, piece: Box) -> list[Box]:
-    """What is left of a box when a piece is cut out of it: up to two slabs per dimension."""
-    common = box.intersection(piece)
+def _without(region: Region, piece: Region) -> list[Region]:
+    """What is left of a region when a piece is cut out of it: up to two slabs per dimension."""
+    common = region.intersection(piece)
     if common is None:
-        return [box]
-    left: list[Box] = []
-    offsets, sizes = list(box.offsets), list(box.sizes)
+        return [region]
+    left: list[Region] = []
+    offsets, sizes = list(region.offsets), list(region.sizes)
     for d in range(len(sizes)):
         for begin, end in (
             (offsets[d], common.offsets[d]),
             (common.offsets[d] + common.sizes[d], offsets[d] + sizes[d]),
         ):
             if end > begin:
-                left.append(Box((*offsets[:d], begin, *offsets[d + 1 :]), (*sizes[:d], end - begin, *sizes[d + 1 :])))
+                left.append(
+                    Region((*offsets[:d], begin, *offsets[d + 1 :]), (*sizes[:d], end - begin, *sizes[d + 1 :]))
+                )
         offsets[d], sizes[d] = common.offsets[d], common.sizes[d]
     return left
 
@@ -111,7 +113,7 @@ class Extent:
     item_bytes: int
 
 
-def split_replicated(extents: Sequence[Extent], world_size: int) -> list[dict[str, Box]]:
+def split_replicated(extents: Sequence[Extent], world_size: int) -> list[dict[str, Region]]:
     """Says which part of replicated tensors each rank writes, so that each writes about 1/N of the bytes.
 
     All tensors are laid on one line and the line is cut into equal parts, each cut rounded to a row of the tensor's
@@ -123,7 +125,7 @@ def split_replicated(extents: Sequence[Extent], world_size: int) -> list[dict[st
         world_size: how many ranks write.
 
     Returns:
-        Per rank: the box of each tensor of which it writes a part. What has no elements is written by rank 0.
+        Per rank: the region of each tensor of which it writes a part. What has no elements is written by rank 0.
 
     Raises:
         ValueError: world_size is less than 1.
@@ -131,7 +133,7 @@ def split_replicated(extents: Sequence[Extent], world_size: int) -> list[dict[st
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: it must be at least 1")
     total_bytes = sum(math.prod(extent.shape) * extent.item_bytes for extent in extents)
-    shares: list[dict[str, Box]] = [{} for _ in range(world_size)]
+    shares: list[dict[str, Region]] = [{} for _ in range(world_size)]
     position = 0
     for extent in extents:
         rows, dimension = _rows(extent.shape)
@@ -159,8 +161,8 @@ def _cut(offset_bytes: int, row_bytes: int, rows: int) -> int:
     return min(max((2 * offset_bytes + row_bytes) // (2 * row_bytes), 0), rows)
 
 
-def _slab(shape: tuple[int, ...], dimension: int, begin: int, end: int) -> Box:
+def _slab(shape: tuple[int, ...], dimension: int, begin: int, end: int) -> Region:
     if dimension < 0:
-        return Box.whole(shape)
+        return Region.whole(shape)
     offsets = tuple(begin if d == dimension else 0 for d in range(len(shape)))
-    return Box(offsets, tuple(end - begin if d == dimension else size for d, size in enumerate(shape)))
+    return Region(offsets, tuple(end - begin if d == dimension else size for d, size in enumerate(shape)))

@@ -23,96 +23,98 @@ _PLAIN = (bool, int, str, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 #: What must be equal for a tensor to have the same recipe as last time: shape, strides, dtype, device.
-_Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-_Known = tuple[int, _Look, bool, bool]
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+_Known = tuple[int, _Form, bool, bool]
 
 
 @dataclass(frozen=True)
-class Outline:
+class CachedLayout:
     """What is remembered of a state: no tensor of it.
 
     Attributes:
         structure: the plain part, with the tensors' names.
-        leaves: by the identity of a tensor's node in the structure, its place in the list of tensors, its look, and
+        leaves: by the identity of a tensor's node in the structure, its place in the list of tensors, its form, and
             whether it is a parameter and has gradients.
-        looks: of all tensors, by place.
+        forms: of all tensors, by place.
     """
 
     structure: Plain
     leaves: dict[int, _Known]
-    looks: tuple[_Look, ...]
+    forms: tuple[_Form, ...]
 
     @property
     def size(self) -> int:
         """How many tensors there are."""
-        return len(self.looks)
+        return len(self.forms)
 
 
 class _ChangedError(Exception):
     """The state has another form than last time."""
 
 
-def outline_of(flat: Flat) -> Outline | None:
+def cached_layout_of(flat: Flat) -> CachedLayout | None:
     """What to remember of a state that was taken apart; None if it holds tensors that are encoded anew each time."""
-    looks = tuple(_look(named.tensor) for named in flat.tensors)
+    forms = tuple(_form(named.tensor) for named in flat.tensors)
     places = {named.name: place for place, named in enumerate(flat.tensors)}
     leaves: dict[int, _Known] = {}
-    _collect_leaves(flat.structure, {name: (place, looks[place]) for name, place in places.items()}, leaves)
-    if len(leaves) < len(looks) or any(named.tensor.is_conj() or named.tensor.is_neg() for named in flat.tensors):
+    _collect_leaves(flat.structure, {name: (place, forms[place]) for name, place in places.items()}, leaves)
+    if len(leaves) < len(forms) or any(named.tensor.is_conj() or named.tensor.is_neg() for named in flat.tensors):
         return None
-    return Outline(flat.structure, leaves, looks)
+    return CachedLayout(flat.structure, leaves, forms)
 
 
-def recall(tree: Any, outline: Outline, *, allow_pickles: bool = False) -> tuple[Plain, Sequence[torch.Tensor]] | None:
+def flatten_again(
+    tree: Any, cached: CachedLayout, *, allow_pickles: bool = False
+) -> tuple[Plain, Sequence[torch.Tensor]] | None:
     """Takes a state apart that has the same form as last time.
 
     Args:
         tree: the state.
-        outline: of last time.
+        cached: of last time.
         allow_pickles: as for `flatten`.
 
     Returns:
         The structure of now, and the tensors in the order of last time; None if the form is another: use `flatten`.
     """
-    walk = _Recalling(outline, allow_pickles)
+    walk = _Walk(cached, allow_pickles)
     try:
-        structure = walk.encode(outline.structure, tree)
+        structure = walk.encode(cached.structure, tree)
     except _ChangedError:
         return None
     return (structure, walk.tensors) if walk.is_complete() else None
 
 
-def _look(tensor: torch.Tensor) -> _Look:
+def _form(tensor: torch.Tensor) -> _Form:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _collect_leaves(node: Plain, looks: dict[str, tuple[int, _Look]], leaves: dict[int, _Known]) -> None:
+def _collect_leaves(node: Plain, forms: dict[str, tuple[int, _Form]], leaves: dict[int, _Known]) -> None:
     """The plain strided tensors that lie directly in dicts, lists and tuples; a tensor in two places is one node."""
     if isinstance(node, list):
         for item in node:
-            _collect_leaves(item, looks, leaves)
+            _collect_leaves(item, forms, leaves)
     elif isinstance(node, dict):
         (kind, value), *_ = node.items()
         if kind in ("dict", "ordered"):
-            _collect_leaves([item for _, item in value], looks, leaves)
+            _collect_leaves([item for _, item in value], forms, leaves)
         elif kind == "tuple":
-            _collect_leaves(value, looks, leaves)
+            _collect_leaves(value, forms, leaves)
         elif kind == "leaf" and value["kind"] == "strided":
             flags = value.get("parameter", False), value.get("requires_grad", False)
-            leaves[id(node)] = (*looks[value["names"]["data"]], *flags)
+            leaves[id(node)] = (*forms[value["names"]["data"]], *flags)
 
 
-class _Recalling:
+class _Walk:
     """One walk. What is not known here is left to `flatten`, part by part."""
 
-    def __init__(self, outline: Outline, allow_pickles: bool) -> None:
-        self._leaves = outline.leaves
+    def __init__(self, cached: CachedLayout, allow_pickles: bool) -> None:
+        self._leaves = cached.leaves
         self._allow_pickles = allow_pickles
-        self._look_of = outline.looks
+        self._form_of = cached.forms
         self._at: dict[int, int] = {}
         self._also_at: dict[int, list[int]] = {}
         self._found = 0
-        self.tensors: list[Any] = [None] * outline.size
+        self.tensors: list[Any] = [None] * cached.size
 
     def is_complete(self) -> bool:
         """Whether each tensor was found."""
@@ -164,8 +166,8 @@ class _Recalling:
         known = self._leaves.get(id(node))
         if known is None or value.layout is not torch.strided:
             raise _ChangedError
-        place, look, is_parameter, requires_grad = known
-        if (value.shape, value.stride(), value.dtype, value.device) != look:
+        place, form, is_parameter, requires_grad = known
+        if (value.shape, value.stride(), value.dtype, value.device) != form:
             raise _ChangedError
         if asks_for_gradients(value) is not requires_grad or (type(value) is torch.nn.Parameter) is not is_parameter:
             raise _ChangedError
@@ -175,17 +177,17 @@ class _Recalling:
         if before is None:
             self._found += 1
             if value.numel():  # what is empty shares no memory
-                self._require_alone(value.data_ptr(), place, look)
+                self._require_alone(value.data_ptr(), place, form)
         return node
 
-    def _require_alone(self, address: int, place: int, look: _Look) -> None:
+    def _require_alone(self, address: int, place: int, form: _Form) -> None:
         """Two tensors have not become one: the same memory, seen in the same way."""
         # numbers alone: as many tuples would set the garbage collector off, which costs more than all the rest
         first = self._at.setdefault(address, place)
         if first == place:
             return
         others = self._also_at.setdefault(address, [first])
-        if any(self._look_of[other] == look for other in others):
+        if any(self._form_of[other] == form for other in others):
             raise _ChangedError
         others.append(place)
 

@@ -1,7 +1,7 @@
 """Pure: which parts of which tensors the ranks hold, of which state of the run, and which of those states is whole.
 
-A rank of a sharded run holds one part of each tensor. A part is addressed by the tensor's name and a box in it (see
-`checkpoint.shards.boxes`), never by a rank: so what one number of ranks has held, any other can take over.
+A rank of a sharded run holds one part of each tensor. A part is addressed by the tensor's name and a region in it (see
+`checkpoint.shards.regions`), never by a rank: so what one number of ranks has held, any other can take over.
 
 A `Version` names one state of the run. It has the step, and the group in which that step was computed: a rank that was
 cut off, and others that have gone back and computed the step again, hold different states of the same step, and parts
@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import msgspec
 
-from torchelastic.checkpoint.shards.boxes import Box, uncovered
 from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.regions import Region, uncovered
 from torchelastic.text import shortlist
 
 #: The generation of a state that was read from a checkpoint: before that of every group.
@@ -105,19 +105,19 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of a tensor that one rank has to get.
+    """A region of a tensor that one rank has to get.
 
     Attributes:
         source: who has it; the rank itself, where it need not be sent.
         holding: in which of its holdings.
         name: of the tensor.
-        box: in the whole tensor.
+        region: in the whole tensor.
     """
 
     source: int
     holding: int
     name: str
-    box: Box
+    region: Region
 
 
 class PartsMissingError(RuntimeError):
@@ -125,7 +125,7 @@ class PartsMissingError(RuntimeError):
 
 
 def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[str, Entry]:
-    """Name, dtype and shape of every tensor of a state; boxes are those of the first rank that holds a part of it.
+    """Name, dtype and shape of every tensor of a state; regions are those of the first rank that holds a part of it.
 
     Args:
         offers: of all ranks.
@@ -141,7 +141,7 @@ def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[s
 
 def missing_parts(
     wanted: Iterable[str], offers: Sequence[Offer], holds: Sequence[Sequence[int]]
-) -> dict[str, tuple[Box, ...]]:
+) -> dict[str, tuple[Region, ...]]:
     """The parts of a state that nobody holds, by the names of the tensors; empty: it is whole.
 
     Args:
@@ -149,15 +149,15 @@ def missing_parts(
         offers: of all ranks.
         holds: for each rank, which of its holdings are of this state.
     """
-    boxes: dict[str, set[Box]] = {}
+    regions: dict[str, set[Region]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for offer, numbers in zip(offers, holds, strict=True):
         for layout in {offer.holdings[number].layout for number in numbers}:
             for name, part in offer.layouts[layout].items():
-                boxes.setdefault(name, set()).add(part.box)
+                regions.setdefault(name, set()).add(part.region)
                 shapes[name] = part.shape
-    missing: dict[str, tuple[Box, ...]] = {name: () for name in wanted if name not in boxes}
-    for name, found in boxes.items():
+    missing: dict[str, tuple[Region, ...]] = {name: () for name in wanted if name not in regions}
+    for name, found in regions.items():
         left = _uncovered(shapes[name], frozenset(found))
         if left:
             missing[name] = left
@@ -165,18 +165,18 @@ def missing_parts(
 
 
 @lru_cache(maxsize=1024)  # a model has many tensors of one form, each with those of its optimizer, cut in the same way
-def _uncovered(shape: tuple[int, ...], boxes: frozenset[Box]) -> tuple[Box, ...]:
-    return tuple(uncovered(Box.whole(shape), sorted(boxes, key=lambda box: box.offsets)))
+def _uncovered(shape: tuple[int, ...], regions: frozenset[Region]) -> tuple[Region, ...]:
+    return tuple(uncovered(Region.whole(shape), sorted(regions, key=lambda region: region.offsets)))
 
 
 def pieces_for(
-    rank: int, needed: Mapping[str, Box], offers: Sequence[Offer], holds: Sequence[Sequence[int]]
+    rank: int, needed: Mapping[str, Region], offers: Sequence[Offer], holds: Sequence[Sequence[int]]
 ) -> list[Piece]:
     """Where a rank gets each part that it needs: from itself where it can, else from the others, evenly.
 
     Args:
         rank: who needs them.
-        needed: the box of each tensor.
+        needed: the region of each tensor.
         offers: of all ranks.
         holds: for each rank, which of its holdings are of the state that is wanted.
 
@@ -187,8 +187,8 @@ def pieces_for(
     # itself first, then the next ones: so the ranks that hold the same parts are asked by different ones
     order = [(rank + distance) % world_size for distance in range(world_size)]
     found: list[Piece] = []
-    for name, box in needed.items():
-        left = [box] if box.numel else []
+    for name, region in needed.items():
+        left = [region] if region.numel else []
         for source in order:
             if not left:
                 break
@@ -197,26 +197,26 @@ def pieces_for(
                 part = offer.layouts[offer.holdings[number].layout].get(name)
                 if part is None or not left:
                     continue
-                taken = [common for each in left if (common := each.intersection(part.box))]
+                taken = [common for each in left if (common := each.intersection(part.region))]
                 if taken:
                     found.extend(Piece(source, number, name, each) for each in taken)
-                    left = [rest for each in left for rest in uncovered(each, [part.box])]
+                    left = [rest for each in left for rest in uncovered(each, [part.region])]
         if left:
             raise PartsMissingError(f"nobody has {left[0]} of {name!r}")
     return found
 
 
-def describe_missing(missing: Mapping[str, tuple[Box, ...]]) -> str:
+def describe_missing(missing: Mapping[str, tuple[Region, ...]]) -> str:
     """For people."""
-    named = [f"{name}{_rows(boxes)}" for name, boxes in sorted(missing.items())]
+    named = [f"{name}{_rows(regions)}" for name, regions in sorted(missing.items())]
     return shortlist(named, 3)
 
 
-def _rows(boxes: Sequence[Box]) -> str:
-    if not boxes or not boxes[0].sizes:
+def _rows(regions: Sequence[Region]) -> str:
+    if not regions or not regions[0].sizes:
         return ""
-    spans = [f"{box.offsets[0]}:{box.offsets[0] + box.sizes[0]}" for box in boxes[:2]]
-    return f"[{', '.join(spans)}{', ..' if len(boxes) > 2 else ''}]"
+    spans = [f"{region.offsets[0]}:{region.offsets[0] + region.sizes[0]}" for region in regions[:2]]
+    return f"[{', '.join(spans)}{', ..' if len(regions) > 2 else ''}]"
 
 
 def layout_of(entries: Iterable[Entry]) -> dict[str, Entry]:

@@ -16,7 +16,7 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.processes.file_locks import lock_file
 
 
-class SlotShelf:
+class SlotReplicaStore:
     """The slots of one folder into which shards are received; may be used by several threads.
 
     What is on its way has a key of the caller's choice; what is published is known by its path.
