@@ -355,7 +355,7 @@ class ModelState(InCheckpoints, State):
         """Whether all really are in sync now; a sample is enough where nothing was sent."""
         parts = self._parts()
         self.replica_comparison = digest.compare(parts, world_size=world_size, device=device, thorough=thorough)
-        publish_metric("torchelastic", "sync.unlevel.parts", len(self.replica_comparison.wrong))
+        publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
         if self.replica_comparison.is_level:
             return
         log.error("after the sync at step %d: %s", self.step, self.replica_comparison)
