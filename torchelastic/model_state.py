@@ -356,7 +356,7 @@ class ModelState(InCheckpoints, State):
         parts = self._parts()
         self.replica_comparison = digest.compare(parts, world_size=world_size, device=device, thorough=thorough)
         publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
-        if self.replica_comparison.is_level:
+        if self.replica_comparison.is_in_sync:
             return
         log.error("after the sync at step %d: %s", self.step, self.replica_comparison)
         if self._on_out_of_sync == "raise":

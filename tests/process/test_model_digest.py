@@ -142,9 +142,9 @@ def test_a_sample_reads_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_level_tells_what_differs_and_where() -> None:
     level = ReplicaComparison(True, {"module": (1,), "buffers": (0, 2), "optimizer": (2,)}, {"module": ("0.weight",)})
-    assert not level.is_level
+    assert not level.is_in_sync
     assert str(level) == "module differs on rank 1 (0.weight); optimizer differs on rank 2 (it has other parts there)"
-    assert ReplicaComparison(True, {"buffers": (1,)}, {}).is_level
+    assert ReplicaComparison(True, {"buffers": (1,)}, {}).is_in_sync
 
 
 # --- three processes --------------------------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ def test_every_rank_is_told_what_differs_and_on_whom(
     for result in results:
         level = result[name]["level"]
         assert (level.differing, level.names) == ({part: (1,)}, {part: told})
-        assert not level.is_level
-        assert result[f"{name} repaired"]["level"].is_level
+        assert not level.is_in_sync
+        assert result[f"{name} repaired"]["level"].is_in_sync
 
 
 def test_ranks_that_hold_other_tensors_altogether_are_told_apart_without_a_hang(results: list[dict[str, Any]]) -> None:
@@ -342,7 +342,7 @@ def test_ranks_that_hold_other_tensors_altogether_are_told_apart_without_a_hang(
 def test_buffers_may_differ(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["buffers"]["level"].differing == {"buffers": (1,)}
-        assert result["buffers"]["level"].is_level
+        assert result["buffers"]["level"].is_in_sync
 
 
 def test_differences_are_logged_as_errors_on_every_rank(results: list[dict[str, Any]], folder: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_step_that_stands_on_ranks_that_failed_at_different_places_leaves_them
         stands = result["after a step that stands"]
         assert stands["state_status"] is StateStatus.UNCOMMITTED
         assert (stands["step"], stands["rate"], stands["averaged"]) == (1, pytest.approx(0.09), 1)
-        assert stands["level"].is_level
+        assert stands["level"].is_in_sync
 
 
 def test_a_whole_state_of_an_older_step_does_not_undo_one_that_stands(results: list[dict[str, Any]]) -> None:
@@ -371,7 +371,7 @@ def test_a_whole_state_of_an_older_step_does_not_undo_one_that_stands(results: l
     trained_on = (StateStatus.UNCOMMITTED, 1)
     assert [one["before"] for one in together] == [trained_on, trained_on, (StateStatus.COMPLETE, 0)]
     assert [one["step"] for one in together] == [2, 2, 2]
-    assert all(one["level"].is_level for one in together)
+    assert all(one["level"].is_in_sync for one in together)
 
 
 def test_gradients_are_exchanged_at_the_end_of_an_accumulation_only(results: list[dict[str, Any]]) -> None:

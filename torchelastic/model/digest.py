@@ -58,7 +58,7 @@ class ReplicaComparison:
         return tuple(part for part in self.differing if part not in OWN)
 
     @property
-    def is_level(self) -> bool:
+    def is_in_sync(self) -> bool:
         """Whether nothing differs but what may."""
         return not self.wrong
 
