@@ -122,7 +122,8 @@ def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        ("torchelastic", "sync.out_of_sync.parts", 0.0), ("mine", "evaluate.duration.ms", 1.0), ("mine", "work.success", 1),
+        ("torchelastic", "sync.out_of_sync.parts", 0.0), ("mine", "evaluate.duration.ms", 1.0),
+        ("mine", "work.success", 1),
         ("mine", "loss", float("nan")), ("mine", "loss", float("inf")), ("mine", "loss", "0.5"), ("mine", "loss", True),
         ("mine", 5, 1.0), ("mine", "a\nb", 1.0),
     ],
