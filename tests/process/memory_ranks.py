@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem
 from torchelastic.checkpoint.memory.container import Container
@@ -20,6 +19,7 @@ from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
+from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 
 from tests.process.faulty_jobs import Nursery, Stop
 from tests.process.forked_ranks import Ended
@@ -44,6 +43,7 @@ from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.store.save_id import file_name_of
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, crew_of, succeeded
@@ -32,6 +31,7 @@ from torchelastic.checkpoint.replication import (
 )
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.network.ports import unused_ports
 
 
