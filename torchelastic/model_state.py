@@ -90,10 +90,8 @@ class ModelState(InCheckpoints, State):
         logical_shards: int | None = None,
         salvage: str = "discard",
     ) -> None:
-        for name, value, known in (
-            ("snapshot", snapshot, SNAPSHOT_MODES),
-            ("on_out_of_sync", on_out_of_sync, OUT_OF_SYNC_MODES),
-        ):
+        modes = (("snapshot", snapshot, SNAPSHOT_MODES), ("on_out_of_sync", on_out_of_sync, OUT_OF_SYNC_MODES))
+        for name, value, known in modes:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         check_unsharded(model)
@@ -113,7 +111,7 @@ class ModelState(InCheckpoints, State):
         self.step = 0
         self._epoch = 0
         self._mode = snapshot
-        self._state_status = StateStatus.INITIAL
+        self._status = StateStatus.INITIAL
         self._buffers: list[torch.Tensor] = list(model.buffers())
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._ahead: Snapshot | None = None
@@ -190,7 +188,7 @@ class ModelState(InCheckpoints, State):
     @property
     def status(self) -> StateStatus:
         """How complete this state is, as a source for others."""
-        return self._state_status
+        return self._status
 
     # --- undoing a step ---------------------------------------------------------------------------
 
@@ -225,21 +223,18 @@ class ModelState(InCheckpoints, State):
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
         progress = self._optimizers.progress
+        was_complete = self._status is StateStatus.COMPLETE and self.step == snapshot.step
         if progress is OptimizerProgress.UNTOUCHED:
             return
         if progress is OptimizerProgress.UNDOABLE:
             self._optimizers.undo()
             self._extras.restore_large()
-        elif (
-            progress is OptimizerProgress.COMPLETE
-            and self._state_status is StateStatus.COMPLETE
-            and self.step == snapshot.step
-        ):
+        elif progress is OptimizerProgress.COMPLETE and was_complete:
             self.commit()
             self._ahead = self._capture(None)
-            self._state_status = StateStatus.UNCOMMITTED
+            self._status = StateStatus.UNCOMMITTED
         else:
-            self._state_status = StateStatus.PARTIAL
+            self._status = StateStatus.PARTIAL
 
     def _capture(self, full: Packed | None) -> Snapshot:
         return Snapshot(
@@ -295,7 +290,7 @@ class ModelState(InCheckpoints, State):
                 "ModelState(..., snapshot='full'), or give train() a checkpoint manager to go back to"
             )
         was_moved = self._synchronize(all_progress, rank, device)
-        self._state_status = StateStatus.COMPLETE
+        self._status = StateStatus.COMPLETE
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved)
         self._extras.measure()
@@ -309,7 +304,7 @@ class ModelState(InCheckpoints, State):
         """Move the source's state to those who lack it; returns whether there are any."""
         world_size, best = len(all_progress), max(all_progress)
         source = all_progress.index(best)
-        if all_progress[rank] == best and self._state_status is StateStatus.UNCOMMITTED:
+        if all_progress[rank] == best and self._status is StateStatus.UNCOMMITTED:
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
         fresh = best.state_status is StateStatus.INITIAL
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
@@ -328,15 +323,14 @@ class ModelState(InCheckpoints, State):
 
     def _gather_progress(self, world_size: int, device: torch.device) -> tuple[list[StateProgress], list[int]]:
         """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
-        mine = torch.tensor([int(self._state_status), self.step, self._gradients.offer(self.step)], device=device)
+        mine = torch.tensor([int(self._status), self.step, self._gradients.offer(self.step)], device=device)
         gathered = [mine]
         if world_size > 1:
             gathered = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(gathered, mine)
         rows = [row.tolist() for row in gathered]
-        return [StateProgress.of(StateStatus(status), step) for status, step, _ in rows], [
-            offer for _, _, offer in rows
-        ]
+        offers = [offer for _, _, offer in rows]
+        return [StateProgress.of(StateStatus(status), step) for status, step, _ in rows], offers
 
     def _catch_up_random(self) -> None:
         """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""
@@ -348,13 +342,12 @@ class ModelState(InCheckpoints, State):
         assert self._ahead is not None
         log.warning("every survivor had completed the optimizer step %d when it failed: it stands", self._ahead.step)
         self._restore(self._ahead)
-        self._state_status = StateStatus.COMPLETE
+        self._status = StateStatus.COMPLETE
         self._replaced += 1
 
     def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
         """Whether all really are in sync now; a sample is enough where nothing was sent."""
-        parts = self._parts()
-        self.replica_comparison = digest.compare(parts, world_size=world_size, device=device, thorough=thorough)
+        self.replica_comparison = digest.compare(self._parts(), world_size=world_size, device=device, thorough=thorough)
         publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
         if self.replica_comparison.is_in_sync:
             return
@@ -398,7 +391,7 @@ class ModelState(InCheckpoints, State):
         self.step, self._epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
             torch.set_rng_state(tree["random"].cpu())
-        self._state_status = StateStatus.COMPLETE
+        self._status = StateStatus.COMPLETE
         self._replaced += 1
 
     def save(self, stream: BinaryIO) -> None:

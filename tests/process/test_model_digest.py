@@ -214,7 +214,7 @@ def everything(rank: int) -> dict[str, Any]:
             mischief(state)
         state.sync()
         results[name] = outcome(state)
-        state._state_status = StateStatus.COMPLETE if rank == 0 else StateStatus.INITIAL  # synchronize the others again
+        state._status = StateStatus.COMPLETE if rank == 0 else StateStatus.INITIAL  # synchronize the others again
         state.sync()
         results[f"{name} repaired"] = outcome(state)
         state.extra.pop("another", None)

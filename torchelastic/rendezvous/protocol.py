@@ -18,8 +18,8 @@ The rules (docs/rendezvous.md says what follows from them for a user):
   own is it a member of one more round, which then stops for it again.
 * Where members have failed for good, and those that are left or may come back are too few, the round is called
   hopeless: nobody waits for others who will not come. What is lost without having failed may be made good by any host.
-* The first member that is done closes the run for all; who lost its last step to a failure at that moment is brought
-  level by those who are done, in one more round, before the run is closed.
+* The first member that is done closes the run for all; who lost its last step to a failure at that moment receives
+  it from those who are done, in one more round, before the run is closed.
 * A group commits a step only with all of its members. So it is over for good as soon as one of them has asked for the
   next round or is known to have ended. Of a group that nobody has left and whose hosts are only silent, all may be cut
   off from the store and train on: without one of its members a new one is formed only after `orphan_timeout_s`.
@@ -365,12 +365,10 @@ def _joining(view: View, staying: int) -> int:
 
 def _newcomers(view: View) -> list[Member]:
     # a spare's state may be complete and of long ago: one of now counts more, though its last step was not committed
-    now = max((member.step for member in _live(view) if member.state_status is StateStatus.UNCOMMITTED), default=-1)
-    members = (view.members[member_id] for member_id in view.waiting_since_s)
-    counted = (
-        replace(m, state_status=min(m.state_status, StateStatus.UNCOMMITTED)) if m.step < now else m for m in members
-    )
-    return sorted(counted, key=lambda member: (member.arrival, member.member_id))
+    uncommitted = StateStatus.UNCOMMITTED
+    now = max((member.step for member in _live(view) if member.state_status is uncommitted), default=-1)
+    members = sorted(map(view.members.__getitem__, view.waiting_since_s), key=lambda m: (m.arrival, m.member_id))
+    return [replace(m, state_status=min(m.state_status, uncommitted)) if m.step < now else m for m in members]
 
 
 def _amended(view: View, **changes: Any) -> Round:
