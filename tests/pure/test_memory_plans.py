@@ -27,7 +27,7 @@ from torchelastic.checkpoint.memory.items import (
     resolve,
     unique_names,
 )
-from torchelastic.checkpoint.memory.plans import NotSavedError, RankReport, SaveDecision, epoch_of, refusal
+from torchelastic.checkpoint.memory.plans import CoordinatorDecision, NotSavedError, RankReport, epoch_of, refusal
 from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES, Free, NotSaved
 from torchelastic.checkpoint.store.save_id import SaveId
 
@@ -130,7 +130,7 @@ def test_notes_arrive_though_a_planner_has_dropped_them() -> None:
 
 
 def test_a_ticket_that_has_arrived_counts_more_than_an_old_one_in_the_plan() -> None:
-    old = SaveDecision("job/step-7_ckpt", 0, 1, SaveId(1, 0, 0, 7))
+    old = CoordinatorDecision("job/step-7_ckpt", 0, 1, SaveId(1, 0, 0, 7))
     new = sent(replace(old, save=SaveId(1, 0, 1, 7)))
     plan = SavePlan([], storage_data=old)
     assert plans.collect_decision(old.about, plan) == new
@@ -141,7 +141,7 @@ def test_a_ticket_that_has_arrived_counts_more_than_an_old_one_in_the_plan() -> 
 
 def test_letters_that_nobody_collects_are_few() -> None:
     for step in range(100):
-        plans.deliver(SaveDecision(f"job/step-{step}_ckpt", 0, 1, SaveId(1, 0, 0, step)))
+        plans.deliver(CoordinatorDecision(f"job/step-{step}_ckpt", 0, 1, SaveId(1, 0, 0, step)))
         plans.deliver(report(about=f"job/step-{step}_ckpt"))
     assert len(plans._messages) == plans._KEPT
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.shards import Region, ShardOf, unflatten
-from torchelastic.checkpoint.shards.cached_layout import cached_layout_of, flatten_again
+from torchelastic.checkpoint.shards.cached_tree import cached_tree_of, flatten_again
 from torchelastic.checkpoint.shards.header import NO_CHECKSUM, Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout, parts_of_rank
 from torchelastic.checkpoint.shards.tensors import dtype_name
@@ -88,11 +88,11 @@ def test_a_second_share_has_the_values_of_now_and_the_entries_of_before() -> Non
 
 def test_tensors_that_share_memory_are_told_from_those_that_do_not_any_more() -> None:
     shared = torch.ones(3)
-    cached = cached_layout_of(flatten({"a": shared, "b": shared}))
+    cached = cached_tree_of(flatten({"a": shared, "b": shared}))
     assert cached is not None
     assert flatten_again({"a": shared, "b": shared}, cached) is not None
     assert flatten_again({"a": shared, "b": torch.zeros(3)}, cached) is None
-    separate = cached_layout_of(flatten({"a": torch.ones(3), "b": torch.ones(3)}))
+    separate = cached_tree_of(flatten({"a": torch.ones(3), "b": torch.ones(3)}))
     assert separate is not None
     assert flatten_again({"a": shared, "b": shared}, separate) is None
 

@@ -172,7 +172,7 @@ def opened_page(
         say: shows a line; no log, for the line may hold a token.
 
     Raises:
-        UsageError: the words make no sense, or the address cannot be had.
+        UsageError: the arguments are invalid, or the address cannot be had.
     """
     where = options.page or ("0" if options.standalone else _NO_PAGE)
     if where == _NO_PAGE:

@@ -69,7 +69,7 @@ def simulate_esi(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises UsageError: the words make no sense."""
+    """Raises UsageError: an option is invalid."""
     if not options.cmd.strip():
         raise UsageError("--cmd is empty: give the command that starts the job")
     for name, least in (("timeout", "above 0"), ("grace", "0 or more"), ("pause", "0 or more")):

@@ -177,17 +177,17 @@ class CachedLayout:
     def of_items(self, resolved: Resolved) -> Header:
         """The layout for the items of a plan: an entry per tensor, and `BYTES_ENTRY`."""
         chunks = [_chunk(item) for item, _ in resolved.tensors]
-        looks = [
+        forms = [
             (name, tensor.dtype, item.tensor_data.size if item.tensor_data else None, chunk)
             for (item, tensor), name, chunk in zip(resolved.tensors, resolved.names, chunks, strict=False)
         ]
-        reserve_bytes = sum(_ENTRY_BYTES + 6 * len(name) for name in resolved.names[len(looks) :])
+        reserve_bytes = sum(_ENTRY_BYTES + 6 * len(name) for name in resolved.names[len(forms) :])
 
         def tensors() -> Iterator[NamedTensor]:
-            for (item, tensor), (name, _, size, chunk) in zip(resolved.tensors, looks, strict=True):
+            for (item, tensor), (name, _, size, chunk) in zip(resolved.tensors, forms, strict=True):
                 yield NamedTensor(name, tensor, tuple(size or ()), chunk, item.type == WriteItemType.SHARD)
 
-        return self._lay_out(looks, tensors, resolved.pickled_bytes, reserve_bytes)
+        return self._lay_out(forms, tensors, resolved.pickled_bytes, reserve_bytes)
 
     def of_copy(self, sources: Sequence[torch.Tensor], values: int, value_bytes: int) -> Header:
         """The layout for a copy of a state: an entry per tensor, by number, and `BYTES_ENTRY`.
@@ -197,32 +197,32 @@ class CachedLayout:
             values: how many other values there are in the state.
             value_bytes: how long their pickles will be, about.
         """
-        looks = [(tensor.shape, tensor.dtype) for tensor in sources]
+        forms = [(tensor.shape, tensor.dtype) for tensor in sources]
 
         def tensors() -> Iterator[NamedTensor]:
             for index, tensor in enumerate(sources):
                 yield NamedTensor(str(index), tensor, tuple(tensor.shape), Region.whole(tensor.shape))
 
         reserve_bytes = _NAMED_ENTRY_BYTES * (len(sources) + values)
-        return self._lay_out(looks, tensors, max(value_bytes, self._pickled_bytes), reserve_bytes)
+        return self._lay_out(forms, tensors, max(value_bytes, self._pickled_bytes), reserve_bytes)
 
     def needed(self, pickled_bytes: int) -> None:
         """So long were the pickles of a copy really: next time there is room for them."""
         self._pickled_bytes = max(self._pickled_bytes, pickled_bytes)
 
     def _lay_out(
-        self, looks: list[Any], tensors: Callable[[], Iterable[NamedTensor]], pickled_bytes: int, reserve_bytes: int
+        self, forms: list[Any], tensors: Callable[[], Iterable[NamedTensor]], pickled_bytes: int, reserve_bytes: int
     ) -> Header:
-        """The layout of last time, unless the tensors look otherwise now, or the room behind or before them is wrong.
+        """The layout of last time, unless the tensors have other forms now, or the room behind or before them is wrong.
 
         Args:
-            looks: what has to be equal for that.
+            forms: what has to be equal for that.
             tensors: what is laid out if it is not.
             pickled_bytes: how long the pickles are.
             reserve_bytes: how much longer the header becomes by their entries: the slot keeps that free for it.
         """
         last = self._last
-        if last is not None and looks == last[0]:
+        if last is not None and forms == last[0]:
             capacity, reserved = last[1].entries[-1].size_bytes, len(last[1].meta["reserved"])
             is_wasteful = capacity > 4 * pickled_bytes + 2**20
             if pickled_bytes <= capacity and not is_wasteful and reserve_bytes <= reserved:
@@ -232,7 +232,7 @@ class CachedLayout:
         end = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=0)
         room = Entry.of_bytes(BYTES_ENTRY, capacity, align(end, ALIGNMENT_BYTES))
         header = Header(None, (*entries, room), {"reserved": " " * (reserve_bytes * 5 // 4)})
-        self._last = looks, header
+        self._last = forms, header
         return header
 
 

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import (
+    CoordinatorDecision,
     RankReport,
-    SaveDecision,
     collect_reports,
     deliver,
     epoch_of,
@@ -44,7 +44,7 @@ class PlannedSave:
     base: CheckpointContainerId
     rank: int | None = None
     extras: dict[str, bytes] = field(default_factory=dict)
-    decision: SaveDecision | None = None
+    decision: CoordinatorDecision | None = None
     staged: StagedItems | None = None
 
     @property
@@ -88,7 +88,7 @@ def with_report(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host
 
 
 def with_decisions(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], SaveId]:
-    """The plans of all ranks with a `SaveDecision` in each; and the name of the save.
+    """The plans of all ranks with a `CoordinatorDecision` in each; and the name of the save.
 
     Raises:
         RuntimeError: a rank saves something else.
@@ -97,6 +97,6 @@ def with_decisions(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tu
     generation = slots.next_generation(max(report.newest for report in reports))
     name = SaveId(epoch_of(reports), 0, generation, save.step, secrets.token_hex(4))
     skipped = refusal(reports, shares_bytes(plans))
-    decisions = [SaveDecision(save.about, rank, len(plans), name, skipped) for rank in range(len(plans))]
+    decisions = [CoordinatorDecision(save.about, rank, len(plans), name, skipped) for rank in range(len(plans))]
     deliver(decisions[0])  # for a save without collectives; with them, each rank's own arrives
     return [replace(plan, storage_data=decision) for plan, decision in zip(plans, decisions, strict=True)], name

@@ -1,7 +1,7 @@
 """What the ranks of a save tell each other through DCP's plans: who saves, under which name, and whether to at all.
 
-Each rank puts a `RankReport` into its local plan; the coordinator answers with a `SaveDecision` in everybody's plan.
-What it decides is a pure function of the reports.
+Each rank puts a `RankReport` into its local plan; the coordinator answers with a `CoordinatorDecision` in everybody's
+plan. What it decides is a pure function of the reports.
 
 A planner that caches plans (`enable_plan_caching`) hands out the plan of an earlier save, with what was in it then. So
 reports and decisions are also remembered where they arrive, by the checkpoint they are about: unpickling one delivers
@@ -89,7 +89,7 @@ class RankReport(_Message):
 
 
 @dataclass(frozen=True)
-class SaveDecision(_Message):
+class CoordinatorDecision(_Message):
     """What the coordinator has decided.
 
     Attributes:
@@ -164,10 +164,10 @@ _lock = threading.Lock()
 _messages: dict[tuple[type, str], dict[int, Any]] = {}
 
 
-_Kind = TypeVar("_Kind", RankReport, SaveDecision)
+_Kind = TypeVar("_Kind", RankReport, CoordinatorDecision)
 
 
-def deliver(message: RankReport | SaveDecision) -> None:
+def deliver(message: RankReport | CoordinatorDecision) -> None:
     """Remembers a report or a decision, instead of an older one; arriving from another rank does it too."""
     key = (type(message), message.about)
     with _lock:
@@ -193,19 +193,19 @@ def collect_reports(about: str, plans: Sequence[SavePlan]) -> list[RankReport]:
     return [_require(report, RankReport, about, f"rank {rank}") for rank, report in enumerate(reports)]
 
 
-def collect_decision(about: str, plan: SavePlan) -> SaveDecision:
+def collect_decision(about: str, plan: SavePlan) -> CoordinatorDecision:
     """The decision of this rank.
 
     Raises:
         RuntimeError: there is none: the coordinator saves something else.
     """
-    arrived = _taken(SaveDecision, about)
+    arrived = _taken(CoordinatorDecision, about)
     return _require(
-        list(arrived.values())[-1] if arrived else plan.storage_data, SaveDecision, about, "the coordinator"
+        list(arrived.values())[-1] if arrived else plan.storage_data, CoordinatorDecision, about, "the coordinator"
     )
 
 
-def _taken(kind: type[RankReport | SaveDecision], about: str) -> dict[int, Any]:
+def _taken(kind: type[RankReport | CoordinatorDecision], about: str) -> dict[int, Any]:
     with _lock:
         return _messages.pop((kind, about), {})
 
@@ -219,7 +219,7 @@ def _require(message: Any, kind: type[_Kind], about: str, sender: str) -> _Kind:
     )
 
 
-def _arrived(kind: type[RankReport | SaveDecision], *values: Any) -> RankReport | SaveDecision:
+def _arrived(kind: type[RankReport | CoordinatorDecision], *values: Any) -> RankReport | CoordinatorDecision:
     message = kind(*values)
     deliver(message)
     return message

@@ -1,7 +1,7 @@
 """From a state to the entries of a rank's shard, save after save: what is as last time is not worked out anew.
 
 Between two saves of a training run the values of tensors change, a few numbers too, and nothing else. So names, places
-and layout are those of the save before, and only the numbers are encoded again; see `cached_layout`.
+and layout are those of the save before, and only the numbers are encoded again; see `cached_tree`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards.cached_layout import CachedLayout, cached_layout_of, flatten_again
+from torchelastic.checkpoint.shards.cached_tree import CachedTree, cached_tree_of, flatten_again
 from torchelastic.checkpoint.shards.header import Entry, Header, place
 from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, flatten
@@ -75,7 +75,7 @@ class RecurringLayout:
 
     def __init__(self, *, allow_pickles: bool = False) -> None:
         self._allow_pickles = allow_pickles
-        self._cached: CachedLayout | None = None
+        self._cached: CachedTree | None = None
         self._group = (-1, 0)
         self._picks: list[_Pick] | None = None  # None: all tensors, as they are
         self._entries: tuple[Entry, ...] = ()
@@ -116,7 +116,7 @@ class RecurringLayout:
         picks = [_Pick(places[part.name], _slices(part, flat.tensors[places[part.name]])) for part in parts]
         is_all = picks == [_Pick(number, None) for number in range(len(flat.tensors))]
         self._picks, self._entries = None if is_all else picks, place(parts)
-        self._group, self._cached = (rank, world_size), cached_layout_of(flat)
+        self._group, self._cached = (rank, world_size), cached_tree_of(flat)
         return self._header(flat.structure, meta), [part.tensor for part in parts]
 
     def _header(self, structure: Any, meta: Mapping[str, Any]) -> Header:

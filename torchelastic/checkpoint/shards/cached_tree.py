@@ -28,7 +28,7 @@ _Known = tuple[int, _Form, bool, bool]
 
 
 @dataclass(frozen=True)
-class CachedLayout:
+class CachedTree:
     """What is remembered of a state: no tensor of it.
 
     Attributes:
@@ -52,7 +52,7 @@ class _ChangedError(Exception):
     """The state has another form than last time."""
 
 
-def cached_layout_of(flat: Flat) -> CachedLayout | None:
+def cached_tree_of(flat: Flat) -> CachedTree | None:
     """What to remember of a state that was taken apart; None if it holds tensors that are encoded anew each time."""
     forms = tuple(_form(named.tensor) for named in flat.tensors)
     places = {named.name: place for place, named in enumerate(flat.tensors)}
@@ -60,11 +60,11 @@ def cached_layout_of(flat: Flat) -> CachedLayout | None:
     _collect_leaves(flat.structure, {name: (place, forms[place]) for name, place in places.items()}, leaves)
     if len(leaves) < len(forms) or any(named.tensor.is_conj() or named.tensor.is_neg() for named in flat.tensors):
         return None
-    return CachedLayout(flat.structure, leaves, forms)
+    return CachedTree(flat.structure, leaves, forms)
 
 
 def flatten_again(
-    tree: Any, cached: CachedLayout, *, allow_pickles: bool = False
+    tree: Any, cached: CachedTree, *, allow_pickles: bool = False
 ) -> tuple[Plain, Sequence[torch.Tensor]] | None:
     """Takes a state apart that has the same form as last time.
 
@@ -107,7 +107,7 @@ def _collect_leaves(node: Plain, forms: dict[str, tuple[int, _Form]], leaves: di
 class _Walk:
     """One walk. What is not known here is left to `flatten`, part by part."""
 
-    def __init__(self, cached: CachedLayout, allow_pickles: bool) -> None:
+    def __init__(self, cached: CachedTree, allow_pickles: bool) -> None:
         self._leaves = cached.leaves
         self._allow_pickles = allow_pickles
         self._form_of = cached.forms
