@@ -126,6 +126,21 @@ def test_a_writer_of_local_checkpoints_that_was_replaced_before_it_publishes_lea
     assert len(list(tmp_path.glob("host-0/step-*"))) == 1
 
 
+def test_a_writer_of_local_checkpoints_that_was_replaced_before_its_manifest_writes_none(tmp_path: Path) -> None:
+    local_ranks.save(tmp_path, 5)
+    manager = LocalCheckpointManager(tmp_path / "host-0")
+    request = manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(3)}), 20, is_async=True)
+    assert request is not None
+    assert request.async_fn is not None
+    request.async_fn(*request.async_fn_args)
+    subprocess.run([sys.executable, "-c", LOCAL, str(tmp_path)], check=True)
+    (finalize,) = request.finalize_fns
+    with pytest.raises(CheckpointError, match="was replaced"):
+        finalize()
+    assert local_ranks.resume(tmp_path) == {"found": 10, "loaded": 10}
+    assert [path.parent.name[:14] for path in tmp_path.glob("host-0/**/manifest.json")] == ["step-000000010"]
+
+
 def test_who_only_loads_local_checkpoints_replaces_nobody(tmp_path: Path) -> None:
     manager = LocalCheckpointManager(tmp_path)
     for step in (1, 2):

@@ -35,8 +35,9 @@ from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
+from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.memory import MemoryTier
-from torchelastic.checkpoint.store.reading import list_checkpoints
+from torchelastic.checkpoint.store.reading import list_checkpoints, record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,16 @@ class HostFolder(MemoryTier):
     def path_of(self, shard: ShardId) -> Path:
         """Where a shard lies, or would."""
         return self._root / shard.name.folder_name / shard_file_name(shard.rank, shard.world_size)
+
+    def record_of(self, shard: ShardId) -> ShardRecord:
+        """What the manifest says of an own shard that was just written.
+
+        Raises:
+            FencedError: another job has taken the session over since; it may have removed the shard.
+            CheckpointError: the shard cannot be read.
+        """
+        self._fence.check(*shard.name.token)
+        return record_in(self.path_of(shard), shard.rank)
 
     def open_copy(self, shard: ShardId, client: ReplicaClient | None, *, keep: bool) -> ShardReader:
         """Opens one copy of a shard.

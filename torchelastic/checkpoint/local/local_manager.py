@@ -31,7 +31,6 @@ from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
 from torchelastic.group.naming import listed
@@ -284,9 +283,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return AsyncRequest(ShardWrite.run, (write,), [])
 
     def _commit(self, save: SaveId, saved_s: float) -> None:
-        files, own = self._files, self._files.path_of(ShardId(save, self.rank, self.world_size))
+        files, own = self._files, ShardId(save, self.rank, self.world_size)
         files.settle()
-        told = self._ranks.run_on_all(f"committing {save}", lambda: astuple(record_in(own, self.rank)))
+        told = self._ranks.run_on_all(f"committing {save}", lambda: astuple(files.record_of(own)))
         records = tuple(ShardRecord(*record) for record in told)
         manifest = Manifest(save, self.session_id, self.world_size, records, saved_s=saved_s)
         self._ranks.run_on_all(f"publishing {save}", lambda: files.commit(manifest))
