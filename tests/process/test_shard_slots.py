@@ -207,6 +207,18 @@ def test_a_closed_pool_gives_everything_back(tmp_path: Path) -> None:
     assert load_tree(tmp_path / "1")["n"] == 1
 
 
+def test_memory_that_is_discarded_goes_at_once_although_a_view_of_it_is_held() -> None:
+    pool, process = SlotPool(None, discards=True), psutil.Process()
+    stages = [filled(pool, state(number, 16 * 2**20)) for number in (1, 2)]
+    views = [stage.places[0] for stage in stages]
+    before_bytes = process.memory_info().rss
+    pool.drop(stages[0])
+    pool.give_back(stages[1])
+    pool.drop_free()
+    assert before_bytes - process.memory_info().rss > 1.9 * views[0].nbytes
+    assert not any(view.any() for view in views)
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_change_after_the_copy_does_not_reach_the_shard(tmp_path: Path, at_once: bool) -> None:
     pool = SlotPool(tmp_path)

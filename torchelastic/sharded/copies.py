@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +150,7 @@ class Copies:
         self._started = self._whole = 0
         # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
         self._own: SlotPool | None = None
-        self._others = SlotPool(None)
+        self._others = SlotPool(None, discards=True)
         self._pending = Pending()
         self._layout: Layout = {}  # of the last copy
         self._places: tuple[Entry, ...] = ()
@@ -161,11 +161,18 @@ class Copies:
         """The group has ended: what is still under way has failed, or is whole."""
         self.take_over()
         if self._exchange is not None:
-            # its thread ends with the group that was given up; the slots that it receives into are not used again
+            # its thread ends with the group that was given up, and gives back the memory that it receives into
             self.held.append(self._exchange.own)
             self._exchange = None
         self._partners = self._newest = None
         self._started = self._whole = 0
+
+    def keep_only(self, versions: Collection[Version | None]) -> None:
+        """Give up the copies of all other states, and their memory: room for the parts of a new group."""
+        self._give_up(lambda copy: copy.version not in versions)
+        for pool in (self._own, self._others):
+            if pool is not None:
+                pool.drop_free()
 
     def enter_group(self, partners: Partners | None, keep: Version | None) -> None:
         """A new group is in sync.
@@ -210,7 +217,7 @@ class Copies:
         if layout != self._layout:  # else the places are those of the copy before, which took a millisecond to find
             self._layout, self._places = layout, placed(layout.values())
         header = Header(None, self._places, {"version": structs.astuple(version)})
-        self._own = self._own or SlotPool(None, pinned=is_cuda)
+        self._own = self._own or SlotPool(None, pinned=is_cuda, discards=True)
         stage = self._own.take(header)
         self._pending = pending = copy_beside(stage, list(tensors.values()))
         own, partners = StateCopy(version, stage, layout, companions), self._partners
@@ -272,15 +279,20 @@ def _exchanged(own: StateCopy, header: Header, partners: Partners, pool: SlotPoo
     _swap(partners, dict.fromkeys(partners.to, mine), sizes)
     letters = {giver: torch.empty(int(size.sum()), dtype=torch.uint8) for giver, size in sizes.items()}
     _swap(partners, dict.fromkeys(partners.to, _as_tensor(said + own.companions)), letters)
-    received = []
-    for giver, letter in letters.items():
-        data, end = letter.numpy().tobytes(), int(sizes[giver][0])
-        header_there = header_of(zlib.decompress(data[:end]))
-        stage = pool.take(header_there)
-        version = Version(*header_there.meta["version"])
-        received.append(StateCopy(version, stage, layout_of(header_there.entries), data[end:], giver))
-    memory = {copy.owner: data_of(copy.stage) for copy in received if copy.owner is not None}
-    _swap(partners, dict.fromkeys(partners.to, data_of(own.stage)), memory)
+    received: list[StateCopy] = []
+    try:
+        for giver, letter in letters.items():
+            data, end = letter.numpy().tobytes(), int(sizes[giver][0])
+            header_there = header_of(zlib.decompress(data[:end]))
+            stage = pool.take(header_there)
+            version = Version(*header_there.meta["version"])
+            received.append(StateCopy(version, stage, layout_of(header_there.entries), data[end:], giver))
+        memory = {copy.owner: data_of(copy.stage) for copy in received if copy.owner is not None}
+        _swap(partners, dict.fromkeys(partners.to, data_of(own.stage)), memory)
+    except BaseException:
+        for copy in received:
+            pool.drop(copy.stage)
+        raise
     return received
 
 

@@ -153,7 +153,7 @@ class Taken:
 
 def take_over(
     built: Built,
-    held: Sequence[HeldState],
+    held: Mapping[int, HeldState],
     offers: Sequence[Offer],
     choice: ChosenState,
     *,
@@ -164,7 +164,7 @@ def take_over(
 
     Args:
         built: its tensors are overwritten.
-        held: what this rank has offered, in that order.
+        held: what this rank has of the state that was chosen, by its number in the rank's offer.
         offers: of all ranks.
         choice: made of them.
         group: of CPU tensors.
@@ -175,7 +175,7 @@ def take_over(
         RuntimeError: a peer is lost; what is held is as it was.
     """
     rank = dist.get_rank(group)
-    mine = [held[number] for number in choice.holds[rank] if rank not in choice.completing]
+    mine = [] if rank in choice.completing else list(held.values())
     given_on = next(each.companions for each in mine if each.companions) if rank == choice.source else None
     from_source = broadcast_bytes(group, given_on, choice.source)
     own = next((each for each in mine if each.is_own and each.companions), None)

@@ -109,6 +109,12 @@ class Live:
         tensors = self.built.tensors()
         return HeldState(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)
 
+    def give_up(self) -> None:
+        """The ranks go on from another state: the memory of this one is needed for that."""
+        self.phase, self.version = Phase.NONE, None
+        if self.built is not None:
+            self.built.release()
+
     def enter_group(self, built: Built, version: Version, generation: int, token: int) -> None:
         """All ranks of a new group have their parts of this state; what was built before is given up."""
         if self.built is not None:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -313,7 +313,13 @@ class ShardedState(State):
             version = self._start_afresh(built, offers, choice)
         else:
             version = choice.version
-            self._take_over(built, held, offers, choice, rank)
+            # what the ranks do not go on from is given up here, and not with the group: the new parts need its memory
+            chosen = {number: held[number] for number in choice.holds[rank]}
+            if not any(each.is_live for each in chosen.values()):
+                self._live.give_up()
+            self._copies.keep_only({version, whole_in_copies(offers, needed)})
+            del held
+            self._take_over(built, chosen, offers, choice, rank)
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._own.to_bytes(built))
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, needed)
@@ -358,7 +364,7 @@ class ShardedState(State):
         return Version(STORED, 0, 0)
 
     def _take_over(
-        self, built: Built, held: Sequence[HeldState], offers: Sequence[Offer], choice: ChosenState, rank: int
+        self, built: Built, held: Mapping[int, HeldState], offers: Sequence[Offer], choice: ChosenState, rank: int
     ) -> None:
         assert self._control is not None
         if rank in choice.completing:

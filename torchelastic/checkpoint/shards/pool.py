@@ -29,12 +29,16 @@ class SlotPool:
     Args:
         folder: where the files are, on tmpfs to be fast; None: memory without files, which cannot be published.
         pinned: see `Slot`.
+        discards: memory that the pool drops goes back to the system at once, see `Slot.discard`.
         disk: what touches files.
     """
 
-    def __init__(self, folder: Path | None, *, pinned: bool = False, disk: Disk = REAL_DISK) -> None:
+    def __init__(
+        self, folder: Path | None, *, pinned: bool = False, discards: bool = False, disk: Disk = REAL_DISK
+    ) -> None:
         self.folder = folder
         self._pinned = pinned
+        self._discards = discards
         self._disk = disk
         self._lock = threading.Lock()
         self._free: list[Stage] = []
@@ -133,6 +137,18 @@ class SlotPool:
             else:
                 self._free.append(stage)
 
+    def drop(self, stage: Stage) -> None:
+        """A stage that was taken is given back to the system, and not used again."""
+        with self._lock:
+            self._drop(stage)
+
+    def drop_free(self) -> None:
+        """Gives the memory of all free slots back to the system."""
+        with self._lock:
+            for stage in self._free:
+                self._drop(stage)
+            self._free.clear()
+
     def retire(self, path: Path) -> None:
         """Removes a published shard, whoever made it; its slot is free again if it is ours and nobody reads it.
 
@@ -162,16 +178,17 @@ class SlotPool:
         """Gives all memory back; published files stay, hidden ones go, those in use as soon as they are given back."""
         with self._lock:
             self._closed = True
-            for stage in self._free:
-                self._drop(stage)
             for stage in self._published.values():
                 stage.slot.close()
-            self._free.clear()
             self._published.clear()
+        self.drop_free()
 
     def _drop(self, stage: Stage) -> None:
         path = stage.slot.path
-        stage.slot.close()
+        if self._discards:
+            stage.slot.discard()
+        else:
+            stage.slot.close()
         if path is not None:
             self._disk.remove(path)
 

@@ -121,6 +121,16 @@ class Slot:
             except BlockingIOError:
                 return False
 
+    def discard(self) -> None:
+        """As `close`, but anonymous memory goes back at once: whoever still has a view of it reads zeros.
+
+        For memory that only an operation of a lost peer may still hold: gloo ends those after a long time.
+        """
+        memory, is_anonymous = self._map, self.path is None
+        self.close()
+        if memory is not None and is_anonymous:
+            memory.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Gives the memory back as soon as nobody uses a view of it; the file stays."""
         if self._pinned:

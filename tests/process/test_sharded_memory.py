@@ -1,0 +1,97 @@
+"""What the ranks do not go on from is given up before the parts of the new group come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.process.local_ranks import Crew, crew_of, succeeded
+from torchelastic.sharded import ShardedState, handover
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(2) as made:
+        yield made
+
+
+def build(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(6, 4)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(state: ShardedState) -> Any:
+    snapshot = state.snapshot()
+    state.model(torch.ones(2, 6)).sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return snapshot
+
+
+def weights_of(state: ShardedState) -> list[float]:
+    whole = [parameter.full_tensor() for parameter in state.model.parameters() if isinstance(parameter, DTensor)]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in whole]).tolist()
+
+
+def local_sizes(model: torch.nn.Module) -> list[int]:
+    return [parameter._local_tensor.numel() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+
+
+def gone_back(fails_once: bool) -> tuple[int, list[float], list[float], list[list[int]]]:
+    """Rank 0 loses its live state in the fourth step: both go back to copies.
+
+    Returns:
+        The step gone back to, the weights of then and of now, and what each move of parts found of the live state.
+    """
+    state = ShardedState(build, replicas=1)
+    state.sync()
+    history = []
+    for _ in range(3):
+        step(state)
+        state.commit()
+        history.append(weights_of(state))
+        state._copies.wait_until_received()
+
+    def interrupts(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    if dist.get_rank() == 0:
+        state.optimizer.register_step_pre_hook(interrupts)
+    snapshot = state.snapshot()
+    try:
+        step(state)
+    except RuntimeError:
+        assert dist.get_rank() == 0
+    state.apply(snapshot)
+    model, move, found = state.model, handover.move, []
+
+    def watched(*arguments: Any, **options: Any) -> int:
+        found.append(local_sizes(model))
+        if fails_once and len(found) == 1:
+            raise RuntimeError("a peer is gone")
+        return move(*arguments, **options)
+
+    with mock.patch.object(handover, "move", watched):
+        if fails_once:
+            with pytest.raises(RuntimeError, match="a peer is gone"):
+                state.sync()
+            state.apply(state.snapshot())
+        state.sync()
+    return state.step, history[state.step - 1], weights_of(state), found
+
+
+@pytest.mark.parametrize("fails_once", [False, True])
+def test_a_live_state_that_is_not_gone_on_from_is_given_up_before_the_parts_come(crew: Crew, fails_once: bool) -> None:
+    for reached, before, after, found in succeeded(crew.run(gone_back, fails_once, ranks=2)):
+        assert reached == 3
+        assert after == before, "the weights are not those of the copy"
+        assert found == [[0, 0]] * (1 + fails_once), "the live state was held while the parts came"
