@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from torchelastic.sharded import ShardedState, handover
+from torchelastic.sharded.transfers import move
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +73,13 @@ def gone_back(fails_once: bool) -> tuple[int, list[float], list[float], list[lis
     except RuntimeError:
         assert dist.get_rank() == 0
     state.apply(snapshot)
-    model, move, found = state.model, handover.move, []
+    model, found = state.model, []
 
     def watched(*arguments: Any, **options: Any) -> int:
         found.append(local_sizes(model))
         if fails_once and len(found) == 1:
             raise RuntimeError("a peer is gone")
-        return move(*arguments, **options)
+        return int(move(*arguments, **options))
 
     with mock.patch.object(handover, "move", watched):
         if fails_once:

@@ -78,8 +78,6 @@ def move(
         RuntimeError: a peer is lost; the targets are half written then.
     """
     rank = dist.get_rank(group)
-    own = [piece for piece in pieces if piece.source == rank]
-    copy_all([target(piece) for piece in own], [given(piece) for piece in own])
     wanted: dict[int, list[Piece]] = {}
     for piece in pieces:
         if piece.source != rank:
@@ -98,7 +96,10 @@ def move(
             flat = [tensor.reshape(-1).to(device) for tensor in chunk]
             message = flat[0] if len(flat) == 1 else torch.cat(flat)
             operations.append(dist.P2POp(dist.isend, message.view(torch.uint8), receiver, tag=number))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+    works = dist.batch_isend_irecv(operations) if operations else []
+    own = [piece for piece in pieces if piece.source == rank]
+    copy_all([target(piece) for piece in own], [given(piece) for piece in own])  # while messages are under way
+    for work in works:
         work.wait()
     with torch.no_grad():
         for message, parts in arriving:
