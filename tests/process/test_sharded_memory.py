@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,3 +97,31 @@ def test_a_live_state_that_is_not_gone_on_from_is_given_up_before_the_parts_come
         assert reached == 3
         assert after == before, "the weights are not those of the copy"
         assert found == [[0, 0]] * (1 + fails_once), "the live state was held while the parts came"
+
+
+def grown_bytes(changes: int) -> tuple[int, int]:
+    """How much this process has grown from the second new group to the last one; and the bytes of its parts."""
+
+    def build_large(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    state, sizes = ShardedState(build_large, replicas=0), []
+    for _ in range(changes):
+        state.sync()
+        sizes.append(psutil.Process().memory_info().rss)
+        state.snapshot()
+        state.model(torch.ones(1, 1024)).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit()
+    return sizes[-1] - sizes[1], sum(tensor.nbytes for tensor in state._live.present.tensors().values())
+
+
+def test_a_process_does_not_grow_with_the_changes_of_its_group(crew: Crew) -> None:
+    for grown, parts in succeeded(crew.run(grown_bytes, 10, ranks=2)):
+        assert grown < 0.7 * parts, f"{grown / parts:.1f} times its parts in 8 changes"

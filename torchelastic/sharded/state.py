@@ -318,8 +318,9 @@ class ShardedState(State):
             if not any(each.is_live for each in chosen.values()):
                 self._live.give_up()
             self._copies.keep_only({version, whole_in_copies(offers, needed)})
-            del held
+            held.clear()
             self._take_over(built, chosen, offers, choice, rank)
+            chosen.clear()  # else it would keep the memory of what is given up when all have their parts
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._own.to_bytes(built))
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, needed)
