@@ -2,19 +2,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.waiting import wait_until
 from torchelastic.data import ElasticBatchSampler, ElasticLoader, EpochLoader
 from torchelastic.data.shares import SecondDeal
+from torchelastic.data.worker_processes import MAX_DEATHS
 
 
 class Numbers(Dataset[int]):
@@ -47,6 +52,22 @@ class FailsOnce(Numbers):
             self.bad_index = -1
             raise OSError("the disk hiccupped")
         return index
+
+
+class Bad(ProcessIds):
+    """Sample 4 is one at which a process fails, ends or stops, at most so many times."""
+
+    def __init__(self, size: int, what: str, folder: Path, times: int = 1) -> None:
+        super().__init__(size)
+        self.what, self.folder, self.times = what, folder, times
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4 and len(list(self.folder.iterdir())) < self.times:
+            (self.folder / str(os.getpid())).touch()
+            if self.what == "fails":
+                raise OSError("the disk hiccupped")
+            os.kill(os.getpid(), signal.SIGSTOP if self.what == "hangs" else signal.SIGKILL)
+        return super().__getitem__(index)
 
 
 def make(size: int, batch: int, *, epochs: int = 1, shuffle: bool = False, **options: Any) -> ElasticLoader:
@@ -148,23 +169,84 @@ def test_workers_outlive_epochs_rollbacks_and_resizes() -> None:
     assert pids != {os.getpid()}
 
 
-def test_a_killed_worker_is_replaced_at_once_and_no_batch_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("persist", [True, False])
+def test_a_worker_that_is_killed_between_two_steps_disturbs_neither_and_is_replaced_at_once(
+    caplog: pytest.LogCaptureFixture, persist: bool
+) -> None:
     sampler = ElasticBatchSampler(64, 4, shuffle=False)
-    loader = ElasticLoader(ProcessIds(64), sampler, num_workers=1)
+    loader = ElasticLoader(ProcessIds(64), sampler, num_workers=1, persistent_workers=persist)
     (victim,) = set(next(loader).tolist())
     sampler.commit()
-    next(loader)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):  # noqa: PT012 - torch raises it during the sleep
-        os.kill(victim, signal.SIGKILL)
-        time.sleep(10)
-    sampler.rollback()
+    os.kill(victim, signal.SIGKILL)
+    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)  # torch alone raises here
     start_s = time.monotonic()
     with caplog.at_level(logging.WARNING):
         (replacement,) = set(next(loader).tolist())
     assert time.monotonic() - start_s < 4, "DataLoader alone takes five seconds to notice"
     assert replacement != victim
     assert sampler.pending[0].number == 1
-    assert "died" in caplog.text
+    assert "died (exit code -9)" in caplog.text
+    loader.close()
+
+
+def test_data_workers_may_be_killed_at_any_moment() -> None:
+    others = {process.pid for process in multiprocessing.active_children()}  # of tests before
+    loader = make(64, 4, num_workers=2)
+    for number in range(16):
+        assert next(loader).tolist() == list(range(4 * number, 4 * number + 4))
+        loader.sampler.commit()
+        if number % 3 == 0:
+            victims = [one for one in multiprocessing.active_children() if one.pid not in others]
+            victims[number % len(victims)].kill()
+    loader.close()
+
+
+@pytest.mark.parametrize("persist", [True, False])
+@pytest.mark.parametrize("what", ["fails", "ends", "hangs"])
+def test_training_waits_for_no_data_worker_that_is_replaced(tmp_path: Path, what: str, persist: bool) -> None:
+    sampler = ElasticBatchSampler(64, 4, shuffle=False)
+    options = {"timeout": 1} if what == "hangs" else {}
+    loader = ElasticLoader(Bad(64, what, tmp_path), sampler, num_workers=2, persistent_workers=persist, **options)
+    before = set(next(loader).tolist())
+    sampler.commit()
+    start_s = time.monotonic()
+    if what != "ends":
+        with pytest.raises(RuntimeError if what == "hangs" else OSError, match=r"timed out|hiccupped"):
+            next(loader)
+        sampler.rollback()
+    after = set(next(loader).tolist())
+    assert time.monotonic() - start_s < 4, "torch waits 5 s for each worker, and 5 s more for one that hangs"
+    assert sampler.pending[0].number == 1
+    before |= {int(path.name) for path in tmp_path.iterdir()}
+    assert len(before) == 2
+    assert not after & before
+    loader.close()
+    assert time.monotonic() - start_s < 4
+    wait_until(lambda: not any(map(psutil.pid_exists, before | after)), 40, "all of them end")
+
+
+def test_training_waits_for_no_data_worker_that_hangs_beside_a_killed_one() -> None:
+    sampler = ElasticBatchSampler(64, 4, shuffle=False)
+    loader = ElasticLoader(ProcessIds(64), sampler, num_workers=2)
+    hanging, victim = (set(next(loader).tolist()).pop() for _ in range(2))
+    os.kill(hanging, signal.SIGSTOP)
+    os.kill(victim, signal.SIGKILL)
+    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+    sampler.rollback()
+    start_s = time.monotonic()
+    assert not {hanging, victim} & set(next(loader).tolist())
+    assert time.monotonic() - start_s < 4, "torch waits ten seconds for the one that hangs"
+    wait_until(lambda: not psutil.pid_exists(hanging), 40, "it ends")
+    loader.close()
+
+
+def test_a_sample_at_which_each_data_worker_dies_is_an_error(tmp_path: Path) -> None:
+    sampler = ElasticBatchSampler(64, 8, shuffle=False)
+    loader = ElasticLoader(Bad(64, "ends", tmp_path, times=100), sampler, num_workers=1)
+    with pytest.raises(RuntimeError, match=r"killed by signal|has died|exited unexpectedly"):
+        next(loader)
+    assert len(list(tmp_path.iterdir())) == MAX_DEATHS
+    loader.close()
 
 
 def test_workers_that_are_not_to_persist_end_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import os
 import pickle
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 import torchelastic
 from tests.process.forked_ranks import run_ranks, values
+from tests.waiting import wait_until
 from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
 from torchelastic.ledger import Account, this_worker
@@ -255,19 +258,32 @@ def test_a_killed_worker_process_is_started_again_and_nothing_is_lost(caplog: py
     found: list[list[int]] = []
     with caplog.at_level(logging.WARNING):
         while not stream.finished:
-            try:
-                batch = next(stream)
-                if len(found) == 20:
-                    victim = next(one for one in multiprocessing.active_children() if one.pid not in others)
-                    victim.kill()
-                    victim.join()
-            except RuntimeError:  # torch raises it wherever this process is when it hears of it, as in a train step
-                stream.rollback()
-                batch = next(stream)
+            batch = next(stream)
+            if len(found) == 20:
+                victim = next(one for one in multiprocessing.active_children() if one.pid not in others)
+                victim.kill()
+                victim.join()  # where torch alone raises
             stream.commit()
             found.append(batch.tolist())
     assert found == plain_batches((60, 70, 50), 2)
     assert "died" in caplog.text
+    stream.close()
+
+
+def test_a_worker_process_that_hangs_beside_a_killed_one_is_not_waited_for() -> None:
+    others = {process.pid for process in multiprocessing.active_children()}  # of tests before
+    stream = make(60, 70, 50, num_workers=2)
+    first = next(stream).tolist()
+    hanging, victim = (one for one in multiprocessing.active_children() if one.pid not in others)
+    assert hanging.pid is not None
+    os.kill(hanging.pid, signal.SIGSTOP)
+    victim.kill()
+    victim.join()
+    stream.rollback()
+    start_s = time.monotonic()
+    assert next(stream).tolist() == first
+    assert time.monotonic() - start_s < 4, "torch waits ten seconds for the one that hangs"
+    wait_until(lambda: not hanging.is_alive(), 40, "it ends")
     stream.close()
 
 
@@ -419,9 +435,7 @@ def state_after(batches: int, *lengths: int) -> dict[str, int | str]:
 def test_an_iterator_that_gives_other_samples_after_a_move_is_named() -> None:
     def shuffled(shard: int, num_shards: int, position: int) -> Iterator[int]:
         numbers = list(Shards(40, 40)(shard, num_shards, 0))
-        random.Random().shuffle(numbers)
-        numbers.sort(key=lambda number: shard == 0 and number)  # one shard is what it was
-        return iter(numbers[position:])
+        return iter((numbers if shard == 0 else numbers[::-1])[position:])  # one shard is what it was
 
     stream = ElasticStream(shuffled, 2, global_batch_size=4)
     stream.load_state_dict(state_after(3, 40, 40))

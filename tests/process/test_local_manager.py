@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, FencedError
 from torchelastic.checkpoint.local import (
     BaseCheckpointManager,
     BasicTensorAwareStateDict,
@@ -25,10 +25,12 @@ from torchelastic.checkpoint.local import (
     LocalCheckpointManager,
     TensorAwareStateDict,
 )
+from torchelastic.checkpoint.local.host_folder import HostFolder
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
 from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 
@@ -261,8 +263,9 @@ def test_a_rank_that_is_alone_has_nobody_to_keep_copies_with(tmp_path: Path, cap
     assert caplog.text.count("keeps no copies with others") == 1
 
 
-def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("is_finalized", "why"), [(True, "is not what rank 0 has written"), (False, "says of itself")])
+def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over_and_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_finalized: bool, why: str
 ) -> None:
     manager = LocalCheckpointManager(tmp_path, keep=2)
     for iteration in (5, 6):
@@ -270,8 +273,31 @@ def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over(
     manager.close()
     older, newer = (manager.local_ckpt_dir / name / "shard-00000-of-00001.shard" for name in names(manager))
     newer.write_bytes(older.read_bytes())
+    if not is_finalized:
+        newer.with_name("manifest.json").unlink()
     assert manager.find_latest() == 5
-    assert "is not what rank 0 has written" in caplog.text
+    assert why in caplog.text
+    manager.save(state(7), 7)
+    assert iterations(manager) == [5, 7]
+
+
+def test_a_manager_that_is_replaced_in_the_moment_before_its_manifest_writes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_of = HostFolder.record_of
+
+    def record_and_be_replaced(folder: HostFolder, shard: ShardId) -> ShardRecord:
+        record = record_of(folder, shard)
+        monkeypatch.undo()
+        LocalCheckpointManager(tmp_path, keep=3).save(state(3), 3)
+        return record
+
+    manager = LocalCheckpointManager(tmp_path, keep=3)
+    manager.save(state(1), 1)
+    monkeypatch.setattr(HostFolder, "record_of", record_and_be_replaced)
+    with pytest.raises(FencedError, match="was replaced"):
+        manager.save(state(2), 2)
+    assert (value_of(LocalCheckpointManager(tmp_path)), iterations(manager)) == (3.0, [1, 3])
 
 
 @pytest.mark.parametrize("what", ["the files", "the folder"])

@@ -357,6 +357,63 @@ def save_broken(root: Path) -> tuple[list[str], str]:
     return sorted(path.name[:14] for path in manager.local_ckpt_dir.glob("[!.]*")), text
 
 
+class SlowDisk(Disk):
+    """Nothing is written before it is said so."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        assert self.goes_on.wait(30)
+        super().sync(descriptor, path)
+
+
+def test_a_rank_that_finalizes_alone_waits_for_no_other_and_the_next_save_commits_what_all_have_done(
+    crew: Crew, tmp_path: Path
+) -> None:
+    (quick, slow) = succeeded(crew.run(finalize_alone, tmp_path, ranks=2))
+    assert quick == [[1], [], 6, ["6"]]
+    assert slow == [[], [1], 6, ["6"]]
+
+
+def finalize_alone(root: Path) -> list[Any]:
+    """What rank 0 finalises at once, rank 1 much later; then both save again, in step."""
+    rank, disk = dist.get_rank(), SlowDisk()
+    manager = manager_at(root, disk=disk, repl_strategy=None)
+    disk.goes_on.set()
+    manager.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
+    if rank == 1:
+        disk.goes_on.clear()
+    with AsyncCallsQueue(worker="thread", timeout_s=20) as queue:
+        begin(queue, manager, 5)
+        before_s = time.monotonic()
+        early = queue.maybe_finalize_async_calls(blocking=rank == 0, no_dist=True)
+        assert time.monotonic() - before_s < 10, "it has waited for the other rank"
+        dist.barrier()
+        disk.goes_on.set()
+        late = queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        assert committed(root, rank) == ["4"], "nobody has asked the others"
+        dist.barrier()
+        begin(queue, manager, 6)
+        assert committed(root, rank) == ["5"], "as `keep` says"
+        queue.maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    assert is_state_of(manager.load()[0].to_tree(), rank, 6)
+    manager.close()
+    return [early, late, manager.latest_iteration, committed(root, rank)]
+
+
+def begin(queue: AsyncCallsQueue, manager: LocalCheckpointManager, iteration: int) -> None:
+    request = manager.save(BasicTensorAwareStateDict(state_of(dist.get_rank(), iteration)), iteration, is_async=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+
+
+def committed(root: Path, host: int) -> list[str]:
+    paths = sorted((root / f"host-{host}").glob("session/step-*/manifest.json"))
+    return [path.parent.name.split(".")[0].removeprefix("step-").lstrip("0") for path in paths]
+
+
 class NoRoomForOthers(Disk):
     """Nothing can be received."""
 

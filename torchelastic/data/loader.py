@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +13,6 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
 from torchelastic.data.worker_processes import WorkerProcesses
 from torchelastic.ledger.meter import this_worker
-
-logger = logging.getLogger(__name__)
 
 # What the sampler decides, and what would hand out batches in another order than they are counted in.
 _REFUSED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
@@ -85,7 +82,7 @@ class ElasticLoader(Iterator[Any]):
         self._dataloader: DataLoader[Any] | None = None
         self._running: Iterator[Any] | None = None
         self._running_for: tuple[tuple[int, int], int, int, int] | None = None
-        self._processes = WorkerProcesses()
+        self._processes = WorkerProcesses("this loader")
 
     def __iter__(self) -> ElasticLoader:
         return self
@@ -94,17 +91,10 @@ class ElasticLoader(Iterator[Any]):
         if self.sampler.position[0] >= self.sampler.epochs:
             self.close()
             raise StopIteration
-        # Comparing positions is exact: a rollback with nothing drawn, or loading the position where we are, keeps what
-        # was prefetched.
         try:
-            if self._running is None or self._running_for != self._place():
-                self._start()
-            assert self._running is not None
-            began_ns = time.monotonic_ns()
-            batch = next(self._running)
-            this_worker().waited_for_data(time.monotonic_ns() - began_ns)
+            batch = self._processes.surviving(self._draw, self.close)
         except BaseException as error:
-            # A worker may be gone, or be in the middle of another batch: begin again with a fresh set.
+            # A worker may be in the middle of another batch: begin again with a fresh set.
             self.close()
             if isinstance(error, StopIteration):
                 raise RuntimeError(
@@ -122,38 +112,41 @@ class ElasticLoader(Iterator[Any]):
         """
         self._running = None
         self._running_for = None
+        if not self._options.get("persistent_workers"):  # they end with each iterator, and should
+            self._processes.end()
 
     def close(self) -> None:
-        """Drop what was prefetched and let the workers end. A later `next` starts them anew."""
+        """Drop what was prefetched and have the workers end, without waiting. A later `next` starts them anew."""
         self.reset()
         self._dataloader = None
-        self._processes.forget()
+        self._processes.end()
 
     def _place(self) -> tuple[tuple[int, int], int, int, int]:
         return self.sampler.position, self.sampler.rank, self.sampler.world_size, self.sampler.deals
 
+    def _draw(self) -> Any:
+        # Comparing positions is exact: a rollback with nothing drawn, or loading the position where we are, keeps what
+        # was prefetched.
+        if self._running is None or self._running_for != self._place():
+            self._start()
+        assert self._running is not None
+        began_ns = time.monotonic_ns()
+        batch = self._processes.next_of(self._running)
+        this_worker().waited_for_data(time.monotonic_ns() - began_ns)
+        return batch
+
     def _start(self) -> None:
         self.reset()
-        if self._processes.have_died():
-            logger.warning("a data worker of this loader died; starting new ones")
-            self._dataloader = None
         if self._dataloader is None:
             options = {"generator": torch.Generator(), **self._options}
             self._dataloader = DataLoader(self.dataset, batch_sampler=_Upcoming(self.sampler), **options)
-        dataloader = self._dataloader
-        if self._options.get("persistent_workers"):  # the others end with each iterator, and should
-            self._running = self._processes.started_by(lambda: self._iterate(dataloader))
-        else:
-            self._running = self._iterate(dataloader)
-        self._running_for = self._place()
-
-    def _iterate(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
-        if "generator" not in self._options and dataloader.generator is not None:
+        if "generator" not in self._options and self._dataloader.generator is not None:
             (epoch, number), rank, *_ = self._place()
             base = mixed_seed(self.sampler.seed, epoch)
-            dataloader.generator.manual_seed(mixed_seed(base * 2**32 + number, rank))
-        return iter(dataloader)
+            self._dataloader.generator.manual_seed(mixed_seed(base * 2**32 + number, rank))
+        self._running = self._processes.started_by(self._dataloader)
+        self._running_for = self._place()
 
     def __getstate__(self) -> dict[str, object]:
-        nothing = {"_dataloader": None, "_running": None, "_running_for": None, "_processes": WorkerProcesses()}
-        return {**self.__dict__, **nothing}
+        nothing = {"_dataloader": None, "_running": None, "_running_for": None}
+        return {**self.__dict__, **nothing, "_processes": WorkerProcesses("this loader")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +24,9 @@ from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_progress import NO_DIGEST, ShardPlace, position_text
 from torchelastic.data.worker_processes import WorkerProcesses, by_value, joined
 
-log = logging.getLogger(__name__)
-
 #: A shard's position is taken anew after so many batches: what is drawn again, at most, when the shard moves. Positions
 #: of some iterators are large, or cost time, so they are not taken for each batch.
 POSITION_EVERY = 8
-#: So many times in a row worker processes may die before the error is raised.
-MAX_DEATHS = 3
-
-
 #: Others go byte by byte: numpy does not know them.
 _OF_NUMPY = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
@@ -258,7 +251,7 @@ class StreamReading:
         self._context = multiprocessing_context
         # read ahead are at most two orders of each process
         self._orders = _Orders(max(num_workers, 1), max(1, prefetch_batches // 2) if num_workers else 1)
-        self._processes = WorkerProcesses()
+        self._processes = WorkerProcesses("this stream")
         self._dataloader: DataLoader[list[Drawn]] | None = None
         self._running: Iterator[list[Drawn]] | None = None
         #: Batches that were handed over, each as the parts of all processes.
@@ -276,18 +269,11 @@ class StreamReading:
             ValueError: a shard cannot be read again as it was before, or its position cannot be kept.
             Exception: what `make_iterator` and its iterators raise.
         """
-        parts: Sequence[Drawn] = ()
-        for deaths in itertools.count(1):
-            try:
-                parts = self._draw(epoch, places)
-                break
-            except RuntimeError:
-                self._running = None
-                if not self._processes.have_died() or deaths == MAX_DEATHS:
-                    raise
-            except BaseException:
-                self._running = None  # it is in the middle of another batch
-                raise
+        try:
+            parts = self._processes.surviving(lambda: self._draw(epoch, places), self.close)
+        except BaseException:
+            self._running = None  # it is in the middle of another batch
+            raise
         places = {shard: place for part in parts for shard, place in part.places.items()}
         if self._reader.collates:
             drawn = Drawn(joined([part.samples for part in parts if part.samples is not None]), places)
@@ -300,7 +286,7 @@ class StreamReading:
         """Let the worker processes end, and the iterators. A later `draw` starts them anew."""
         self._running = self._dataloader = self._at = None
         self._ahead.clear()
-        self._processes.forget()
+        self._processes.end()
         self._reader.forget()
 
     def _draw(self, epoch: int, places: Mapping[int, ShardPlace]) -> Sequence[Drawn]:
@@ -309,7 +295,7 @@ class StreamReading:
             self._start()
         assert self._running is not None
         if not self._ahead:
-            parts = [next(self._running) for _ in range(max(self._num_workers, 1))]
+            parts = [self._processes.next_of(self._running) for _ in range(max(self._num_workers, 1))]
             self._ahead.extend(zip(*parts, strict=True))
         return self._ahead.popleft()
 
@@ -318,9 +304,6 @@ class StreamReading:
         if not self._num_workers:
             self._running = map(self._reader.__getitem__, self._orders)
             return
-        if self._processes.have_died():
-            log.warning("a data worker of this stream died; starting new ones")
-            self._dataloader = None
         if self._dataloader is None:
             self._dataloader = DataLoader(
                 self._reader, batch_size=None, sampler=self._orders,
@@ -330,14 +313,11 @@ class StreamReading:
                 # one of its own: the random numbers of the train step are not drawn from
                 generator=torch.Generator(),
             )  # fmt: skip
-        dataloader = self._dataloader
-        self._running = self._processes.started_by(lambda: iter(dataloader))
+        self._running = self._processes.started_by(self._dataloader)
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing: dict[str, Any] = {
-            "_dataloader": None, "_running": None, "_at": None, "_ahead": deque(), "_processes": WorkerProcesses()
-        }  # fmt: skip
-        return {**self.__dict__, **nothing}
+        nothing: dict[str, Any] = {"_dataloader": None, "_running": None, "_at": None, "_ahead": deque()}
+        return {**self.__dict__, **nothing, "_processes": WorkerProcesses("this stream")}
 
 
 def fingerprint(sample: object) -> int:

@@ -2,41 +2,119 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: So many times in a row worker processes may die before the error is raised.
+MAX_DEATHS = 3
+#: For so long a process is at its end when its connections are gone.
+_END_S = 0.5
 #: A tensor of up to so many bytes goes through the pipe. Shared memory, by which torch hands tensors over, costs a
 #: connection and a descriptor for each of them, whatever its size.
 BY_VALUE_BYTES = 2**20
 
 
 class WorkerProcesses:
-    """The persistent worker processes of one DataLoader, which does not expose them."""
+    """The worker processes of one DataLoader. Use it from the training thread.
 
-    def __init__(self) -> None:
-        self._processes: set[BaseProcess] = set()
+    torch raises an error in the main thread whenever a worker process has died, at whatever that thread is just then:
+    in the middle of a commit, say. Here that happens in `next_of` only, and is repaired there (`surviving`).
 
-    def started_by(self, start: Callable[[], T]) -> T:
-        """Call this: the processes that it starts are the DataLoader's; without any, the previous ones stay."""
-        others = set(multiprocessing.active_children())
-        result = start()
-        self._processes = set(multiprocessing.active_children()) - others or self._processes
-        return result
+    Args:
+        whose: for the log.
+    """
 
-    def have_died(self) -> bool:
-        """Whether one is gone. DataLoader would notice too, but only after waiting five seconds for its answer."""
-        return not all(process.is_alive() for process in self._processes)
+    def __init__(self, whose: str) -> None:
+        self._whose = whose
+        self._iterator: _MultiProcessingDataLoaderIter | None = None
 
-    def forget(self) -> None:
-        """The processes are no longer used."""
-        self._processes = set()
+    def started_by(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
+        """What iterates over the DataLoader; the processes that it has, if any, are these from now on."""
+        with self._errors_of_deaths():
+            iterator = iter(dataloader)
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            self._iterator = iterator
+            if iterator._worker_pids_set:
+                torch._C._remove_worker_pids(id(iterator))
+                iterator._worker_pids_set = False
+        return iterator
+
+    def next_of(self, iterator: Iterator[Any]) -> Any:
+        """What comes next. Raises: RuntimeError if a process has died, and whatever the dataset raises."""
+        with self._errors_of_deaths():
+            return next(iterator)
+
+    def surviving(self, draw: Callable[[], T], begin_anew: Callable[[], None]) -> T:
+        """What `draw` returns; where a process has died, that of another call after `begin_anew`, which ends them."""
+        for deaths in itertools.count(1):
+            try:
+                return draw()
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                is_cut = not isinstance(error, RuntimeError)  # what it was handing over is gone, and so is it, soon
+                if not self.have_died(_END_S if is_cut else 0.0) or deaths == MAX_DEATHS:
+                    raise
+                log.warning("a data worker process of %s died (%s); starting new ones", self._whose, self._deaths())
+                begin_anew()
+        raise AssertionError
+
+    def have_died(self, within_s: float = 0.0) -> bool:
+        """Whether one is gone, or goes within so many seconds."""
+        processes = self._iterator._workers if self._iterator is not None else []
+        if within_s:
+            gone = wait([process.sentinel for process in processes], within_s)
+            for process in processes:
+                process.join(within_s if process.sentinel in gone else 0.0)
+        return not all(process.is_alive() for process in processes)
+
+    def end(self) -> None:
+        """Have them end, if there are any; returns at once, whatever they do. Nobody may use the iterator any more.
+
+        Left to the garbage collector, torch waits for each of them up to ten seconds on the training thread.
+        """
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            threading.Thread(target=_end, args=(iterator,), name="end-of-data-workers", daemon=True).start()
+
+    @contextmanager
+    def _errors_of_deaths(self) -> Iterator[None]:
+        """Meanwhile torch raises an error in the main thread when a process dies."""
+        ours = self._iterator
+        if ours is None:
+            yield
+            return
+        try:
+            torch._C._set_worker_pids(id(ours), tuple(process.pid or 0 for process in ours._workers))
+            if self.have_died():  # before that; torch would not look until it has waited for five seconds
+                raise RuntimeError(f"a data worker process of {self._whose} has died: {self._deaths()}")
+            yield
+        finally:
+            with suppress(ValueError):  # another DataLoader's process has died before this was set
+                torch._C._remove_worker_pids(id(ours))
+
+    def _deaths(self) -> str:
+        codes = [process.exitcode for process in self._iterator._workers] if self._iterator is not None else []
+        return ", ".join(f"exit code {code}" for code in codes if code is not None)
+
+
+def _end(iterator: _MultiProcessingDataLoaderIter) -> None:
+    iterator._shutdown_workers()  # asks them, and after five seconds sends SIGTERM
+    for process in iterator._workers:
+        process.kill()  # it was stopped
+        process.join()
 
 
 def by_value(batch: Any) -> Any:

@@ -185,7 +185,8 @@ class AsyncCallsQueue:
 
         Args:
             blocking: wait until all calls are done; a call that takes longer than `timeout_s` has failed.
-            no_dist: look at this rank's work only.
+            no_dist: look at this rank's work only, and wait for no other rank: a local checkpoint is then made to count
+                by the next save of its manager.
 
         Returns:
             The indexes of the calls that were finalised.
@@ -200,7 +201,8 @@ class AsyncCallsQueue:
         try:
             while (request := self._take_done(blocking, no_dist)) is not None:
                 with timed_stage("finalize", request.call_idx):
-                    request.execute_finalize_fns(validate_matching_call_idx=False)  # the poll has compared the indexes
+                    # the poll has compared the indexes
+                    request.execute_finalize_fns(validate_matching_call_idx=False, alone=no_dist)
                 finalized.append(request.call_idx)
         except AsyncCheckpointError as error:
             error.finalized_calls = tuple(finalized)

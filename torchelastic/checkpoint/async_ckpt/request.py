@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchelastic.checkpoint.async_ckpt.agreement import CallAgreement, group_in_use
 from torchelastic.checkpoint.async_ckpt.executors import ended
+
+
+@dataclass(frozen=True)
+class CollectiveFinalize:
+    """A finalize function in which the ranks wait for each other, with what takes its place where none may.
+
+    Attributes:
+        together: called by all ranks.
+        alone: called by a rank that finalizes without the others (`no_dist`); it waits for nobody.
+    """
+
+    together: Callable[[], object]
+    alone: Callable[[], object]
+
+    def __call__(self) -> None:
+        """As the ranks do it together."""
+        self.together()
 
 
 class AsyncRequest(NamedTuple):
@@ -91,12 +109,13 @@ class AsyncRequest(NamedTuple):
         CallAgreement().require_success(group_in_use(None), self.call_idx, ended(self.work))
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
-    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True, *, alone: bool = False) -> int:
         """Call the finalize functions, in order, on the calling thread.
 
         Args:
             validate_matching_call_idx: first compare the indexes of the calls over the ranks of the default process
                 group (two integers, one all-reduce); every rank calls this then, and waits at most 30 minutes.
+            alone: the other ranks do not finalize it now; see `CollectiveFinalize`.
 
         Returns:
             `call_idx`.
@@ -108,5 +127,8 @@ class AsyncRequest(NamedTuple):
         if validate_matching_call_idx:
             CallAgreement().require_success(group_in_use(None), self.call_idx, ended(lambda: 0.0))
         for finalize_fn in self.finalize_fns:
-            finalize_fn()
+            if alone and isinstance(finalize_fn, CollectiveFinalize):
+                finalize_fn.alone()
+            else:
+                finalize_fn()
         return self.call_idx

@@ -15,11 +15,11 @@ from torchelastic.checkpoint.command.shards import ShardFormat, described_part, 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.kinds import LOCAL_STATE, Kind, kind_in
 from torchelastic.checkpoint.shards.loading import read_tree
-from torchelastic.checkpoint.store.inventory import describe_cut
+from torchelastic.checkpoint.store.inventory import describe_cut, info_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.pruning import remove_checkpoint
 from torchelastic.checkpoint.store.reading import names_in, read_manifest, sizes_in
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 
 class FolderOfShards(ShardFormat):
@@ -55,15 +55,24 @@ class FolderOfShards(ShardFormat):
         with explained("look at the checkpoint", folder):
             saved_s = folder.stat().st_mtime
         sizes, name = sizes_in(folder), SaveId.find(folder.name)
-        manifest, part, damage = None, None, None
+        manifest, world_size, part, damage = None, None, None, None
+        here: list[str] = []
         facts: dict[str, Any] = {}
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
             damage = str(error)
+            if name is not None and MANIFEST_NAME not in sizes and kind_in(folder) is Kind.LOCAL:
+                # killed before it was finalized: it counts where all ranks have written it, as for its manager
+                info = info_of(name, folder, error, sizes, whole=False)
+                world_size, damage = info.world_size, None
+                part = described_part(info.shards, world_size)
+                here = [shard_file_name(rank, world_size) for rank in sorted(info.shards)]
         else:
             part, damage = _what_is_here(folder, manifest, sizes)
             name, saved_s, facts = manifest.name, manifest.saved_s or saved_s, {"run": manifest.run_id}
+            world_size = manifest.world_size
+            here = [record.file for record in manifest.shards if record.file in sizes]
         if name is not None:
             facts |= {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}
         return FoundCheckpoint(
@@ -71,14 +80,12 @@ class FolderOfShards(ShardFormat):
             path=folder,
             name=folder.name,
             step=name.step if name is not None else None,
-            world_size=manifest.world_size if manifest else None,
+            world_size=world_size,
             saved_s=saved_s,
             size_bytes=manifest.size_bytes if manifest else sum(size or 0 for size in sizes.values()),
             damage=damage,
             partial=part,
-            shards=tuple(folder / record.file for record in manifest.shards if record.file in sizes)
-            if manifest
-            else (),
+            shards=tuple(folder / file for file in here),
             manifest=manifest,
             facts=facts,
             metrics=manifest.metrics if manifest else {},

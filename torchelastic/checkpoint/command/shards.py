@@ -148,15 +148,20 @@ def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator
 
 
 def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
-    """How to open each shard; with `all_of_it` also those that the manifest has and are not here.
+    """How to open each shard; with `all_of_it` also those that belong to it and are not here, which is an error.
 
     What the manifest says of a shard is compared when it is opened.
     """
     if found.manifest is None:
-        return [partial(ShardReader, path) for path in found.shards]
+        missing = [partial(_refuse, f"of {found.path} {found.partial}")] if all_of_it and found.partial else []
+        return [*(partial(ShardReader, path) for path in found.shards), *missing]
     records = found.manifest.shards
     wanted = [record for record in records if all_of_it or found.path / record.file in found.shards]
     return [partial(open_shard, found.path, record) for record in wanted]
+
+
+def _refuse(why: str) -> ShardReader:
+    raise CorruptCheckpointError(why)
 
 
 def _damage_of(shard: ShardReader, advance: Advance) -> list[str]:

@@ -6,11 +6,12 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
+from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.choice import LocalCandidate, shards_of
 from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
@@ -74,6 +75,7 @@ class BaseCheckpointManager(ABC):
         self._complete: set[SaveId] = set()
         self._unreadable: dict[SaveId, str] = {}  # and why
         self._pending: dict[SaveId, int] = {}  # begun and not finalised; how many later ones were finalised since
+        self._written: dict[SaveId, Callable[[], None]] = {}  # of these, what this rank finalised without the others
         self._generation = -1
 
     # --- what a subclass does -----------------------------------------------------------------------------------------
@@ -226,20 +228,23 @@ class BaseCheckpointManager(ABC):
         def prepare() -> list[Any]:
             check_iteration(iteration)
             prepared.append(self._prepare(state_dict))
-            return [self._generation, secrets.token_hex(4), time.time()]
+            return [self._generation, secrets.token_hex(4), time.time(), list(map(str, self._written))]
 
         try:
             answers = self._ranks.run_on_all(call, prepare)
+            self._finalize_written(set.intersection(*(set(written) for *_, written in answers)))
         except BaseException:
             for each in prepared:
                 self._discard(each)
             raise
-        self._generation = max(int(generation) for generation, _, _ in answers) + 1
-        _, nonce, saved_s = answers[0]
+        self._generation = max(int(generation) for generation, *_ in answers) + 1
+        _, nonce, saved_s, _ = answers[0]
         save = SaveId(*token, self._generation, check_iteration(iteration), str(nonce))
         self._pending[save] = 0
         request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), is_async=is_async)
-        request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])
+        finalize = partial(self._finalize, save, float(saved_s), self._formation)
+        alone = partial(self._written.__setitem__, save, finalize) if self.world_size > 1 else finalize
+        request = request._replace(finalize_fns=[CollectiveFinalize(finalize, alone)])
         if is_async:
             return request
         self._finish(request, save, f"{call}, writing")
@@ -260,6 +265,9 @@ class BaseCheckpointManager(ABC):
             self._arrive(call)
             self._world = source
             self._formation += 1
+            for save in self._written:
+                self._pending.pop(save, None)
+            self._written.clear()
         if is_new or look:
             self._look(call)
 
@@ -352,6 +360,11 @@ class BaseCheckpointManager(ABC):
             raise
         for finalize_fn in request.finalize_fns:
             finalize_fn()
+
+    def _finalize_written(self, by_all: Collection[str]) -> None:
+        """Makes the saves count that all ranks have finalised, each without the others; called by all of them."""
+        for save in sorted(save for save in self._written if str(save) in by_all):
+            self._written.pop(save)()
 
     def _finalize(self, save: SaveId, saved_s: float, formation: int) -> None:
         """All ranks of the present group have written it. Called on the thread that trains, by all of them."""

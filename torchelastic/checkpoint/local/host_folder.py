@@ -106,12 +106,21 @@ class HostFolder(MemoryTier):
         """
         try:
             if client is not None and not keep:
-                return _fetched_into_memory(shard, client)
-            if client is not None:
-                self._fetch(shard, client)
-            return self.open(shard.name, shard.rank)
+                reader = _fetched_into_memory(shard, client)
+            else:
+                if client is not None:
+                    self._fetch(shard, client)
+                reader = self.open(shard.name, shard.rank)
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
+        stated = reader.header.meta
+        if (stated.get("checkpoint"), stated.get("rank")) != (str(shard.name), shard.rank):  # no manifest tells that
+            reader.close()
+            raise CorruptCheckpointError(
+                f"what lies as {described(shard)} says of itself that it is that of rank {stated.get('rank')} of "
+                f"{stated.get('checkpoint')}"
+            )
+        return reader
 
     def _fetch(self, shard: ShardId, client: ReplicaClient) -> None:
         """Gets a shard; it takes its name only when all of it is good, and then in place of whatever had it."""
