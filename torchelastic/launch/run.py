@@ -37,7 +37,7 @@ from torchelastic.launch.run_log import RunLog, opened_log
 from torchelastic.launch.run_options import chosen_network, gateway_url, limited, nodes, understood, worker_command
 from torchelastic.page.listening import PageOptions, listening
 from torchelastic.processes.own_folder import OwnFolder, make_folder
-from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
+from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
 from torchelastic.usage import UsageError
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         run_log = opened_log(options, environment, stack, theirs.notes)
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
-        credentials = Credentials() if options.standalone else find_credentials(url, environment)
+        credentials = NO_CREDENTIALS if options.standalone else find_credentials(url, environment)
         socket_dir = stack.enter_context(OwnFolder(make_folder(FOLDER_PREFIX)))
         agent_options = AgentOptions(
             url,
