@@ -138,10 +138,8 @@ def test_what_is_wrong_between_hosts_is_told_once(facts: MeetingFacts, level: Le
 
 
 def test_a_card_survives_the_way_through_etcd() -> None:
-    card = HERE.done()
+    card = replace(HERE, is_done=True)
     assert decode_card(encode_card(card)) == card
-    assert card.is_done
-    assert not HERE.is_done
 
 
 @pytest.mark.parametrize(
