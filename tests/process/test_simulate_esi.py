@@ -255,6 +255,15 @@ def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> Non
     told.read()
     assert told.steps == Steps(committed_step=4, saved_step=0)
     assert "Unterminated string" in told.fault
-    path.write_text('{"committed_step": 6}')
+    path.write_text('{"resumed_step": 3, "committed_step": 7, "saved_step": null, "total_steps": 9, "loss": 0.5}')
     told.read()
-    assert (told.steps, told.fault) == (Steps(committed_step=6), "")
+    assert (told.steps, told.fault) == (Steps(3, 7, None, 9), "")
+
+
+@pytest.mark.parametrize("text", ['{"saved_step": %s}' % value for value in ("-1", "1.5", '"7"', "true")] + ["[1]"])  # noqa: UP031
+def test_what_is_no_step_is_named(tmp_path: Path, text: str) -> None:
+    told = Reported(tmp_path / "progress")
+    (tmp_path / "progress").write_text(text)
+    told.read()
+    assert told.steps == Steps()
+    assert ("saved_step" if "saved_step" in text else "Expected `object`") in told.fault
