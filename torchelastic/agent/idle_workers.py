@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import Worker
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.rendezvous.worker_rules import is_left_behind, late_start_s
@@ -55,7 +56,7 @@ class IdleWorkers:
 
     def start(self) -> None:
         """Check from now on."""
-        self._task = asyncio.ensure_future(self._run())
+        self._task = asyncio.ensure_future(keep_running("checking the idle workers", self._run))
 
     def stop(self) -> None:
         """Check no more."""
@@ -83,10 +84,7 @@ class IdleWorkers:
 
     async def _run(self) -> None:
         while True:
-            try:
-                self.check()
-            except Exception:  # a bug in here must not end the agent, and with it the workers
-                log.exception("this is a bug in torchelastic: the idle workers could not be checked")
+            self.check()
             await asyncio.sleep(CHECK_S)
 
     def _name_if_late(self, worker: Worker, waiting_s: float, round_: Round) -> None:
