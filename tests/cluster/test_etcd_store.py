@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.proxy import Proxy
+from tests.waiting import wait_until
 from torchelastic.rendezvous import etcd_connection
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
@@ -54,10 +55,8 @@ def dead_port() -> Iterator[int]:
 def freeze(pid: int) -> None:
     """SIGSTOP, and wait until it has reached the last of the process's threads: until then etcd may still answer."""
     os.kill(pid, signal.SIGSTOP)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while any("T (stopped)" not in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status")):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all("T (stopped)" in status.read_text() for status in threads.glob("*/status")), PATIENCE_S)
 
 
 class Watched:
