@@ -17,15 +17,16 @@ def wait_until(
     timeout_s: float = 60.0,
     what: str = "it is so",
     detail: Callable[[], object] = str,
+    every_s: float = 0.01,
 ) -> T:
-    """Wait until something is true; returns it.
+    """Wait until something is true, which is asked for every so often; returns it.
 
     Fails the test after `timeout_s`, with `what` was waited for and the `detail` that can be told then.
     """
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what} {detail()}"
-        time.sleep(0.01)
+        time.sleep(every_s)
     return value
 
 
