@@ -1,18 +1,52 @@
-"""Waiting for a condition, not for seconds."""
+"""Waiting for a condition, not for seconds; and the condition that a process has ended."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T | None], timeout_s: float = 60.0, what: str = "it is so") -> T:
-    """Wait until something is true; returns it. Fails the test after `timeout_s`, with `what` was waited for."""
+def wait_until(
+    condition: Callable[[], T | None],
+    timeout_s: float = 60.0,
+    what: str = "it is so",
+    detail: Callable[[], object] = str,
+    every_s: float = 0.01,
+) -> T:
+    """Wait until something is true, which is asked for every so often; returns it.
+
+    Fails the test after `timeout_s`, with `what` was waited for and the `detail` that can be told then.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what} {detail()}"
+        time.sleep(every_s)
     return value
+
+
+async def until(
+    condition: Callable[[], T | None],
+    timeout_s: float = 60.0,
+    what: str = "it is so",
+    detail: Callable[[], object] = str,
+) -> T:
+    """The same on an event loop."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what} {detail()}"
+        await asyncio.sleep(0.01)
+    return value
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; it may wait as a zombie for its parent."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

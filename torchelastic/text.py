@@ -76,6 +76,15 @@ def shortlist(names: Sequence[object], most: int = 3) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
+def host_port(host: str, port: int) -> str:
+    """Where somebody listens, as it stands in a URL: an IPv6 address in brackets, which it may have already.
+
+    >>> host_port("node-3", 2379), host_port("::1", 80)
+    ('node-3:2379', '[::1]:80')
+    """
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def percent(share: float) -> str:
     """A share; less than all never looks like all.
 

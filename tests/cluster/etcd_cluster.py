@@ -9,16 +9,17 @@ import json
 import os
 import signal
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
+from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import find_etcd_binary
@@ -125,15 +126,13 @@ class Cluster:
 
     def leader(self) -> int:
         """The member that leads by the word of all that answer. Waits until they agree on one that lives."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while True:
+
+        def leaders() -> list[int]:
             words = [word for word in map(self._status, range(3)) if word is not None]
             led_by = {word["leader"] for word in words}
-            leaders = [n for n in range(3) if (word := self._status(n)) and {word["header"]["member_id"]} == led_by]
-            if leaders:
-                return leaders[0]
-            assert time.monotonic() < deadline_s, f"no etcd leader within {PATIENCE_S:g} s"
-            time.sleep(0.05)
+            return [n for n in range(3) if (word := self._status(n)) and {word["header"]["member_id"]} == led_by]
+
+        return wait_until(leaders, PATIENCE_S, "there is an etcd leader")[0]
 
     def clients_of(self, member: int) -> list[int]:
         """The process of each connection to this member's client port."""
@@ -146,11 +145,10 @@ class Cluster:
 
     def wait_until_healthy(self, *members: int) -> None:
         """Wait until these members (none named: all) know a leader."""
-        deadline_s = time.monotonic() + PATIENCE_S
         for member in members or range(3):
-            while self._status(member) is None:
-                assert time.monotonic() < deadline_s, f"etcd member {member} does not serve:\n{self._log(member)}"
-                time.sleep(0.05)
+            wait_until(
+                partial(self._status, member), PATIENCE_S, f"etcd member {member} serves", partial(self._log, member)
+            )
 
     def _status(self, member: int) -> dict[str, Any] | None:
         """Its own words, if it answers and knows a leader."""

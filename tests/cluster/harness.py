@@ -263,14 +263,6 @@ class Job:
         return ElasticBatchSampler(samples, batch, epochs=int(self.job_options.get("epochs", 4)), seed=3)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process is still there, and is no zombie."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def process_tree(pid: int) -> list[int]:
     """A process and all that descend from it."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

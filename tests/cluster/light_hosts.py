@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from tests.waiting import until
 from torchelastic.agent.membership import Membership
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, StateStatus
@@ -23,16 +24,6 @@ from torchelastic.rendezvous.worker_rules import asks, asks_again
 TTL_S = 2.0
 
 Endpoints = Sequence[tuple[str, int]]
-
-
-async def until(
-    condition: Callable[[], object], timeout_s: float, what: str, detail: Callable[[], object] = lambda: ""
-) -> None:
-    """Wait for a condition; it must not block."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what} {detail()}"
-        await asyncio.sleep(0.01)
 
 
 class LightHost:

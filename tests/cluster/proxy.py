@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
+
+from tests.waiting import wait_until
 
 PATIENCE_S = 60.0
 #: So much of what a client has sent lately is looked at for the request in question.
@@ -149,10 +150,7 @@ class Connection:
         """See `Proxy.deliver`."""
         late, self.held_back = self.held_back, b""
         self._server.sendall(late)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not _has_data(self._late_answer):
-            assert time.monotonic() < deadline_s, "etcd did not answer what came late"
-            time.sleep(0.01)
+        wait_until(lambda: _has_data(self._late_answer), PATIENCE_S, "etcd answers what came late")
         _reset(self._server)
         return self._late_answer
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import JOB, Job, is_alive, run_standalone
-from tests.waiting import wait_until
+from tests.cluster.harness import JOB, Job, run_standalone
+from tests.waiting import is_gone, wait_until
 from torchelastic.launch.main import main
 from torchelastic.network.ports import unused_ports
 from torchelastic.p2p import CoordinatorP2P
@@ -195,4 +195,4 @@ def test_nothing_outlives_an_agent_that_is_killed(jobs: MakeJob) -> None:
     assert len(children) >= 3
     os.kill(agent.pid, signal.SIGKILL)
     agent.wait()
-    wait_until(lambda: not any(is_alive(child.pid) for child in children), 10, f"{names} end with the agent")
+    wait_until(lambda: all(is_gone(child.pid) for child in children), 10, f"{names} end with the agent")

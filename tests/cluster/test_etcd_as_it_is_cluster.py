@@ -20,9 +20,9 @@ from tests.cluster.light_hosts import (
     form,
     lose_one_and_go_on,
     play,
-    until,
     until_all_run,
 )
+from tests.waiting import until
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.view import Settings
 

@@ -25,10 +25,10 @@ from tests.cluster.light_hosts import (
     form,
     lose_one_and_go_on,
     play,
-    until,
     until_all_run,
 )
 from tests.cluster.proxy import Proxy
+from tests.waiting import until
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.server import EtcdServer

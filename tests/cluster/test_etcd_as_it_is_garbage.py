@@ -16,8 +16,9 @@ import pytest
 
 from tests.cluster.etcd_cluster import ask_etcd
 from tests.cluster.harness import RunRecords
-from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until, until_all_run
+from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until_all_run
 from tests.cluster.proxy import Proxy
+from tests.waiting import until
 from torchelastic.rendezvous.records import Member, Round, encode_member
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S, Settings

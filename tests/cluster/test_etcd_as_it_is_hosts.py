@@ -14,8 +14,8 @@ import pytest
 
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
-from tests.cluster.harness import Job, RunRecords, is_alive, process_tree
-from tests.waiting import wait_until
+from tests.cluster.harness import Job, RunRecords, process_tree
+from tests.waiting import is_gone, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 #: Long enough for nobody to wait for it, and for its end to be no explanation of anything.
@@ -64,7 +64,7 @@ def test_an_agent_that_is_killed_and_started_again_at_once_is_mourned_for_less_t
     victim.kill()
     victim.wait()
     killed_s = time.monotonic()
-    wait_until(lambda: not any(map(is_alive, family)), 5, "its workers end with it")
+    wait_until(lambda: all(map(is_gone, family)), 5, "its workers end with it")
     start(job, etcd, run_id, *limits, nproc=2 if leads else 1)
     job.open_gate(10)
     (first, *_) = job.wait_for("formed", round=2, timeout_s=START_S + TTL_S)

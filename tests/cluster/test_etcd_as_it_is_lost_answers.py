@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from tests.cluster.harness import RunRecords
-from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until, until_all_run
+from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until_all_run
 from tests.cluster.proxy import Proxy
+from tests.waiting import until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import Settings
 

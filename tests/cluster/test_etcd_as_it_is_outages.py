@@ -28,10 +28,10 @@ from tests.cluster.light_hosts import (
     form,
     lose_one_and_go_on,
     play,
-    until,
     until_all_run,
 )
 from tests.cluster.proxy import Proxy
+from tests.waiting import until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S, Settings
 

@@ -120,9 +120,7 @@ def test_a_run_may_be_authenticated_by_its_certificate_alone(
         nobody = authority.issue("nobody", common_name="nobody")
         store = EtcdStore(
             [(server.host, server.port)],
-            ca_cert=str(authority.cert),
-            cert_cert=str(nobody.cert),
-            cert_key=str(nobody.key),
+            credentials=Credentials(str(authority.cert), str(nobody.cert), str(nobody.key)),
             root=f"/torchelastic/{run_id}",
         )
         with pytest.raises(StoreAccessError, match=r"permission denied: the client with certificate .*nobody\.pem"):
@@ -170,7 +168,9 @@ def test_the_documented_commands_give_a_user_all_that_a_run_needs_though_its_tok
         job.open_gate(5)
         assert job.wait() == [0], job.output()[-4000:]
         with pytest.raises(StoreAccessError, match="permission denied"):
-            EtcdStore([(server.host, server.port)], user="trainer", password=PASSWORD).get("/torchelastic/x")
+            EtcdStore([(server.host, server.port)], credentials=Credentials(user="trainer", password=PASSWORD)).get(
+                "/x"
+            )
     job.check_identity(finishers=2)
     assert len(job.of("started")) == 3
     assert job.output().count("connected to etcd at") >= 2, "it logged in again"
@@ -201,12 +201,12 @@ def test_a_password_that_is_changed_during_a_run_stops_membership_but_not_traini
 # Bad ends -------------------------------------------------------------------------------------------------------------
 
 
-def refusal(server: EtcdServer, **login: Any) -> str:
+def refusal(server: EtcdServer, *, root: str = "", **login: Any) -> str:
     """What a store says that cannot get in, and it must say so at once."""
-    store = EtcdStore([(server.host, server.port)], timeout_s=10.0, **login)
+    store = EtcdStore([(server.host, server.port)], timeout_s=10.0, credentials=Credentials(**login), root=root)
     began_s = time.monotonic()
     with pytest.raises(StoreAccessError) as caught:
-        store.get(login.get("root", "/torchelastic") + "/key")
+        store.get(f"{root or '/torchelastic'}/key")
     store.close()
     assert time.monotonic() - began_s < 5.0
     assert server.endpoint in str(caught.value)
@@ -263,11 +263,11 @@ def test_an_endpoint_that_refuses_us_does_not_hide_one_that_serves_or_is_away(
     tls_etcd: EtcdServer, etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
 ) -> None:
     plain, secured = (etcd.host, etcd.port), (tls_etcd.host, tls_etcd.port)
-    pem: dict[str, Any] = {"ca_cert": str(authority.cert), "cert_cert": str(client.cert), "cert_key": str(client.key)}
-    store = EtcdStore([plain, secured], timeout_s=10.0, **pem)
+    pem = Credentials(str(authority.cert), str(client.cert), str(client.key))
+    store = EtcdStore([plain, secured], timeout_s=10.0, credentials=pem)
     assert store.put(f"{run_id}/key", b"1") > 1
     store.close()
-    store = EtcdStore([plain, ("127.0.0.1", 1)], timeout_s=3.0, **pem)
+    store = EtcdStore([plain, ("127.0.0.1", 1)], timeout_s=3.0, credentials=pem)
     with pytest.raises(StoreUnavailableError, match=r"does not speak TLS.*refused"):
         store.get(f"{run_id}/key")
     store.close()

@@ -16,17 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import is_gone, wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous import server as server_module
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import BINARY_VARIABLE, EtcdServer, find_etcd_binary
 
 PATIENCE_S = 60.0
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def read(server: EtcdServer, key: str) -> bytes | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, RunRecords, is_alive, process_tree
+from tests.cluster.harness import Job, RunRecords, process_tree
 from tests.cluster.test_without_launcher import agent_of
-from tests.waiting import wait_until
+from tests.waiting import is_gone, wait_until
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -43,7 +43,7 @@ def kill_all(job: Job) -> None:
         os.kill(pid, signal.SIGKILL)
     for agent in job.agents:
         agent.wait()
-    wait_until(lambda: not any(map(is_alive, family)), 10, "all have ended")
+    wait_until(lambda: all(map(is_gone, family)), 10, "all have ended")
 
 
 @pytest.mark.long
@@ -113,7 +113,7 @@ def test_a_killed_worker_without_launcher_is_lost_at_once(jobs: MakeJob, etcd: E
     wait_until(lambda: records.rounds()[-1] == (1, "broken"), LONG_TTL_S / 2, "the others are notified")
     assert time.monotonic() - killed_s < AT_ONCE_S
     job.open_gate(10)
-    wait_until(lambda: not is_alive(agent), 10, "its agent ends once it has reported")
+    wait_until(lambda: is_gone(agent), 10, "its agent ends once it has reported")
     assert [script.wait(60) for script in scripts[:2]] == [0, 0], job.output()[-4000:]
     assert min(event["t"] for event in job.of("formed", round=2)) - killed_s < AT_ONCE_S, "the others go on"
     job.check_identity(finishers=2)
@@ -135,7 +135,7 @@ def test_scripts_without_launcher_that_were_all_killed_are_restarted_without_wai
     else:
         for script in scripts:
             script.kill()
-        wait_until(lambda: not any(map(is_alive, private_agents)), 10, "the agents end with their scripts")
+        wait_until(lambda: all(map(is_gone, private_agents)), 10, "the agents end with their scripts")
     killed_s = time.monotonic()
     assert not job.final_weights(), "it was not finished"
     job.open_gate(10)
@@ -167,4 +167,4 @@ def test_the_workers_of_a_killed_launcher_are_lost_at_once(
     job.open_gate(10)
     assert job.agents[other].wait(60) == 0, job.output()[-4000:]
     job.check_identity(finishers=1)
-    wait_until(lambda: not any(map(is_alive, family)), 10, "nothing of it stays")
+    wait_until(lambda: all(map(is_gone, family)), 10, "nothing of it stays")

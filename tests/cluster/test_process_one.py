@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, RunRecords, is_alive, process_tree
-from tests.waiting import wait_until
+from tests.cluster.harness import Job, RunRecords, process_tree
+from tests.waiting import is_gone, wait_until
 
 MakeJob = Callable[..., Job]
 
@@ -64,4 +64,4 @@ def test_sigterm_to_process_one_lets_its_workers_leave_and_nothing_stays(jobs: M
     assert outer.wait(60) == 128 + signal.SIGTERM, job.output()[-3000:]
     assert not job.of("rolled_back")
     assert [event["rank"] for event in job.of("finished")] == [-1, -1], "both have left in order"
-    wait_until(lambda: not any(is_alive(pid) for pid in family), 10, "nothing of it stays")
+    wait_until(lambda: all(map(is_gone, family)), 10, "nothing of it stays")

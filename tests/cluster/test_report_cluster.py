@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import ROOT, Job, is_alive
-from tests.waiting import wait_until
+from tests.cluster.harness import ROOT, Job
+from tests.waiting import is_gone, wait_until
 from torchelastic.ledger.keeper import COUNTS_EVERY_NS
 
 #: The step in which all are killed, a save before it, and one in which the new processes wait to be looked at.
@@ -68,7 +68,7 @@ def test_the_down_time_of_a_whole_group_lasts_until_its_new_processes_train_from
     else:
         agent.kill()
         assert agent.wait() == -signal.SIGKILL
-        wait_until(lambda: not any(map(is_alive, pids)), 10, "the workers end with their agent")
+        wait_until(lambda: all(map(is_gone, pids)), 10, "the workers end with their agent")
         job.agents.clear()
         job.start(*launcher, nproc=2)
     (job.folder / f"gate-{KILLED_IN}").touch()

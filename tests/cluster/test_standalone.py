@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, is_alive, process_tree
-from tests.waiting import wait_until
+from tests.cluster.harness import Job, process_tree
+from tests.waiting import is_gone, wait_until
 from torchelastic.rendezvous.server import find_etcd_binary
 
 #: Until it is started again and the agent has found it, on a busy machine.
@@ -29,7 +29,7 @@ def kill_etcd(job: Job) -> int:
     pid = etcd_of(job)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(pid), 5, "etcd is dead")
+    wait_until(lambda: is_gone(pid), 5, "etcd is dead")
     return pid
 
 
@@ -64,7 +64,7 @@ def test_its_own_etcd_is_started_again_after_a_kill_and_a_worker_that_is_lost_th
     output = job.output()
     assert "this launcher's etcd is started again, training goes on; it ended: killed by SIGKILL" in output
     assert "cannot be started again" not in output
-    assert not is_alive(killed)
+    assert is_gone(killed)
 
 
 @pytest.mark.long
@@ -100,4 +100,4 @@ def test_its_etcd_ends_with_the_launcher_also_if_it_has_just_ended_itself(jobs: 
     agent.send_signal(signal.SIGINT)
     again = etcd_of(job)
     assert job.wait() == [130]
-    assert again is None or not is_alive(again)
+    assert again is None or is_gone(again)

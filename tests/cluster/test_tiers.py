@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, is_alive, run_standalone
-from tests.waiting import wait_until
+from tests.cluster.harness import Job, run_standalone
+from tests.waiting import is_gone, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 
@@ -36,7 +36,7 @@ def kill_all(job: Job) -> None:
     """The agent dies, and with it its workers and its etcd."""
     pids = [int(event["pid"]) for event in job.of("started")]
     job.stop()
-    wait_until(lambda: not any(map(is_alive, pids)), 10, f"{pids} have ended")
+    wait_until(lambda: all(map(is_gone, pids)), 10, f"{pids} have ended")
     job.agents.clear()
 
 

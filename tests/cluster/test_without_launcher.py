@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, is_alive
-from tests.waiting import wait_until
+from tests.cluster.harness import Job
+from tests.waiting import is_gone, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 MakeJob = Callable[..., Job]
@@ -46,5 +46,5 @@ def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
     assert scripts[0].wait(60) == 0, job.output()[-4000:]
     job.check_identity(finishers=1)
     assert {event["world"] for event in job.of("drawn")} == {1, 2}
-    wait_until(lambda: not any(is_alive(pid) for pid in private_agents), 10, "the private agents end with their owners")
+    wait_until(lambda: all(map(is_gone, private_agents)), 10, "the private agents end with their owners")
     assert not any(folder.exists() for folder in folders)

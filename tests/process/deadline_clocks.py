@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 PATIENCE_S = 60.0
 NOON_S = 1_795_262_400.0  # 2026-11-21T12:00:00Z
 
@@ -24,11 +21,3 @@ class Clocks:
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds
         self.wall_s += seconds
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Until it holds; fails after `PATIENCE_S`."""
-    limit_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < limit_s, "waited in vain"
-        time.sleep(0.005)

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from tests.process.fork_server import fork_server
 from tests.process.forked_ranks import Ended, answer_with, answers_of
+from tests.waiting import wait_until
 
 #: How long the others are waited for when a rank was killed or stopped.
 ENDING_S = 40.0
@@ -112,8 +112,8 @@ def _fork(function: Callable[..., Any], arguments: Any, ranks: int, group_s: flo
             if stop is not None:
                 if stop.until is None:
                     answers = answers_of({rank: end for rank, end in enumerate(ends) if rank != stop.rank}, ENDING_S)
-                _wait_for(lambda: _is_stopped(processes[stop.rank].pid), f"rank {stop.rank} to stop")
-                _wait_for(lambda: stop.until is None or stop.until.exists(), f"{stop.until}")
+                wait_until(lambda: _is_stopped(processes[stop.rank].pid), ENDING_S, f"rank {stop.rank} stops")
+                wait_until(lambda: stop.until is None or stop.until.exists(), ENDING_S, f"{stop.until} is there")
                 if stop.meanwhile is not None:
                     other, others_arguments, others = stop.meanwhile
                     further = _fork(other, others_arguments, others, group_s, None)
@@ -127,13 +127,6 @@ def _fork(function: Callable[..., Any], arguments: Any, ranks: int, group_s: flo
                 process.kill()
                 process.join(20)
                 here.close()
-
-
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + ENDING_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 def _is_stopped(pid: int) -> bool:

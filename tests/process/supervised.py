@@ -66,13 +66,3 @@ def pid_of(supervisor: Supervisor, local_rank: int) -> int:
     process = supervisor.workers[local_rank].process
     assert process is not None
     return process.pid
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition, not for seconds."""
-
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(poll(), PATIENCE_S)

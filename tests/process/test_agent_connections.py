@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from torchelastic.agent.connections import Connections
 from torchelastic.agent.events import (
     Event,
@@ -113,13 +114,6 @@ def with_host(folder: Path, scenario: Scenario) -> None:
             await host.connections.stop()
 
     asyncio.run(run())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 def join(worker: Worker, **fields: Any) -> None:

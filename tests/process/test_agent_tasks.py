@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.memory_store import MemoryStore
+from tests.waiting import until
 from torchelastic.agent import tasks
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.tasks import keep_running
@@ -45,13 +46,6 @@ class Agent:
     def member(self, name: str, **fields: Any) -> None:
         base = Member(name, "host", store_address="h:1", ready_for=self.round.number + 1)
         self.membership.declare(replace(base, **fields))
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "not in time"
-        await asyncio.sleep(0.01)
 
 
 def with_agents(

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks, wait_until
+from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks
 from tests.process.metadata_servers import Cloud, hanging, saying
+from tests.waiting import wait_until
 from torchelastic.lifetime import close_all, detect, nearest
 from torchelastic.lifetime.sources import AwsSpot, AzureScheduledEvents, GcpPreemption, Poller
 from torchelastic.lifetime.sources.clouds import MetadataSource

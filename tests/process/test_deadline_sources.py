@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks, wait_until
+from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks
 from tests.process.metadata_servers import Cloud
+from tests.waiting import wait_until
 from torchelastic.lifetime import Deadline, nearest
 from torchelastic.lifetime.sources import (
     AwsSpot,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.memory_store import MemoryStore
+from tests.waiting import wait_until
 from torchelastic.launch.drain import choose, drained
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.usage import UsageError
@@ -33,13 +33,6 @@ def in_the_background(act: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     return thread
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

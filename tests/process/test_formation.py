@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from tests.process.foreign_connection import Foreign
 from tests.process.forked_ranks import run_ranks
+from tests.waiting import wait_until
 from torchelastic.p2p.abortable import AbortableGroup, GroupAbortedError
 from torchelastic.p2p.groups import ProcessGroups
 
@@ -36,10 +37,7 @@ def abort_soon(groups: ProcessGroups) -> threading.Event:
     done = threading.Event()
 
     def abort() -> None:
-        deadline_s = time.monotonic() + SOON_S
-        while not any(thread.name == "torchelastic-formation" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: "torchelastic-formation" in [thread.name for thread in threading.enumerate()], SOON_S)
         time.sleep(0.1)
         groups.abort()
         done.set()

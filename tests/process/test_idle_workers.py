@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.process.supervised import ask, failures_into, pid_of, supervise, until
+from tests.process.supervised import ask, failures_into, pid_of, supervise
+from tests.waiting import until
 from torchelastic.agent import supervisor as supervising
 from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.idle_workers import IdleWorkers

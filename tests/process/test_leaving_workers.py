@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 
-from tests.process.supervised import PATIENCE_S, ask, failures_into, pid_of, supervise, until
+from tests.process.supervised import PATIENCE_S, ask, failures_into, pid_of, supervise
+from tests.waiting import until
 from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.events import WorkerLeaves
 from torchelastic.agent.supervisor import Supervisor

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch.utils.data import Dataset
 
 from tests.process.ledger_workers import killed, started
+from tests.waiting import wait_until
 from torchelastic.agent.ledger_recorder import exit_code_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
@@ -68,13 +69,12 @@ def page_of(socket_path: Path, pid: int) -> Path:
 
 
 def until_committed(keeper: Keeper, worker: str, steps: int) -> None:
-    deadline_s = time.monotonic() + 10
-    while True:
+    def is_seen() -> bool:
         keeper.poll()
         life = keeper.now().lives.get(worker)
-        if life is not None and life.tally.committed >= steps:
-            return
-        assert time.monotonic() < deadline_s, f"{steps} steps were not seen"
+        return life is not None and life.tally.committed >= steps
+
+    wait_until(is_seen, 10, f"{steps} steps are seen")
 
 
 @pytest.mark.parametrize("what", ["commit", "save"])

@@ -11,15 +11,11 @@ from collections.abc import Mapping
 import psutil
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import is_gone, wait_until
 from torchelastic.processes import dies_with_parent
 
 PATIENCE_S = 60.0
 FOREVER = ["sleep", "600"]
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def output(argv: list[str], env: Mapping[str, str] | None = None) -> str:

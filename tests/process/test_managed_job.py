@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.process.deadline_clocks import wait_until
 from tests.process.managed_job import TOTAL
+from tests.waiting import wait_until
 from torchelastic.lifetime import STOPPED_EARLY, IterManager
 
 JOB = Path(__file__).parent / "managed_job.py"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.memory_store import MemoryStore
+from tests.waiting import wait_until
 from torchelastic.rendezvous.store import (
     Compare,
     LeaseLostError,
@@ -22,13 +22,6 @@ from torchelastic.rendezvous.store import (
 from torchelastic.testing.clock import FakeClock
 
 PATIENCE_S = 60.0
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
 
 
 class Watched:
@@ -92,11 +85,11 @@ def test_with_a_real_clock_a_lease_ends_by_itself_and_the_thread_with_the_last_l
     assert len(timers()) == 1
     (event,) = watched.batches.get(timeout=PATIENCE_S)
     assert event.kv.key == "key"
-    wait_until(lambda: timers() == [], "the timer ends with the last lease")
+    wait_until(lambda: timers() == [], what="the timer ends with the last lease")
     store.grant_lease(3600.0)
     assert len(timers()) == 1
     store.close()
-    wait_until(lambda: timers() == [], "the timer ends with the last client")
+    wait_until(lambda: timers() == [], what="the timer ends with the last client")
 
 
 def test_while_stopped_nothing_works_and_no_lease_expires() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from tests.pure.worlds_of_one import Counter, InMemory, World
+from tests.waiting import wait_until
 from torchelastic.checkpoint.in_loop import BOUND_FACTOR, MIN_BOUND_S, LoopCheckpoints
 from torchelastic.group.peers import Alone
 from torchelastic.p2p import abandoned, peers
@@ -132,20 +131,14 @@ def test_many_abandoned_groups_are_told_of_and_each_is_released_when_it_is_idle(
     groups = [Held() for _ in range(abandoned.MAX_GROUPS + 1)]
     kept = AbandonedGroups()
 
-    def until(condition: Callable[[], Any]) -> None:
-        deadline_s = time.monotonic() + 20.0
-        while not condition():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-
     with caplog.at_level(logging.WARNING):
         kept.add(cast("list[AbortableGroup]", groups))
-        until(lambda: published.get("groups.abandoned") == len(groups))
-        until(lambda: f"{len(groups)} process groups that were given up hold" in caplog.text)
+        wait_until(lambda: published.get("groups.abandoned") == len(groups))
+        wait_until(lambda: f"{len(groups)} process groups that were given up hold" in caplog.text)
     assert published["groups.abandoned.bytes"] == len(groups) * 2**20
     for group in groups[1:]:
         group.idle = True
-    until(lambda: kept.count == 1)
+    wait_until(lambda: kept.count == 1)
     groups[0].idle = True
-    until(lambda: kept.count == 0)
-    until(lambda: published["groups.abandoned"] == 0)
+    wait_until(lambda: kept.count == 0)
+    wait_until(lambda: published["groups.abandoned"] == 0)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.process.page_clients import TOKEN, Events, Source, get, raw, served, stream, stream_request
 from tests.pure.merge_patch import applied
+from tests.waiting import wait_until
 from torchelastic.page import server as server_module
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture, as_json
@@ -145,10 +146,7 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_is_let_go() -> None:
             told = iter(Events(connection))
             assert [next(told)[0] for _ in range(2)] == ["whole", "change"]
             assert get(options, "/page.js").status == 200
-            until_s = time.monotonic() + 10
-            while len(server._streams) > 1 and time.monotonic() < until_s:
-                time.sleep(0.02)
-            assert len(server._streams) == 1
+            wait_until(lambda: len(server._streams) == 1, 10, "whoever does not read is cut")
             assert next(told)[0] in ("change", "whole")
             slow.settimeout(10)
             taken = sum(map(len, iter(lambda: slow.recv(65536), b"")))
@@ -163,9 +161,7 @@ def test_only_so_many_may_look_and_there_is_room_again_when_they_have_gone() -> 
         assert get(options, "/events").status == 503
         assert get(options, "/").status == 200
         streams[0].close()
-        until_s = time.monotonic() + 10
-        while len(server._streams) == MOST_STREAMS and time.monotonic() < until_s:
-            time.sleep(0.02)
+        wait_until(lambda: len(server._streams) < MOST_STREAMS, 10, "a closed stream counts no more")
         with stream(options) as again:
             assert again.recv(20).startswith(b"HTTP/1.1 200")
 
@@ -177,10 +173,7 @@ def test_very_many_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> No
         assert get(options, "/").status == 503
         for one in open_ones:
             one.close()
-        until_s = time.monotonic() + 10
-        while get(options, "/").status != 200:
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wait_until(lambda: get(options, "/").status == 200, 10, "closed connections count no more")
 
 
 def test_the_end_of_the_agent_ends_the_streams_at_once_and_says_so() -> None:

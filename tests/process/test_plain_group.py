@@ -9,7 +9,8 @@ import socket
 import psutil
 import pytest
 
-from tests.process.supervised import ask, pid_of, supervise, until
+from tests.process.supervised import ask, pid_of, supervise
+from tests.waiting import until
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.network.ports import is_in, kernel_tables, unused_ports

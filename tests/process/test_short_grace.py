@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.api import DEFAULT_KEY
 
@@ -24,11 +24,8 @@ LEFT_OUT = ("TORCHELASTIC_TERM_GRACE_S", "TORCHELASTIC_DEADLINE_SIGNALS", "TORCH
 
 
 def wait_for(folder: Path, step: int, job: subprocess.Popen[bytes]) -> None:
-    limit_s = time.monotonic() + PATIENCE_S
-    while trained(folder) < step:
-        assert job.poll() is None, "the job has ended"
-        assert time.monotonic() < limit_s, "the job does not train"
-        time.sleep(0.01)
+    wait_until(lambda: job.poll() is not None or trained(folder) >= step, PATIENCE_S, "the job trains")
+    assert job.poll() is None, "the job has ended"
 
 
 def trained(folder: Path) -> int:

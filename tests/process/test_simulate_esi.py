@@ -8,14 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.waiting import is_gone, wait_until
 from torchelastic.launch.simulate_esi import Reported
 from torchelastic.lifetime.progress import Steps
 
@@ -45,20 +44,6 @@ def column(report: dict[str, Any], name: str) -> list[Any]:
     return [life[name] for life in report["lives"]]
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def pids_in(folder: Path) -> list[int]:
     return [int(word) for word in (folder / "pids").read_text().split()]
 
@@ -70,7 +55,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         command = [*SIMULATOR, "--cmd", job("ignore", tmp_path), *FOREVER, "--report", str(tmp_path / "report")]
         process = subprocess.Popen(command, stderr=stderr)
     try:
-        wait_until((tmp_path / "pids").exists, "the job starts")
+        wait_until((tmp_path / "pids").exists, what="the job starts")
         yield process
     finally:
         process.kill()
@@ -202,11 +187,11 @@ def test_the_command_of_a_simulator_that_was_killed_ends_too(tmp_path: Path) -> 
     command = [*SIMULATOR, "--cmd", f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; exec sleep 600"]
     running = subprocess.Popen([*command, *FOREVER], stderr=subprocess.DEVNULL)
     try:
-        wait_until((tmp_path / "pids").exists, "the job starts")
+        wait_until((tmp_path / "pids").exists, what="the job starts")
     finally:
         running.kill()
         running.wait()
-    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "the command ends")
+    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), what="the command ends")
 
 
 def test_workers_of_torchrun_end_with_the_simulator(tmp_path: Path) -> None:
@@ -217,7 +202,7 @@ def test_workers_of_torchrun_end_with_the_simulator(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running = subprocess.Popen([*SIMULATOR, "--cmd", torchrun, *FOREVER], env=environment, stderr=subprocess.DEVNULL)
     try:
-        wait_until((tmp_path / "pids").exists, "the worker starts")
+        wait_until((tmp_path / "pids").exists, what="the worker starts")
         (pid,) = pids_in(tmp_path)
         assert os.getsid(pid) == pid  # no signal to the command's process group reaches it
     finally:
@@ -232,7 +217,7 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
         command, stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
     )
     try:
-        wait_until((tmp_path / "started").exists, "the job starts")
+        wait_until((tmp_path / "started").exists, what="the job starts")
         ignored = int(Path(f"/proc/{running.pid}/status").read_text().split("SigIgn:")[1].split()[0], 16)
         assert ignored & 1 << (signal.SIGHUP - 1)
     finally:
@@ -255,6 +240,15 @@ def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> Non
     told.read()
     assert told.steps == Steps(committed_step=4, saved_step=0)
     assert "Unterminated string" in told.fault
-    path.write_text('{"committed_step": 6}')
+    path.write_text('{"resumed_step": 3, "committed_step": 7, "saved_step": null, "total_steps": 9, "loss": 0.5}')
     told.read()
-    assert (told.steps, told.fault) == (Steps(committed_step=6), "")
+    assert (told.steps, told.fault) == (Steps(3, 7, None, 9), "")
+
+
+@pytest.mark.parametrize("text", ['{"saved_step": %s}' % value for value in ("-1", "1.5", '"7"', "true")] + ["[1]"])  # noqa: UP031
+def test_what_is_no_step_is_named(tmp_path: Path, text: str) -> None:
+    told = Reported(tmp_path / "progress")
+    (tmp_path / "progress").write_text(text)
+    told.read()
+    assert told.steps == Steps()
+    assert ("saved_step" if "saved_step" in text else "Expected `object`") in told.fault

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from torchelastic.launch.main import main
 from torchelastic.ledger.accounts import NOTHING, Account, plus
 from torchelastic.ledger.events import End, Save, Start
@@ -66,10 +67,8 @@ class RunOfOneWorker:
         self._store.close()
 
     def wait_for_periods(self, count: int) -> None:
-        wanted, until_s = self._steps + count, time.monotonic() + 30.0
-        while self._steps < wanted:
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
+        wanted = self._steps + count
+        wait_until(lambda: self._steps >= wanted, 30, "the status is written again")
 
     def close_the_run(self) -> None:
         self._store.put(self.keys.round, encode_round(Round(1, RoundState.CLOSED, ("m0",))))

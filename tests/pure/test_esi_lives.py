@@ -15,7 +15,6 @@ from torchelastic.launch.esi_lives import (
     Life,
     Verdict,
     exit_text,
-    parse_progress,
     report_document,
     table,
     what_next,
@@ -142,26 +141,6 @@ def test_exits_are_described_for_people() -> None:
         "SIGTERM",
         "signal 40",
     ]
-
-
-# --- what the job tells ---------------------------------------------------------------------------
-
-
-def test_progress_is_read_and_other_names_are_left_alone() -> None:
-    text = '{"resumed_step": 3, "committed_step": 7, "saved_step": 5, "total_steps": 9, "loss": 0.5}'
-    assert parse_progress(json.loads(text)) == Steps(3, 7, 5, 9)
-    assert parse_progress({"saved_step": None}) == Steps()
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, "7", True, [7]])
-def test_a_step_that_is_no_whole_number_is_named(value: object) -> None:
-    with pytest.raises(ValueError, match=r"committed_step is .*whole number"):
-        parse_progress({"committed_step": value})
-
-
-def test_what_is_no_object_is_no_progress() -> None:
-    with pytest.raises(ValueError, match="no JSON object"):
-        parse_progress([1])
 
 
 # --- the report -----------------------------------------------------------------------------------

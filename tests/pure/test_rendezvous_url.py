@@ -103,6 +103,13 @@ def test_what_a_url_says_about_access_has_the_names_of_torchs_own_etcd_urls() ->
     assert parse_url("etcd://trainer@h/1?min_workers=1&user=trainer").access.user == "trainer"
 
 
+def test_an_ipv6_address_keeps_its_brackets_on_the_way_to_the_workers() -> None:
+    url = parse_url("etcd://[::1]:1,[fd00::2],h/run?min_workers=1")
+    assert url.endpoints == (("::1", 1), ("fd00::2", 2379), ("h", 2379))
+    assert url.endpoints_text == "[::1]:1,[fd00::2]:2379,h:2379"
+    assert parse_url(str(url)) == url
+
+
 def test_a_password_comes_in_by_the_url_and_does_not_come_out_again() -> None:
     url = parse_url("etcd://tr%40iner:h%3Aunt%40er%2F2@h:1,g:2/run?min_workers=1")
     assert (url.access.user, url.access.password) == ("tr@iner", "h:unt@er/2")

@@ -12,19 +12,21 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 #: A busy machine takes 20 s to import torch, and a job has two runs.
 PATIENCE_S = 150.0
+#: Between two questions to SLURM.
+POLL_S = 0.1
 #: From SIGTERM to SIGKILL, when a job is cancelled or over its limit.
 KILL_WAIT_S = 20
 #: From the notice to the kill, when a job of the partition `batch` is preempted.
@@ -163,13 +165,16 @@ class Slurm:
     def wait_until(self, job_id: str, *states: str, restarts: int = 0, within_s: float = PATIENCE_S) -> str:
         """Wait until a job that was requeued so often, or more often, is in one of these states; returns which."""
         wanted = f"job {job_id} is {' or '.join(states)}, requeued {restarts} times"
-        for _ in until(wanted, within_s, lambda: f"{self.facts(job_id)}\n{self.output(job_id)}"):
+
+        def found() -> str:
             facts = self.facts(job_id)
             state = facts["JobState"]
-            if state in states and int(facts["Restarts"]) >= restarts:
-                return state
             assert state in states or state not in FAILURES, f"{state}, not {wanted}:\n{self.output(job_id)}"
-        raise AssertionError("unreachable")
+            return state if state in states and int(facts["Restarts"]) >= restarts else ""
+
+        return wait_until(
+            found, within_s, wanted, lambda: f"{self.facts(job_id)}\n{self.output(job_id)}", every_s=POLL_S
+        )
 
     def is_gone(self, job_id: str) -> bool:
         """Whether nothing of it runs any more: while something does, squeue lists it (COMPLETING)."""
@@ -225,9 +230,7 @@ class Slurm:
             f"--key-file={self.folder}/etc/munge.key", f"--socket={run}/munge.sock", f"--pid-file={run}/munged.pid",
             f"--log-file={self.folder}/log/munged.log", f"--seed-file={run}/munged.seed",
         )  # fmt: skip
-        for _ in until("munged listens", PATIENCE_S, self.logs):
-            if (run / "munge.sock").exists():
-                break
+        wait_until((run / "munge.sock").exists, PATIENCE_S, "munged listens", self.logs)
         self._daemon("slurmctld", "-D", "-i")
         for name in self.names:
             (self.folder / "spool" / name).mkdir()
@@ -240,9 +243,9 @@ class Slurm:
 
     def wait_until_idle(self) -> None:
         """Wait until all nodes are."""
-        for _ in until(f"{self.names} are idle", PATIENCE_S, self.logs):
-            if len(self.in_state("idle")) == len(self.names):
-                return
+        wait_until(
+            lambda: len(self.in_state("idle")) == len(self.names), PATIENCE_S, "all are idle", self.logs, every_s=POLL_S
+        )
 
     def in_state(self, state: str) -> list[str]:
         """The nodes in it ("idle", "down", ..); none while the controller does not answer."""
@@ -307,21 +310,6 @@ class Slurm:
         except psutil.Error:
             return False
         return any(Path(file.path).is_relative_to(self.folder) for file in files)
-
-
-def until(what: str, within_s: float, otherwise: Callable[[], str] = str) -> Iterator[None]:
-    """Yields again and again, a little later each time, and fails when it has taken too long.
-
-    Args:
-        what: is waited for.
-        within_s: how long.
-        otherwise: returns what to print if it does not come.
-    """
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        yield
-        time.sleep(0.1)
-    raise AssertionError(f"not within {within_s:g} s: {what}\n{otherwise()}")
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import psutil
 
 from tests import hosts
 from tests.hosts import Lab
-from tests.slurm.cluster import PATIENCE_S, Place, Slurm, until, why_impossible
+from tests.slurm.cluster import PATIENCE_S, POLL_S, Place, Slurm, why_impossible
+from tests.waiting import wait_until
 
 CONTROLLER = "ctl"
 #: SLURM's own; in a network of one's own nobody else has them.
@@ -75,9 +76,7 @@ class SlurmHosts(Slurm):
 
     def wait_until_down(self, node: str) -> None:
         """Wait until SLURM has seen that a node is lost."""
-        for _ in until(f"{node} is down", PATIENCE_S, self.logs):
-            if node in self.in_state("down"):
-                return
+        wait_until(lambda: node in self.in_state("down"), PATIENCE_S, f"{node} is down", self.logs, every_s=POLL_S)
 
     def inhabitants(self, node: str) -> list[str]:
         """The names of the processes on a node."""

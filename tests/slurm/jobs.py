@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from tests.slurm.cluster import PATIENCE_S, Slurm, until
+from tests.slurm.cluster import PATIENCE_S, POLL_S, Slurm
 from tests.slurm.slurm_job import STEPS
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 #: Seconds per step of a run that is to be stopped: more than it is given, so it never finishes by itself.
@@ -78,15 +79,11 @@ class Job:
 
     def wait_until_gone(self) -> None:
         """Wait until no process of it is left: SLURM calls a job CANCELLED while it still has its grace."""
-        for _ in until(f"job {self.job_id} is gone", PATIENCE_S, self.output):
-            if self.slurm.is_gone(self.job_id):
-                return
+        wait_until(lambda: self.slurm.is_gone(self.job_id), PATIENCE_S, "it is gone", self.output, every_s=POLL_S)
 
     def wait_for_steps(self, steps: int) -> None:
         """Wait until rank 0 has trained so many."""
-        for _ in until(f"{steps} steps of job {self.job_id}", PATIENCE_S, self.output):
-            if len(self.ledger(0)) >= steps:
-                return
+        wait_until(lambda: len(self.ledger(0)) >= steps, PATIENCE_S, f"{steps} steps", self.output)
 
     def output(self) -> str:
         return self.slurm.output(self.job_id)

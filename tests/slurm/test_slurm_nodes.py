@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.cluster import PATIENCE_S, until
+from tests.slurm.cluster import PATIENCE_S, POLL_S
 from tests.slurm.elastic import ElasticJob
 from tests.slurm.hosts import SlurmHosts, running_hosts, why_no_hosts
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 
@@ -53,9 +54,7 @@ def elastic(hosts: SlurmHosts, tmp_path: Path) -> MakeElasticJob:
 
 def wait_until_told(job: ElasticJob) -> None:
     """Wait until both agents have SIGTERM, and let their workers leave."""
-    for _ in until("the nodes are told", PATIENCE_S, job.output):
-        if job.output().count("SIGTERM") >= 2:
-            return
+    wait_until(lambda: job.output().count("SIGTERM") >= 2, PATIENCE_S, "the nodes are told", job.output)
 
 
 def assert_each_step_once(job: ElasticJob) -> None:
@@ -168,9 +167,7 @@ def test_a_cancelled_job_saves_and_another_one_goes_on_in_its_run(
     wait_until_told(job)
     job.open_gate(5)
     job.wait_for("saved")
-    for _ in until("the job is gone", PATIENCE_S, job.output):
-        if hosts.is_gone(first):
-            break
+    wait_until(lambda: hosts.is_gone(first), PATIENCE_S, "the job is gone", job.output, every_s=POLL_S)
     assert hosts.state(first) == "CANCELLED"
     assert hosts.restarts(first) == 0
     second = job.submit(["n1", "n2"])

@@ -10,8 +10,9 @@ import pytest
 from examples.transformer_slurm import compare_weights
 from examples.transformer_slurm.checkpoint_names import SavedName
 from examples.transformer_slurm.make_dataset import write_parquet
-from tests.slurm.cluster import PATIENCE_S, Slurm, until
+from tests.slurm.cluster import PATIENCE_S, Slurm
 from tests.slurm.jobs import ROOT, SLOW_S, SOON_S, Job, assert_same
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(700)]
 
@@ -53,9 +54,9 @@ class Transformer:
         )  # fmt: skip
 
     def wait_for(self, text: str) -> None:
-        for _ in until(text, PATIENCE_S, lambda: self.slurm.output(self.job_id)):
-            if text in self.slurm.output(self.job_id):
-                return
+        wait_until(
+            lambda: text in self.slurm.output(self.job_id), PATIENCE_S, text, lambda: self.slurm.output(self.job_id)
+        )
 
     def newest(self) -> Path:
         names = [SavedName.find(path.name) for path in (self.folder / self.name).iterdir()]

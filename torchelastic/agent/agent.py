@@ -15,7 +15,7 @@ from typing import Any
 
 from torchelastic.agent import signal_forwarding
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.dashboard import Dashboard
+from torchelastic.agent.dashboard import dashboard
 from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, WorkerExited
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
 from torchelastic.agent.idle_workers import IdleWorkers
@@ -24,6 +24,7 @@ from torchelastic.agent.membership import Membership
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
+from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.wait_limit import WaitLimit
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
@@ -31,6 +32,7 @@ from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
+from torchelastic.page.server import PageServer
 from torchelastic.processes import boot_time_s
 from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
@@ -105,7 +107,7 @@ class Agent:
         self._make_supervisor = make_supervisor
         self.supervisor: Supervisor | None = None
         self._recorder: LedgerRecorder | None = None
-        self._dashboard: Dashboard | None = None
+        self._page: PageServer | None = None
         self._stop_signal: int | None = None
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
@@ -128,8 +130,8 @@ class Agent:
         self.connections.open()
         self._metrics.start(self._options.metrics_address, self._options.push_gateway)
         self._status.start()
-        if self._dashboard is not None:
-            self._dashboard.start()
+        if self._page is not None:
+            self._page.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         for number in signal_forwarding.SIGNALS:
@@ -137,8 +139,8 @@ class Agent:
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
         finally:
-            if self._dashboard is not None:
-                await self._dashboard.stop()
+            if self._page is not None:  # whoever looks is told, within a bound
+                await asyncio.get_running_loop().run_in_executor(None, self._page.stop)
             self._status.stop()
             await self.connections.stop()
             await self.membership.stop()
@@ -213,7 +215,9 @@ class Agent:
                 self._on_event,
             ):
                 events.subscribe(on_event)
-            self._dashboard = self._make_dashboard(host)
+            if self._options.page is not None:
+                self._status.address = self._options.page.url
+                self._page = dashboard(self._options.page, self._store, url, host, self._status.with_all_events)
 
     def _make_recorder(self, supervisor: Supervisor, host: str, incarnation: str, publish: Publish) -> LedgerRecorder:
         recorder = LedgerRecorder(
@@ -230,15 +234,6 @@ class Agent:
         )
         self._metrics.add_ledger(recorder.latest)
         return recorder
-
-    def _make_dashboard(self, host: str) -> Dashboard | None:
-        page, status = self._options.page, self._status
-        if page is None:
-            return None
-        status.address = page.url
-        return Dashboard(
-            page, self._store, self._options.url, host=host, status=status.status, events=status.view.lines
-        )  # fmt: skip
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -296,10 +291,10 @@ class Agent:
             self._recorder.start()
         grace_s = self._options.term_grace_s
         idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.round, grace_s)
-        idle.start()
+        checking = asyncio.ensure_future(keep_running("checking the idle workers", idle.run))
         ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
         await _first_of(*(end.wait() for end in ends))
-        idle.stop()
+        checking.cancel()
         if self._draining.is_set() or self.supervisor.too_few.is_set():
             await self._drain()
         if self._stop_signal is not None:

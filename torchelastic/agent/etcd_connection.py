@@ -42,16 +42,7 @@ def connect(
             credentials.user,
             url.endpoints_text,
         )
-    return EtcdStore(
-        url.endpoints,
-        ca_cert=credentials.ca_cert,
-        cert_cert=credentials.cert_cert,
-        cert_key=credentials.cert_key,
-        user=credentials.user,
-        password=credentials.password,
-        root=url.root,
-        on_connect=on_connect,
-    )
+    return EtcdStore(url.endpoints, credentials=credentials, root=url.root, on_connect=on_connect)
 
 
 @functools.cache

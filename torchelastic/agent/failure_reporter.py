@@ -16,7 +16,7 @@ from torchelastic.agent.events import Event, LedgerSampled, LedgerWritten, Round
 from torchelastic.ledger.events import Failure
 from torchelastic.log_lines import Position, fields
 from torchelastic.rendezvous.leadership import read_members as members_among
-from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, ProcessEnded, losses
+from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, LossWitness, ProcessEnded
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
@@ -54,8 +54,7 @@ class FailureReporter:
         self._incarnation, self._members = incarnation, members
         self._say, self._wall_s = say or log_report, wall_s
         self._joined = NO_ROUND
-        self._departed: frozenset[str] = frozenset()
-        self._leaving: frozenset[str] = frozenset()
+        self._witness = LossWitness()
         self._lost: dict[str, LostElsewhere] = {}
         self._troubles: list[Trouble] = []
         self._gave_up: list[FailedWorker] = []
@@ -79,22 +78,20 @@ class FailureReporter:
 
     def _round_changed(self, round_: Round) -> None:
         joined = self._joined
-        if round_.number == joined.number:
-            self._departed |= frozenset(round_.departed)
-            self._leaving |= frozenset(round_.leaving)
+        self._witness.sees(round_)
         if joined.roster and not round_.is_over:
-            for loss in losses(joined, round_, self._departed, self._leaving):
+            for loss in self._witness.tells(joined, round_):
                 self._add_loss(loss)
         if round_.state is RoundState.RUNNING and round_.number > joined.number:
             self._joined, self._lost = round_, {}
-            self._departed, self._leaving = frozenset(round_.departed), frozenset(round_.leaving)
+            self._witness.begins(round_)
             self._joined_s = self._wall_s()
 
     def found(self, members: Iterable[Member]) -> None:
         """Who is registered, now that the run is over for this host: who is not, or has ended, is lost."""
         here = {member.member_id: member for member in members}
         for name in self._joined.roster:
-            if name in self._leaving:
+            if name in self._witness.leaving:
                 continue
             if name not in here:
                 self._add_loss(LeaseExpired(name))

@@ -12,6 +12,7 @@ from pathlib import Path
 from torchelastic.agent import events
 from torchelastic.agent.causes import Ended, describe_exit, end_of
 from torchelastic.agent.event_log import EventLog
+from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import Worker
 from torchelastic.ledger.events import Counted, Drain, LedgerEvent
 from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
@@ -69,7 +70,7 @@ class LedgerRecorder:
 
     def start(self) -> None:
         """Read the pages once a second from now on."""
-        self._task = asyncio.ensure_future(self._run())
+        self._task = asyncio.ensure_future(keep_running("keeping the ledger", self._run))
 
     async def stop(self) -> None:
         """The agent ends: read a last time, and have everything written, within a bound."""
@@ -95,7 +96,7 @@ class LedgerRecorder:
             case events.WorkerExited(worker, pid):
                 try:
                     self._ended(worker, pid)
-                except Exception:  # as in `_run`
+                except Exception:  # the ledger must never end the agent, and with it the workers
                     log.exception("the end of worker %d is missing in the ledger", worker.local_rank)
 
     def _heard(self, event: LedgerEvent) -> None:
@@ -159,10 +160,7 @@ class LedgerRecorder:
 
     async def _run(self) -> None:
         while True:
-            try:
-                self.sample()
-            except Exception:  # the ledger must never end the agent, and with it the workers
-                log.exception("the ledger could not be kept up")
+            self.sample()
             await asyncio.sleep(SAMPLE_S)
 
 

@@ -30,6 +30,7 @@ from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import Round, RoundState, StateStatus
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.rendezvous.worker_rules import is_replaced
+from torchelastic.text import host_port
 
 #: How long the script may take after SIGTERM: one that saves then counts on no more than this.
 END_GRACE_S = SHORTEST_GRACE_S
@@ -104,11 +105,10 @@ class PlainMember:
         failed = False
         while True:
             address = self._client.address
-            where = f"[{address}]" if ":" in address else address
             (port,) = unused_ports(address)
             try:
                 round_ = self._client.join(
-                    store_address=f"{where}:{port}",
+                    store_address=host_port(address, port),
                     step=0,
                     state_status=StateStatus.INITIAL,
                     failed=failed,

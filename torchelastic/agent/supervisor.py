@@ -161,10 +161,10 @@ class Supervisor:
         self._stopping.set()
         for worker in self.workers:
             worker.signal(signal.SIGTERM)
-        if not await self._ended_within(grace_s):
+        if not await _is_set_within(self.all_over, grace_s):
             for worker in self.workers:
                 worker.signal(signal.SIGKILL)
-            await self._ended_within(5.0)
+            await _is_set_within(self.all_over, 5.0)
 
     def end_hung(self, pid: int) -> None:
         """Have a worker that hangs write where it hangs, then end it; it is started again like any other."""
@@ -348,9 +348,6 @@ class Supervisor:
         while not self.all_over.is_set():
             await _is_set_within(self.all_over, TICK_S)
             self._look_at_plain_group()
-
-    async def _ended_within(self, seconds: float) -> bool:
-        return await _is_set_within(self.all_over, seconds)
 
     def _task(self, work: collections.abc.Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

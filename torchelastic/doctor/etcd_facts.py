@@ -20,6 +20,7 @@ from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreAccessError, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
+from torchelastic.text import host_port
 
 if TYPE_CHECKING:
     from torchelastic.rendezvous.etcd_connection import Connection
@@ -115,7 +116,6 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
             f"{host}:{port}",
             version=answer.version,
             cluster_id=answer.header.cluster_id,
-            member_id=answer.header.member_id,
             leader_id=answer.leader,
             db_bytes=answer.dbSize,
             quota_bytes=_quota(host, port, credentials),
@@ -139,7 +139,6 @@ def _asks_for_login(connection: Connection, timeout_s: float) -> bool | None:
 
 def _quota(host: str, port: int, credentials: Credentials) -> int | None:
     """From etcd's own metrics, which it serves at the same port; None where it does not."""
-    name = f"[{host}]" if ":" in host else host
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # never by way of a web proxy
     try:
         if credentials.ca_cert is not None:
@@ -149,7 +148,7 @@ def _quota(host: str, port: int, credentials: Credentials) -> int | None:
             handlers.append(urllib.request.HTTPSHandler(context=context))
         scheme = "http" if credentials.ca_cert is None else "https"
         opener = urllib.request.build_opener(*handlers)
-        with opener.open(f"{scheme}://{name}:{port}/metrics", timeout=1.0) as response:
+        with opener.open(f"{scheme}://{host_port(host, port)}/metrics", timeout=1.0) as response:
             match = _QUOTA.search(response.read(_MOST_METRICS_BYTES))
             return int(float(match.group(1))) if match else None
     except (OSError, ValueError):

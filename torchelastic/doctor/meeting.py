@@ -9,10 +9,9 @@ from __future__ import annotations
 import secrets
 import socket
 import socketserver
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +28,7 @@ from torchelastic.doctor.meeting_rules import (
 from torchelastic.doctor.network import announced_address
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import is_loopback
-from torchelastic.processes.background import side_by_side
+from torchelastic.processes.background import in_background, side_by_side
 from torchelastic.processes.identity import host_id
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -54,114 +53,102 @@ class _Listener(socketserver.TCPServer):
         super().__init__((address, port), socketserver.BaseRequestHandler)
 
 
-class Meeting:
-    """One host's part in a meeting.
+def meet(
+    store: CoordinationStore,
+    root: str,
+    wanted: int,
+    wait_s: float,
+    address: str,
+    *,
+    ports: Sequence[int] = (),
+    facts: Mapping[str, str] | None = None,
+    name: str = "",
+    boot_id: str = "",
+) -> MeetingFacts:
+    """Meet the other hosts.
 
     Args:
         store: where the hosts meet; is not closed.
         root: the key below which the cards are.
+        wanted: how many hosts there are, this one counted in.
+        wait_s: how long to wait for them.
         address: of this host for the others.
         ports: at which it is to listen, besides a free one; those that are taken are left out.
         facts: what should be the same on all hosts.
         name: of this host.
         boot_id: of it.
-        clock: monotonic seconds.
-        sleep: waits.
+
+    Raises:
+        StoreError: the store does not serve.
+        OSError: this host cannot listen at its address.
     """
+    prefix = f"{root}/hosts/"
+    key = f"{prefix}{secrets.token_hex(8)}"
 
-    def __init__(
-        self,
-        store: CoordinationStore,
-        root: str,
-        address: str,
-        *,
-        ports: Sequence[int] = (),
-        facts: Mapping[str, str] | None = None,
-        name: str = "",
-        boot_id: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._store, self._prefix = store, f"{root}/hosts/"
-        self._key = f"{self._prefix}{secrets.token_hex(8)}"
-        self._address, self._ports = address, tuple(ports)
-        self._facts, self._name, self._boot_id = dict(facts or {}), name or socket.gethostname(), boot_id or host_id()
-        self._clock, self._sleep = clock, sleep
+    def show(card: HostCard) -> None:
+        store.txn((), (Put(key, encode_card(card), lease_id),))
 
-    def hold(self, wanted: int, wait_s: float) -> MeetingFacts:
-        """Meet the others.
+    def others() -> dict[str, HostCard]:
+        cards = {kv.key: decode_card(kv.value) for kv in store.list_prefix(prefix).items}
+        return {there: card for there, card in cards.items() if card is not None and there != key}
 
-        Args:
-            wanted: how many hosts there are, this one counted in.
-            wait_s: how long to wait for them.
+    def watch(is_enough: Callable[[Mapping[str, HostCard]], bool], longest_s: float) -> Mapping[str, HostCard]:
+        until_s = time.monotonic() + longest_s
+        while not is_enough(found := others()) and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        return found
 
-        Raises:
-            StoreError: the store does not serve.
-            OSError: this host cannot listen at its address.
-        """
-        with ExitStack() as stack:
-            own = self._listen(stack)
-            lease = self._store.grant_lease(wait_s + BESIDE_WAITING_S)
-            stack.callback(self._go, lease.lease_id)
-            self._show(own, lease.lease_id)
-            began_s = self._clock()
-            others = self._others()
-            while len(others) + 1 < wanted and self._clock() < began_s + wait_s:
-                self._sleep(POLL_S)
-                others = self._others()
-            waited_s = self._clock() - began_s
-            visits = self._visit_all(others)
-            self._show(own.done(), lease.lease_id)
-            stay_until_s = self._clock() + STAY_S
-            while self._clock() < stay_until_s and not all(card.is_done for card in self._others().values()):
-                self._sleep(POLL_S)
-        return MeetingFacts(own, wanted, waited_s, visits)
+    with ExitStack() as stack:
+        listening = _listen(stack, address, ports)
+        own = HostCard(name or socket.gethostname(), address, listening, boot_id or host_id(), facts=facts or {})
+        lease_id = store.grant_lease(wait_s + BESIDE_WAITING_S).lease_id
+        stack.callback(_go, store, lease_id)
+        show(own)
+        began_s = time.monotonic()
+        here = watch(lambda found: len(found) + 1 >= wanted, wait_s)
+        waited_s = time.monotonic() - began_s
+        visits = _visit_all(here)
+        show(replace(own, is_done=True))
+        watch(lambda found: all(card.is_done for card in found.values()), STAY_S)
+    return MeetingFacts(own, wanted, waited_s, visits)
 
-    def _listen(self, stack: ExitStack) -> HostCard:
-        listening = []
-        for port in (0, *self._ports):
-            try:
-                server = _Listener(self._address, port)
-            except OSError:
-                if port == 0:
-                    raise
-                continue  # whether it is free is another check's matter
-            threading.Thread(target=server.serve_forever, args=(0.05,), name="doctor-listener", daemon=True).start()
-            stack.callback(server.server_close)
-            stack.callback(server.shutdown)
-            listening.append(int(server.server_address[1]))
-        return HostCard(self._name, self._address, tuple(listening), self._boot_id, facts=self._facts)
 
-    def _show(self, card: HostCard, lease_id: int) -> None:
-        self._store.txn((), (Put(self._key, encode_card(card), lease_id),))
-
-    def _go(self, lease_id: int) -> None:
+def _listen(stack: ExitStack, address: str, ports: Sequence[int]) -> tuple[int, ...]:
+    listening = []
+    for port in (0, *ports):
         try:
-            self._store.revoke_lease(lease_id)
-        except StoreError:
-            pass  # the card goes with the lease, a little later
+            server = _Listener(address, port)
+        except OSError:
+            if port == 0:
+                raise
+            continue  # whether it is free is another check's matter
+        in_background(partial(server.serve_forever, 0.05), "doctor-listener")
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        listening.append(int(server.server_address[1]))
+    return tuple(listening)
 
-    def _others(self) -> dict[str, HostCard]:
-        cards = {kv.key: decode_card(kv.value) for kv in self._store.list_prefix(self._prefix).items}
-        return {key: card for key, card in cards.items() if card is not None and key != self._key}
 
-    def _visit_all(self, others: Mapping[str, HostCard]) -> tuple[Visit, ...]:
-        tries = {
-            f"{key}:{port}": partial(_connect, card.address, port)
-            for key, card in others.items()
-            for port in card.ports
-        }
-        ended = side_by_side(tries, dict.fromkeys(tries, CONNECT_S + 0.5))
-        visits = []
-        for key, card in others.items():
-            failures = {}
-            for port in card.ports:
-                answer = ended.get(f"{key}:{port}")
-                error = None if answer is None else answer.exception()
-                if answer is None or error is not None:
-                    failures[port] = "no answer" if answer is None else str(error) or type(error).__name__
-            visits.append(Visit(card, failures))
-        return tuple(sorted(visits, key=lambda visit: (visit.host.name, visit.host.address)))
+def _go(store: CoordinationStore, lease_id: int) -> None:
+    with suppress(StoreError):  # the card goes with the lease, a little later
+        store.revoke_lease(lease_id)
+
+
+def _visit_all(others: Mapping[str, HostCard]) -> tuple[Visit, ...]:
+    tries = {
+        f"{key}:{port}": partial(_connect, card.address, port) for key, card in others.items() for port in card.ports
+    }
+    ended = side_by_side(tries, dict.fromkeys(tries, CONNECT_S + 0.5))
+    visits = []
+    for key, card in others.items():
+        failures = {}
+        for port in card.ports:
+            answer = ended.get(f"{key}:{port}")
+            error = None if answer is None else answer.exception()
+            if answer is None or error is not None:
+                failures[port] = "no answer" if answer is None else str(error) or type(error).__name__
+        visits.append(Visit(card, failures))
+    return tuple(sorted(visits, key=lambda visit: (visit.host.name, visit.host.address)))
 
 
 def _connect(address: str, port: int) -> None:
@@ -183,8 +170,8 @@ def check(
     store = open_store(url, credentials)
     try:
         address = announced_address(url.endpoints[0], iface)
-        facts_seen = Meeting(store, doctor_root(url), address, ports=ports, facts=facts).hold(wanted, wait_s)
-        return judge_meeting(replace(facts_seen, etcd_is_here=is_loopback(address)))
+        seen = meet(store, doctor_root(url), wanted, wait_s, address, ports=ports, facts=facts)
+        return judge_meeting(replace(seen, etcd_is_here=is_loopback(address)))
     except (StoreError, OSError, InterfaceError) as error:
         return judge_meeting(_no_meeting(wanted, str(error)))
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -39,10 +39,6 @@ class HostCard:
     boot_id: Text
     is_done: bool = False
     facts: Annotated[Mapping[Text, Text], Meta(max_length=50)] = field(default_factory=dict)
-
-    def done(self) -> HostCard:
-        """The same host, when it has checked the others."""
-        return replace(self, is_done=True)
 
 
 @dataclass(frozen=True)

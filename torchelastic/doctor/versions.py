@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,7 +15,6 @@ from torchelastic.version import __version__
 NAME = "versions"
 #: Named even where all is well. grpcio and protobuf come with etcd3.
 _SHOWN = ("torch", "etcd3", "grpcio", "protobuf")
-_FIRST_PYTHON = (3, 10)
 
 
 @dataclass(frozen=True)
@@ -24,14 +22,14 @@ class VersionFacts:
     """What is installed.
 
     Attributes:
-        python: as `sys.version_info` has it, its first three numbers.
+        python: its version; that it is new enough is checked by whoever installs this package.
         torchelastic: this package.
         required: the requirements of this package's metadata, such as "torch>=2.6"; empty: it is run from a folder in
             which it was never installed.
         installed: version by name; None: not installed.
     """
 
-    python: tuple[int, int, int]
+    python: str
     torchelastic: str
     required: tuple[str, ...]
     installed: Mapping[str, str | None]
@@ -40,12 +38,6 @@ class VersionFacts:
 def judge_versions(facts: VersionFacts) -> list[Finding]:
     """What is missing or too old; one line with the versions if nothing is. Pure."""
     found: list[Finding] = []
-    python = ".".join(map(str, facts.python))
-    if facts.python < _FIRST_PYTHON:
-        least = ".".join(map(str, _FIRST_PYTHON))
-        found.append(
-            Finding(NAME, Level.ERROR, f"Python is {python}", f"{least} or newer is needed", "use a newer one")
-        )
     for requirement in map(Requirement, facts.required):
         name, version = requirement.name, facts.installed.get(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
@@ -55,7 +47,7 @@ def judge_versions(facts: VersionFacts) -> list[Finding]:
     if found:
         return found
     shown = [f"{name} {facts.installed[name]}" for name in _SHOWN if facts.installed.get(name)]
-    what = f"torchelastic {facts.torchelastic}, Python {python}, {', '.join(shown)}"
+    what = f"torchelastic {facts.torchelastic}, Python {facts.python}, {', '.join(shown)}"
     if not facts.required:
         because = "it is not installed as a package, so the versions that it needs are not known"
         return [Finding(NAME, Level.NOTE, what, because, "pip install it, at least with `pip install -e .`")]
@@ -70,8 +62,7 @@ def gather_versions() -> VersionFacts:
         stated = ()
     required = tuple(text for text in stated if "extra ==" not in text)
     names = [*(Requirement(text).name for text in required), *_SHOWN]
-    python = (sys.version_info.major, sys.version_info.minor, sys.version_info.micro)
-    return VersionFacts(python, __version__, required, {name: _version_of(name) for name in names})
+    return VersionFacts(platform.python_version(), __version__, required, {name: _version_of(name) for name in names})
 
 
 def compared() -> dict[str, str]:

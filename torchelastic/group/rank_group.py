@@ -19,6 +19,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
 from torchelastic.group.naming import describe_calls, listed
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
+from torchelastic.processes.background import in_background
 
 #: Of how many failing ranks an error tells the reason.
 _EXPLAINED_RANKS = 4
@@ -186,22 +187,8 @@ class RankGroup:
 
 
 def begun(work: Callable[[], Answer], *, is_waited_for: bool = False) -> Future[Answer]:
-    """Runs it on a thread of its own.
-
-    Args:
-        work: what to do; what it raises is raised where the result is asked for.
-        is_waited_for: whether the program does not end before it has.
-    """
-    future: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="rank-group-work", daemon=not is_waited_for).start()
-    return future
+    """Runs it on a thread of its own; arguments as of `in_background`."""
+    return in_background(work, "rank-group-work", is_waited_for=is_waited_for)
 
 
 def _finished(work: Callable[[], Answer]) -> Future[Answer]:

@@ -8,15 +8,13 @@ import math
 import os
 import re
 import sys
-from urllib.parse import urlencode
 
 from torchelastic.doctor.examination import Question, examine
 from torchelastic.doctor.findings import exit_code
 from torchelastic.doctor.screen import show
-from torchelastic.launch.run_address import access, without_password
+from torchelastic.launch.run_address import access, url_with
 from torchelastic.network.choice import IFACE_VARIABLE
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
-from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
 from torchelastic.usage import UsageError
 
 #: How long a person may let it wait for the other hosts.
@@ -55,7 +53,7 @@ def read_question(options: argparse.Namespace, environment: dict[str, str]) -> Q
         if not 0 < port < 65536:
             raise UsageError(f"--port {port}: give one from 1 to 65535")
     return Question(
-        _url(options),
+        url_with(options, options.rdzv_endpoint, options.rdzv_id) if options.rdzv_endpoint else None,
         options.nnodes,
         options.nproc_per_node,
         options.wait,
@@ -77,13 +75,3 @@ def parse_size(text: str) -> int:
     if match is None:
         raise UsageError(f"--state-size {text!r}: give a size such as 30GiB")
     return int(float(match.group(1)) * 1024 ** _EXPONENTS.get((match.group(2) or "").upper(), 0))
-
-
-def _url(options: argparse.Namespace) -> RendezvousUrl | None:
-    if not options.rdzv_endpoint:
-        return None
-    endpoint = without_password(options.rdzv_endpoint)
-    try:
-        return parse_url(f"etcd://{endpoint}/{options.rdzv_id}?min_workers=1&{urlencode(access(options))}")
-    except RendezvousUrlError as error:
-        raise UsageError(str(error)) from error

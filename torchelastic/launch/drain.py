@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -11,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from torchelastic.launch.run_address import opened
 from torchelastic.rendezvous.leadership import read_members
 from torchelastic.rendezvous.records import Keys, Member, RecordError, RoundState, decode_round
-from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
-from torchelastic.usage import CommandError, UsageError
+from torchelastic.rendezvous.store import CoordinationStore, Put
+from torchelastic.usage import UsageError
 
 #: A request that no agent carries out ends with this lease, if this command does not live to take it back.
 REQUEST_TTL_S = 10.0
@@ -24,13 +23,9 @@ MAX_WRITES = 100
 
 def drain(options: argparse.Namespace) -> int:
     """Ask, and wait until they have left. Exit code 0 if all have, 1 if not, 2 for a name that is none."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    try:
-        with opened(options) as (store, url):
-            keys = Keys(url.root)
-            return 0 if drained(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1
-    except StoreError as error:
-        raise CommandError(str(error)) from error
+    with opened(options) as (store, url):
+        keys = Keys(url.root)
+        return 0 if drained(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1
 
 
 def choose(store: CoordinationStore, keys: Keys, names: Sequence[str], host: str | None) -> list[Member]:

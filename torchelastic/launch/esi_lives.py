@@ -10,7 +10,6 @@ from itertools import zip_longest
 from typing import Any
 
 from torchelastic.agent.causes import describe_exit
-from torchelastic.foreign_json import MAX_COUNT
 from torchelastic.lifetime.progress import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.text import counted
@@ -104,21 +103,6 @@ class Verdict:
     goes_on: bool
     exit_code: int
     reason: str
-
-
-def parse_progress(document: Any) -> Steps:
-    """What a job reports in `TORCHELASTIC_PROGRESS_FILE`; names that are not ours are left alone.
-
-    Raises:
-        ValueError: it is no JSON object, or a step is no whole number from 0 on; names it.
-    """
-    if not isinstance(document, dict):
-        raise ValueError('it is no JSON object such as {"committed_step": 120, "saved_step": 100}')
-    steps = {name: document.get(name) for name in Steps.__dataclass_fields__}
-    for name, value in steps.items():
-        if value is not None and (type(value) is not int or not 0 <= value <= MAX_COUNT):
-            raise ValueError(f"{name} is {value!r}: give a whole number from 0 on")
-    return Steps(**steps)
 
 
 def what_next(lives: Sequence[Life], max_restarts: int | None = None) -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -27,25 +26,19 @@ from torchelastic.usage import CommandError, UsageError
 
 def events(options: argparse.Namespace) -> int:
     """List them. Exit code 0; 1: no such run, no journal, or etcd does not answer."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     if bool(options.journal) == bool(options.rdzv_endpoint and options.rdzv_id):
         raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --journal PATH")
     if options.journal and options.follow:
         raise UsageError("--follow is for a run by its etcd: leave out --journal; or follow the file: tail -F PATH")
-    try:
-        if options.journal:
-            _from_journals(options.journal, as_json=options.json)
-            return 0
-        with opened(options) as (store, url):
-            status = current(store, url)
-            if options.follow:
-                _follow(StatusReader(store, url), status, as_json=options.json)
-            else:
-                _show(status.events, as_json=options.json)
-    except BrokenPipeError:
-        raise  # nobody reads on
-    except (StoreError, OSError) as error:
-        raise CommandError(str(error)) from error
+    if options.journal:
+        _from_journals(options.journal, as_json=options.json)
+        return 0
+    with opened(options) as (store, url):
+        status = current(store, url)
+        if options.follow:
+            _follow(StatusReader(store, url), status, as_json=options.json)
+        else:
+            _show(status.events, as_json=options.json)
     return 0
 
 
@@ -89,7 +82,10 @@ def clock_text(at_s: float) -> str:
 
 def _from_journals(paths: Sequence[Path], *, as_json: bool) -> None:
     """All events of all journals, by time: for people as lines, for programs as they were written down."""
-    found = find_journals(paths)
+    try:
+        found = find_journals(paths)
+    except OSError as error:
+        raise CommandError(str(error)) from error
     for lack in found.lacks:
         print(f"torchelastic events: {lack}", file=sys.stderr)  # noqa: T201 - beside it
     if not found.journals:

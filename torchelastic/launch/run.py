@@ -15,7 +15,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlencode
 
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
@@ -30,16 +29,16 @@ from torchelastic.launch.run_address import (
     access,
     find_credentials,
     leave_address,
-    without_password,
+    url_with,
     words_for,
 )
 from torchelastic.launch.run_log import RunLog, opened_log
 from torchelastic.launch.run_options import chosen_network, gateway_url, limited, nodes, understood, worker_command
 from torchelastic.page.listening import PageOptions, listening
 from torchelastic.processes.own_folder import OwnFolder, make_folder
-from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
+from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
-from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
+from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl
 from torchelastic.usage import UsageError
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         run_log = opened_log(options, environment, stack, theirs.notes)
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
-        credentials = Credentials() if options.standalone else find_credentials(url, environment)
+        credentials = NO_CREDENTIALS if options.standalone else find_credentials(url, environment)
         socket_dir = stack.enter_context(OwnFolder(make_folder(FOLDER_PREFIX)))
         agent_options = AgentOptions(
             url,
@@ -136,20 +135,23 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:
             raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --standalone for this host alone")
-        endpoint, run_id = without_password(options.rdzv_endpoint), options.rdzv_id
+        endpoint, run_id = options.rdzv_endpoint, options.rdzv_id
         if options.meeting_place is not None:
             host, port = options.meeting_place
             _open_meeting_place(stack, host, port, run_id)
-    orphan_timeout = options.orphan_timeout or (UNLIMITED if options.standalone else "300")
-    query = (
-        f"min_workers={min_workers}&max_workers={max_workers}&multiple_of={options.multiple_of}"
-        f"&timeout={options.rdzv_timeout}&last_call_timeout={options.last_call}&ttl={options.ttl}"
-        f"&connect_timeout={options.connect_timeout}&orphan_timeout={orphan_timeout}&{urlencode(access(options))}"
+    return url_with(
+        options,
+        endpoint,
+        run_id,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        multiple_of=options.multiple_of,
+        timeout=options.rdzv_timeout,
+        last_call_timeout=options.last_call,
+        ttl=options.ttl,
+        connect_timeout=options.connect_timeout,
+        orphan_timeout=options.orphan_timeout or (UNLIMITED if options.standalone else "300"),
     )
-    try:
-        return parse_url(f"etcd://{endpoint}/{run_id}?{query}")
-    except RendezvousUrlError as error:
-        raise UsageError(str(error)) from error
 
 
 def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> None:

@@ -6,9 +6,11 @@ Each launcher leaves the address of its run beside its socket, so that `top` and
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,9 +25,9 @@ from torchelastic.launch.command_line import ACCESS_OPTIONS
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.records import Keys
-from torchelastic.rendezvous.store import CoordinationStore, StoreUnavailableError
+from torchelastic.rendezvous.store import CoordinationStore, StoreError, StoreUnavailableError
 from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
-from torchelastic.usage import UsageError
+from torchelastic.usage import CommandError, UsageError
 
 #: In there: where the agent listens, which says that the launcher lives; and the run's URL, without a password.
 SOCKET, ADDRESS = "agent", "run"
@@ -33,18 +35,22 @@ SOCKET, ADDRESS = "agent", "run"
 
 @contextmanager
 def opened(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore, RendezvousUrl]]:
-    """A connection to the run's etcd, which has answered.
+    """A connection to the run's etcd, which has answered; for a command that says nothing of its own beside its answer.
 
     Args:
         options: `--rdzv-endpoint`, `--rdzv-id`, `--connect-timeout` and those about access to etcd.
 
     Raises:
         UsageError: invalid arguments.
-        StoreError: etcd has not answered within `--connect-timeout`, or refuses.
+        CommandError: etcd has not answered within `--connect-timeout`, or does not any more, or refuses.
     """
-    with unanswered(options) as (store, url):
-        wait_for_answer(store, url)
-        yield store, url
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        with unanswered(options) as (store, url):
+            wait_for_answer(store, url)
+            yield store, url
+    except StoreError as error:
+        raise CommandError(str(error)) from error
 
 
 @contextmanager
@@ -88,9 +94,24 @@ def url_of(options: argparse.Namespace) -> RendezvousUrl:
         return replace(chosen_run(options, runs_here()), connect_timeout_s=options.connect_timeout)
     if options.rdzv_id is None:
         raise UsageError("--rdzv-endpoint names an etcd, not a run: give --rdzv-id ID too")
-    query = f"min_workers=1&max_workers=1&connect_timeout={options.connect_timeout}&{urlencode(access(options))}"
+    return url_with(options, options.rdzv_endpoint, options.rdzv_id, connect_timeout=options.connect_timeout)
+
+
+def url_with(options: argparse.Namespace, endpoint: str, run_id: str, **query: object) -> RendezvousUrl:
+    """The URL of a run.
+
+    Args:
+        options: those about access to etcd.
+        endpoint: of its etcd.
+        run_id: of the run.
+        query: more of its parameters; without any, any number of workers will do.
+
+    Raises:
+        UsageError: they make no URL, or there is a password in it.
+    """
+    words = urlencode({"min_workers": 1, **query, **access(options)})
     try:
-        return parse_url(f"etcd://{without_password(options.rdzv_endpoint)}/{options.rdzv_id}?{query}")
+        return parse_url(f"etcd://{without_password(endpoint)}/{run_id}?{words}")
     except RendezvousUrlError as error:
         raise UsageError(str(error)) from error
 

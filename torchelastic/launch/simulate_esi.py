@@ -23,8 +23,8 @@ from types import FrameType
 
 import psutil
 
-from torchelastic.foreign_json import decode_json
-from torchelastic.launch.esi_lives import Life, Verdict, exit_text, parse_progress, report_document, table, what_next
+from torchelastic.foreign_json import RecordError, converted, decode_json
+from torchelastic.launch.esi_lives import Life, Verdict, exit_text, report_document, table, what_next
 from torchelastic.lifetime.deadline import MLP_VARIABLE
 from torchelastic.lifetime.progress import PROGRESS_VARIABLE, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
@@ -244,10 +244,10 @@ class Reported:
         try:
             with self._path.open("rb") as file:
                 document = decode_json(self._path.name, file.read(_MAX_BYTES + 1), most_bytes=_MAX_BYTES)
-            self.steps, self.fault = parse_progress(document), ""
+            self.steps, self.fault = converted(self._path.name, document, Steps), ""
         except FileNotFoundError:
             pass  # the job reports nothing, or nothing yet
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, RecordError) as error:
             self.fault = str(error)
 
 

@@ -34,12 +34,8 @@ FOOTER = "q: quit"
 
 def status(options: argparse.Namespace) -> int:
     """Print it. Exit code 0, or 1: there is no such run, or etcd does not answer."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    try:
-        with opened(options) as (store, url):
-            found = current(store, url)
-    except StoreError as error:
-        raise CommandError(str(error)) from error
+    with opened(options) as (store, url):
+        found = current(store, url)
     if options.json:
         say_json(run_to_plain(found))
     else:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchelastic.foreign_json import Count
+
 log = logging.getLogger(__name__)
 
 #: The path of the progress file; `torchelastic simulate-esi` sets it.
@@ -30,10 +32,10 @@ class Steps:
             is started again.
     """
 
-    resumed_step: int | None = None
-    committed_step: int | None = None
-    saved_step: int | None = None
-    total_steps: int | None = None
+    resumed_step: Count | None = None
+    committed_step: Count | None = None
+    saved_step: Count | None = None
+    total_steps: Count | None = None
 
 
 class ProgressFile:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchelastic.page.access import Access, checked_token, new_token
+from torchelastic.text import host_port
 
 LOOPBACK = "127.0.0.1"
 
@@ -36,8 +37,7 @@ class PageOptions:
         """Where it is, without the token."""
         is_everywhere = self.name in ("0.0.0.0", "::")  # noqa: S104 - it is only read
         name = (self.address or socket.gethostname()) if is_everywhere else self.name
-        host = f"[{name}]" if ":" in name else name
-        return f"http://{host}:{self.socket.getsockname()[1]}/"
+        return f"http://{host_port(name, self.socket.getsockname()[1])}/"
 
     @property
     def url_to_open(self) -> str:

@@ -1,4 +1,4 @@
-"""Calls that may hang, on daemon threads that nobody waits for: a process that ends does not wait for a slow disk."""
+"""Calls on threads of their own: mostly daemons, so that a process that ends does not wait for a slow disk."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_background(call: Callable[[], T], name: str) -> Future[T]:
-    """Start the call on a daemon thread of that name; an executor's threads would be joined when the process ends."""
+def in_background(call: Callable[[], T], name: str, *, is_waited_for: bool = False) -> Future[T]:
+    """Start the call on a thread of its own; an executor's threads would be joined when the process ends.
+
+    Args:
+        call: what to do; what it raises is raised where the result is asked for.
+        name: of the thread.
+        is_waited_for: whether the program does not end before it has.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            result = call()
-        except Exception as error:  # noqa: BLE001 - whoever waits gets it
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     future.set_running_or_notify_cancel()
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=not is_waited_for).start()
     return future
 
 

@@ -100,6 +100,10 @@ class Credentials:
             raise CredentialsError("what came through the pipe are no credentials") from None
 
 
+#: Neither TLS nor a login.
+NO_CREDENTIALS = Credentials()
+
+
 @dataclass(frozen=True)
 class FileContent:
     """A file as `resolve` needs it: `mode` has its permission bits."""

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
-from torchelastic.rendezvous.credentials import Credentials
+from torchelastic.rendezvous.credentials import NO_CREDENTIALS, Credentials
 from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl
 from torchelastic.rendezvous.etcd_connection import Connection, Failover, OnConnect
 from torchelastic.rendezvous.etcd_watch import WatchStream
 from torchelastic.rendezvous.etcd_wire import (
+    etcd3,
     etcdrpc,
     prefix_range,
     to_bytes,
@@ -53,16 +56,12 @@ class EtcdStore(CoordinationStore):
     Args:
         endpoints: (host, port) of the cluster's members, in the order of preference.
         timeout_s: The longest one call may take, all attempts together.
-        ca_cert: Path of the PEM file with the authority that signed etcd's certificate; without it, no TLS.
-        cert_cert: Path of this client's certificate (PEM), if etcd asks for one.
-        cert_key: Path of its private key (PEM).
-        user: Name to log in with, if etcd's authentication is on.
-        password: Its password. It appears in no message, log line or repr.
+        credentials: Certificates, and a user if etcd's authentication is on; without them neither TLS nor a login.
         root: If given, a user who may not write below this key is refused at the first call already.
         on_connect: Called with the endpoint and its server's version after each new connection, by whoever calls.
 
     Raises:
-        ValueError: no endpoints, or half of a pair (user/password, certificate/key) is missing.
+        ValueError: no endpoints.
     """
 
     def __init__(
@@ -70,15 +69,10 @@ class EtcdStore(CoordinationStore):
         endpoints: Sequence[tuple[str, int]],
         *,
         timeout_s: float = 5.0,
-        ca_cert: str | None = None,
-        cert_cert: str | None = None,
-        cert_key: str | None = None,
-        user: str | None = None,
-        password: str | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
         root: str = "",
         on_connect: OnConnect = lambda _endpoint, _version: None,
     ) -> None:
-        credentials = Credentials(ca_cert, cert_cert, cert_key, user, password)
         self._failover = Failover(endpoints, timeout_s, credentials, root, on_connect)
         self._lock = threading.Lock()  # guards the next two
         self._streams: set[WatchStream] = set()
@@ -89,8 +83,7 @@ class EtcdStore(CoordinationStore):
 
     def get(self, key: str) -> KeyValue | None:
         """Read one key; see `CoordinationStore.get`."""
-        request = etcdrpc.RangeRequest(key=to_bytes(key))
-        kvs = self._range(request).kvs
+        kvs = self._range(etcdrpc.RangeRequest(key=to_bytes(key))).kvs
         return to_key_value(kvs[0]) if kvs else None
 
     def list_prefix(self, prefix: str) -> Listing:
@@ -100,23 +93,23 @@ class EtcdStore(CoordinationStore):
         return Listing(tuple(to_key_value(kv) for kv in response.kvs), response.header.revision)
 
     def _range(self, request: etcdrpc.RangeRequest) -> etcdrpc.RangeResponse:
-        return self._failover.call(
-            lambda connection, timeout_s: connection.client.kvstub.Range(
-                request, timeout_s, metadata=connection.client.metadata
-            )
-        )
+        response: etcdrpc.RangeResponse = self._call(lambda client: client.kvstub.Range, request)
+        return response
+
+    def _call(self, stub: Callable[[etcd3.Etcd3Client], Any], request: Any, *, repeatable: bool = True) -> Any:
+        """One call of one of etcd's generated stubs; see `Failover.call`."""
+
+        def call(connection: Connection, timeout_s: float) -> Any:
+            return stub(connection.client)(request, timeout_s, metadata=connection.client.metadata)
+
+        return self._failover.call(call, repeatable=repeatable)
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """Compare and write at once; see `CoordinationStore.txn`."""
         request = etcdrpc.TxnRequest(
             compare=[to_compare(compare) for compare in compares], success=[to_operation(write) for write in writes]
         )
-        response = self._failover.call(
-            lambda connection, timeout_s: connection.client.kvstub.Txn(
-                request, timeout_s, metadata=connection.client.metadata
-            ),
-            repeatable=not writes,
-        )
+        response = self._call(lambda client: client.kvstub.Txn, request, repeatable=not writes)
         return TxnResult(response.succeeded, response.header.revision)
 
     def grant_lease(self, ttl_s: float) -> Lease:
@@ -124,11 +117,7 @@ class EtcdStore(CoordinationStore):
         check_ttl(ttl_s)
         request = etcdrpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         # repeating may leave a lease behind that nobody uses: it expires
-        granted = self._failover.call(
-            lambda connection, timeout_s: connection.client.leasestub.LeaseGrant(
-                request, timeout_s, metadata=connection.client.metadata
-            )
-        )
+        granted = self._call(lambda client: client.leasestub.LeaseGrant, request)
         return Lease(granted.ID, float(granted.TTL))
 
     def keep_alive(self, lease_id: int) -> float:
@@ -141,14 +130,8 @@ class EtcdStore(CoordinationStore):
     def revoke_lease(self, lease_id: int) -> None:
         """End a lease; see `CoordinationStore.revoke_lease`."""
         request = etcdrpc.LeaseRevokeRequest(ID=lease_id)
-        try:
-            self._failover.call(
-                lambda connection, timeout_s: connection.client.leasestub.LeaseRevoke(
-                    request, timeout_s, metadata=connection.client.metadata
-                )
-            )
-        except LeaseLostError:
-            pass  # gone already, which is what the caller wants
+        with suppress(LeaseLostError):  # gone already, which is what the caller wants
+            self._call(lambda client: client.leasestub.LeaseRevoke, request)
 
     def watch(self, prefix: str, start_revision: int, on_events: OnEvents, on_error: OnError) -> Watch:
         """Report changes; see `CoordinationStore.watch`. Raises StoreUnavailableError if no endpoint can be reached."""

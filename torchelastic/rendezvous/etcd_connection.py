@@ -35,6 +35,7 @@ from torchelastic.rendezvous.store import (
     StoreUnavailableError,
     Target,
 )
+from torchelastic.text import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Failover:
             raise ValueError("endpoints is empty: give at least one (host, port)")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}: give a time above 0")
-        self._endpoints = [(f"[{host.strip('[]')}]" if ":" in host else host, port) for host, port in endpoints]
+        self._endpoints = [(host.strip("[]"), port) for host, port in endpoints]
         self._timeout_s = timeout_s
         self._credentials, self._root, self._on_connect = credentials, root, on_connect
         self._state = threading.Lock()  # held briefly; guards the next three
@@ -110,7 +111,7 @@ class Failover:
     @property
     def endpoints(self) -> list[str]:
         """The endpoints as "host:port"."""
-        return [f"{host}:{port}" for host, port in self._endpoints]
+        return [host_port(host, port) for host, port in self._endpoints]
 
     def call(self, operation: Callable[[Connection, float], T], *, repeatable: bool = True) -> T:
         """Run `operation(connection, timeout_s)`, on another endpoint if the first does not serve.
@@ -170,7 +171,7 @@ class Failover:
 
     def _connect(self, index: int, attempt: _Attempt) -> Connection:
         host, port = self._endpoints[index]
-        endpoint = f"{host}:{port}"
+        endpoint = host_port(host, port)
         client = self._client(host, port)
         try:
             timeout_s = attempt.share_s()
@@ -200,7 +201,7 @@ class Failover:
         credentials = self._credentials
         try:
             return etcd3.client(
-                host,
+                f"[{host}]" if ":" in host else host,  # it puts a colon and the port behind it
                 port,
                 ca_cert=credentials.ca_cert,
                 cert_cert=credentials.cert_cert,

@@ -9,14 +9,15 @@ import socket
 import ssl
 
 from torchelastic.rendezvous.credentials import Credentials
+from torchelastic.text import host_port
 
 
 def why_no_handshake(host: str, port: int, credentials: Credentials, timeout_s: float) -> str | None:
     """What keeps this client and that etcd from understanding each other; None: it is not TLS, or not to be found out.
 
     Args:
-        host: As gRPC has it: an IPv6 address in brackets.
-        port: Of the endpoint.
+        host: Of the endpoint.
+        port: Of it.
         credentials: As used for gRPC.
         timeout_s: The longest each of two attempts may take.
     """
@@ -27,7 +28,7 @@ def why_no_handshake(host: str, port: int, credentials: Credentials, timeout_s: 
             because = _why_not_by_tls(host, port, credentials, timeout_s)
     except OSError:
         return None  # nobody there, or too slow to tell
-    return None if because is None else f"etcd at {host}:{port} {because}"
+    return None if because is None else f"etcd at {host_port(host, port)} {because}"
 
 
 def _why_not_in_clear(host: str, port: int, timeout_s: float) -> str | None:
@@ -65,7 +66,7 @@ def _why_not_by_tls(host: str, port: int, credentials: Credentials, timeout_s: f
     try:
         with (
             _connected(host, port, timeout_s) as plain,
-            context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
+            context.wrap_socket(plain, server_hostname=host) as secured,
         ):
             secured.recv(1)  # since TLS 1.3 a server refuses the client's certificate after the client's handshake
     except ssl.SSLCertVerificationError as error:
@@ -104,4 +105,4 @@ def _why_no_tls(host: str, port: int, timeout_s: float) -> str | None:
 
 
 def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    return socket.create_connection((host.strip("[]"), port), timeout_s)
+    return socket.create_connection((host, port), timeout_s)

@@ -137,19 +137,23 @@ def is_time_out(error: BaseException) -> bool:
 
 
 class LossWitness:
-    """Remembers what the editions of one round have said, which the next round does not repeat. One writer."""
+    """Remembers what the editions of one round have said, which the next round does not repeat. One writer.
+
+    Attributes:
+        leaving: members of that round that were to leave.
+    """
 
     def __init__(self) -> None:
         self._number = 0
         self._departed: frozenset[str] = frozenset()
-        self._leaving: frozenset[str] = frozenset()
+        self.leaving: frozenset[str] = frozenset()
         self._error: Loss | None = None
 
     def sees(self, round_: Round) -> None:
         """Take in one edition of a round."""
         if round_.number == self._number:
             self._departed |= frozenset(round_.departed)
-            self._leaving |= frozenset(round_.leaving)
+            self.leaving |= frozenset(round_.leaving)
 
     def sees_error(self, error: BaseException) -> None:
         """Take in the first failure in a round; what follows it is its consequence."""
@@ -159,10 +163,10 @@ class LossWitness:
     def begins(self, joined: Round) -> None:
         """Forget what was before: this round is trained in now."""
         self._number, self._departed, self._error = joined.number, frozenset(joined.departed), None
-        self._leaving = frozenset(joined.leaving)
+        self.leaving = frozenset(joined.leaving)
 
     def tells(self, joined: Round, now: Round) -> tuple[Loss, ...]:
         """Why `now` follows `joined`: who is lost; and what the error said, if that tells more."""
-        named = losses(joined, now, self._departed, self._leaving)
+        named = losses(joined, now, self._departed, self.leaving)
         is_sure = bool(named) and all(isinstance(loss, (Fact, MissedProgress)) for loss in named)
         return named if is_sure or self._error is None else (*named, self._error)

@@ -9,7 +9,6 @@ import atexit
 import functools
 import http.client
 import importlib.util
-import ipaddress
 import os
 import shutil
 import signal
@@ -33,6 +32,7 @@ from torchelastic.network.ports import unused_ports
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous import etcd_versions
+from torchelastic.text import host_port
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
 
@@ -160,7 +160,7 @@ class EtcdServer:
     @property
     def endpoint(self) -> str:
         """Where clients connect, as "host:port"; raises as `port`."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     @property
     def pid(self) -> int:
@@ -247,14 +247,12 @@ class EtcdServer:
         return str(socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][4][0])
 
     def _command(self, binary: Path, port: int) -> list[str]:
-        address = ipaddress.ip_address(self._address)
-        listen = f"[{address}]" if address.version == 6 else str(address)
         scheme = "http" if self._tls is None else "https"
         peer = "http://127.0.0.1:1"  # there are no peers to ever use this; the listener takes any free port
         command = [
             str(binary),
             *("--data-dir", str(self._data_path)),
-            *("--listen-client-urls", f"{scheme}://{listen}:{port}"),
+            *("--listen-client-urls", f"{scheme}://{host_port(self._address, port)}"),
             *("--advertise-client-urls", f"{scheme}://{self.endpoint}"),
             *("--listen-peer-urls", "http://127.0.0.1:0"),
             *("--initial-advertise-peer-urls", peer),
@@ -385,7 +383,7 @@ def _says(binary: Path, option: str) -> str:
 def _is_healthy(address: str, port: int) -> bool:
     """Whether an etcd with a leader answers there."""
     target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - compared, not bound
-    url = f"http://[{target}]:{port}/health" if ":" in target else f"http://{target}:{port}/health"
+    url = f"http://{host_port(target, port)}/health"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a web proxy
     try:
         with opener.open(url, timeout=1.0) as response:

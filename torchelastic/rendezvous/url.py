@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urls
 from torchelastic.network.interfaces import is_loopback
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, AccessParameters
 from torchelastic.rendezvous.view import Settings
+from torchelastic.text import host_port
 
 DEFAULT_PORT = 2379
 #: Not 0.1's `/torchelastic/p2p`: that was etcd's v2 key space, which no present etcd shares with v3.
@@ -76,7 +77,7 @@ class RendezvousUrl:
     @property
     def endpoints_text(self) -> str:
         """The endpoints as HOST:PORT,HOST:PORT for people."""
-        return ",".join(f"{host}:{port}" for host, port in self.endpoints)
+        return ",".join(host_port(host, port) for host, port in self.endpoints)
 
     @property
     def is_on_this_host(self) -> bool:
