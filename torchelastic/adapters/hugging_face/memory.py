@@ -23,7 +23,8 @@ def refuse_sharding(what: str, kind: str) -> None:
     """Raises ValueError if a rank does not hold the whole model, by `distributed_kind`; names `what` was called."""
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise ValueError(
-            f"{what} saves what each rank holds whole (one process, or DDP), and this job runs with {kind}: save its "
+            f"{what} saves what each rank holds whole (one process, or DDP), and this job runs with {kind}: for FSDP2 "
+            'use torchelastic.checkpoint.BCPState(model, optimizer, framework="fsdp2") in your own loop; else save the '
             "sharded state dict by torch.distributed.checkpoint with "
             "torchelastic.checkpoint.memory.MemoryStorageWriter (Megatron-LM: torchelastic.adapters.megatron), or "
             "leave it to the framework's own checkpoints"
