@@ -255,7 +255,7 @@ def test_many_missing_parts_are_shortened_for_people() -> None:
 
 def test_memory_for_copies_is_counted_for_all_workers_of_a_host() -> None:
     gib = 2**30
-    assert too_little_memory(gib, 1, 2, 8 * gib) is None
-    problem = too_little_memory(gib, 1, 2, 8 * gib - 1)
+    assert too_little_memory(gib, 1, 2, 10 * gib) is None
+    problem = too_little_memory(gib, 1, 2, 10 * gib - 1)
     assert problem is not None
-    assert "about 8.00 GiB here (2 workers with 4.00 GiB each)" in problem
+    assert "about 10.0 GiB here (2 workers with 5.00 GiB each)" in problem

@@ -117,7 +117,8 @@ def too_little_memory(part_bytes: int, replicas: int, ranks_here: int, available
         ranks_here: how many ranks share this host's memory.
         available_bytes: what this host, or this container, has left.
     """
-    each_bytes = 2 * (1 + replicas) * part_bytes  # two of its own, and two of each whose copies it keeps
+    # two of its own, two of each whose copies it keeps, and the parts of a new group beside those of the last one
+    each_bytes = (2 * (1 + replicas) + 1) * part_bytes
     needed_bytes = ranks_here * each_bytes
     if needed_bytes <= available_bytes:
         return None
