@@ -182,6 +182,30 @@ def test_what_two_processes_of_a_host_need_is_fetched_once(crew: Crew, root: Pat
     assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", ranks.shard(0, 2, 5, 0), ranks=2)) == [[], [1]]
 
 
+def read_a_step(root: str, hosts: str, step: int) -> list[Any]:
+    """What rank 1 reads of a step that it knows, without choosing one; and why it cannot read another one."""
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        if rank == 0:
+            each.meet()
+            return []
+        values = ranks.read_back(each, step)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            each.loader.read_metadata(each.container.folder_of(step + 1))
+        each.meet()
+        return [values, str(caught.value)]
+
+
+def test_a_replaced_host_that_knows_the_step_gets_all_of_it_from_the_others(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    shutil.rmtree(ranks.base_of(root, "b"))
+    _, (values, error) = succeeded(crew.run(read_a_step, str(root), "ab", 5, ranks=2))
+    assert values == [True, True]
+    assert "step-6_ckpt has no commit" in error
+    assert ranks.files_of(root, "a", 5).keys() == ranks.files_of(root, "b", 5).keys()
+    assert (ranks.folder_of(root, "b", 5) / "common.pt").read_bytes() == b"common"
+
+
 def recover_without_room(root: str, hosts: str) -> list[Any]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank, disk=FaultyDisk(full_at("allocate")) if rank == 1 else REAL_DISK) as each:

@@ -255,13 +255,22 @@ class Container(MemoryTier):
             self._discard([entry.name for entry in self.inventory() if entry.name.step == step])
             self._remove_attached(step)
 
-    def revoke(self, name: SaveId) -> None:
-        """A save is no checkpoint any more. Raises: CheckpointError if the disk refuses."""
+    def give_up_newer(self, save: SaveId) -> None:
+        """What is newer than the chosen save, and could not be put together, is none any more: it would replace that.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        for entry in self.inventory():
+            if entry.is_committed and entry.name > save:
+                self._revoke(entry.name)
+
+    def _revoke(self, name: SaveId) -> None:
         self.disk.remove(self.root / name.folder_name / MANIFEST_NAME)
 
     def _discard(self, names: Iterable[SaveId]) -> None:
         for name in names:
-            self.revoke(name)  # first: another process may hold some of its shards, and without the others it is none
+            self._revoke(name)  # first: another process may hold some of its shards, and without the others it is none
             super()._discard([name])
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `_retire` looks who holds it
@@ -278,6 +287,11 @@ class Container(MemoryTier):
 
     def _retire(self, path: Path) -> None:
         self.remove_object(path)
+
+    def remove_damaged(self, shard: ShardId) -> None:
+        """Removes a shard that proved damaged, also where another process holds it: nobody can use it."""
+        self.remove_object(self.path_of(shard))
+        self.disk.remove(self.path_of(shard))
 
     def _remove_if_empty(self, name: SaveId) -> None:
         super()._remove_if_empty(name)

@@ -17,7 +17,7 @@ from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.checkpoint.store.owner import locked
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
+from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -44,32 +44,10 @@ def verify(container: Container, shards: Sequence[ShardId]) -> list[tuple[int, i
                 good.append((shard.rank, opened.size_bytes))
         except CorruptCheckpointError as error:
             log.warning("%s is of no use and is removed: %s", shard, error)
-            remove_damaged(container, shard)
+            container.remove_damaged(shard)
         except CheckpointError as error:
             log.warning("%s cannot be read: %s", shard, error)
     return good
-
-
-def remove_damaged(container: Container, shard: ShardId) -> None:
-    """Removes a shard that proved damaged, also where another process holds it: nobody can use it."""
-    path = container.path_of(shard)
-    container.remove_object(path)
-    container.disk.remove(path)
-
-
-def give_up_newer(container: Container, save: SaveId) -> None:
-    """Checkpoints newer than the chosen one, which nobody could put together, are none any more: they would replace it.
-
-    Args:
-        container: of this host.
-        save: the checkpoint that was chosen.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
-    for entry in container.inventory():
-        if entry.is_committed and entry.name > save:
-            container.revoke(entry.name)
 
 
 def fetch(container: Container, shard: ShardId, holders: Sequence[int], replication: ReplicationManager) -> None:

@@ -32,7 +32,7 @@ from torchelastic.checkpoint.memory.ids import (
     parse_object,
     parts_of,
 )
-from torchelastic.checkpoint.memory.inventory import fetch, give_up_newer, make_replicas, remove_damaged, verify
+from torchelastic.checkpoint.memory.inventory import fetch, make_replicas, verify
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.manager import ReplicationManager
@@ -165,7 +165,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
     def _replace(self, container: Container, shard: ShardId, error: CheckpointError) -> None:
         """Removes a damaged shard, and fetches another copy. Raises: CorruptCheckpointError if there is none."""
         try:
-            remove_damaged(container, shard)
+            container.remove_damaged(shard)
             fetch(container, shard, self._holders(container, shard), self._replication)
         except CheckpointError as other:
             raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
@@ -323,7 +323,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         def complete() -> list[str]:
             if rank in plan.firsts:
                 if gives_up_newer:
-                    give_up_newer(container, plan.commit.name)
+                    container.give_up_newer(plan.commit.name)
                 container.complete(container.read_commit(plan.commit), by_all=True)
             return []
 
