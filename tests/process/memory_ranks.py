@@ -19,9 +19,9 @@ from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.received import sealed_bytes
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 SIZE = 5000

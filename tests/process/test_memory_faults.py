@@ -43,8 +43,8 @@ from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.received import sealed_bytes
 from torchelastic.checkpoint.store.save_id import ShardId
 
 

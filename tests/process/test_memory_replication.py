@@ -31,7 +31,7 @@ from torchelastic.checkpoint.replication import (
 )
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
+from torchelastic.checkpoint.store.received import sealed_bytes
 from torchelastic.network.ports import unused_ports
 
 
