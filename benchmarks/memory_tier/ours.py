@@ -57,7 +57,8 @@ class Ours(Contender):
         self._load(str(found))
 
     def commit_file(self) -> Path:
-        return Path(self._id(self.step)) / "commit.shard"
+        saves = sorted(Path(str(self.base)).glob(f"step-{self.step:09d}.*/manifest.json"))
+        return saves[-1] if saves else Path(str(self.base)) / "manifest.json"
 
     def close(self) -> None:
         self.replication.shutdown()

@@ -41,6 +41,11 @@ def folder_of(root: Path, host: int, step: int) -> Path:
     return container_of(root, host) / CheckpointContainerId.format_version_container(step)
 
 
+def shards_of(root: Path, host: int, step: int) -> list[Path]:
+    """The shards of a step on one host: those of the ranks, and the one behind with the metadata."""
+    return sorted(container_of(root, host).glob(f"step-{step:09d}.*/shard-*.shard"))
+
+
 def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
     """What a rank saves; those of two ranks have other shapes and other values."""
     return {f"weights of rank {rank}": torch.arange(SIZES[rank], dtype=torch.float32) + 1000 * step + rank}

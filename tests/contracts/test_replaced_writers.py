@@ -109,7 +109,7 @@ def test_a_writer_into_memory_that_was_replaced_in_the_moment_before_it_publishe
     tmp_path: Path,
 ) -> None:
     memory_ranks.save(tmp_path, 5)
-    disk = StoppedBeforeItPublishes(tmp_path, IN_MEMORY, "commit.shard")
+    disk = StoppedBeforeItPublishes(tmp_path, IN_MEMORY, "manifest.json")
     with pytest.raises(CheckpointException, match="was replaced"):
         memory_ranks.save(tmp_path, 20, disk)
     assert disk.is_replaced

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts import memory_ranks
-from tests.contracts.memory_ranks import folder_of
+from tests.contracts.memory_ranks import shards_of
 from tests.process.forked_ranks import run_ranks, values
 
 OLDER, NEWER = 5, 9
@@ -19,14 +19,15 @@ def test_two_shards_that_have_changed_their_names_are_replaced_or_all_ranks_step
     tmp_path: Path, hosts: tuple[int, ...], found: int
 ) -> None:
     values(run_ranks(memory_ranks.save, tmp_path, OLDER, ranks=2))
-    for host in (0, 1):
-        shutil.copytree(folder_of(tmp_path, host, OLDER), tmp_path / f"older-{host}")
+    older = {host: shards_of(tmp_path, host, OLDER)[0].parent for host in (0, 1)}
+    for host, folder in older.items():
+        shutil.copytree(folder, tmp_path / f"older-{host}")
     values(run_ranks(memory_ranks.save, tmp_path, NEWER, ranks=2))
-    for host in (0, 1):
-        if not folder_of(tmp_path, host, OLDER).exists():
-            shutil.copytree(tmp_path / f"older-{host}", folder_of(tmp_path, host, OLDER))
+    for host, folder in older.items():
+        if not folder.exists():
+            shutil.copytree(tmp_path / f"older-{host}", folder)
     for host in hosts:
-        first, second = sorted(folder_of(tmp_path, host, NEWER).glob("*.shard-*.shard"))
+        first, second, _ = shards_of(tmp_path, host, NEWER)
         first.rename(tmp_path / "aside")
         second.rename(first)
         (tmp_path / "aside").rename(second)

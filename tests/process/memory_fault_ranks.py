@@ -30,7 +30,7 @@ from torchelastic.checkpoint.memory import (
     DefaultCheckpointSaver,
     MemoryStorageWriter,
 )
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE
+from torchelastic.checkpoint.memory.ids import is_commit
 from torchelastic.checkpoint.replication import (
     ReplicaClient,
     ReplicationError,
@@ -41,8 +41,9 @@ from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import Reception
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.reading import read_manifest
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.testing.disk_faults import DiskFault, FaultyDisk, fail_at, kill_at
 
 OLD, NEW = 10, 20
@@ -62,7 +63,7 @@ class Fault:
     Attributes:
         rank: whose.
         at: the number of the call to the disk since the save began; or a call as `Calls` names it, such as
-            "rename commit.shard"; or "receive shard", "receive commit": in the middle of it.
+            "rename manifest.json"; or "receive shard", "receive commit": in the middle of it.
         verb: "kill", "pause", or "fail" (with EIO).
     """
 
@@ -109,9 +110,15 @@ def strike(verb: str) -> None:
 def kind_of(path: Path | None) -> str:
     """The name of a file, without what differs from save to save."""
     name = "" if path is None else path.name
-    for pattern, kind in ((r"step-.*\.shard-.*", "shard"), (r"\.fence\..*", "fence"), (r"\.tmp-.*", "hidden")):
+    for pattern, kind in ((r"shard-.*", "shard"), (r"\.fence\..*", "fence"), (r"\.tmp-.*", "hidden")):
         name = re.sub(pattern, kind, name)
     return name
+
+
+def kind_of_object(object_id: str) -> str:
+    """What is received: the shard of a rank, or the commit."""
+    shard = ShardId.parse("/".join(object_id.split("/")[-2:]))
+    return "commit" if is_commit(shard) else "shard"
 
 
 def _strike_while_receiving(fault: Fault) -> None:
@@ -120,11 +127,11 @@ def _strike_while_receiving(fault: Fault) -> None:
     coming = threading.local()
 
     def begin_and_tell(reception: Any, object_id: str, *arguments: Any) -> Any:
-        coming.what = "commit" if object_id.endswith(COMMIT_FILE) else "shard"
+        coming.what = kind_of_object(object_id)
         return begin(reception, object_id, *arguments)
 
     def pull_and_tell(client: Any, object_id: str, destination: Any) -> Any:
-        coming.what = "commit" if object_id.endswith(COMMIT_FILE) else "shard"
+        coming.what = kind_of_object(object_id)
         return pull(client, object_id, destination)
 
     def fill_half(connection: Any, piece: memoryview | bytearray) -> None:
@@ -318,10 +325,9 @@ def newest_commit(root: Path, hosts: str) -> tuple[int, int]:
     """Generation and step of the newest commit on any of these hosts; (-1, -1) if there is none."""
     found = [(-1, -1)]
     for host in set(hosts):
-        for path in base_of(root, host).glob(f"step-*_ckpt/{COMMIT_FILE}"):
-            with ShardReader(path) as shard:
-                save = SaveId.parse(shard.header.meta["save"])
-                found.append((save.generation, save.step))
+        for path in base_of(root, host).glob(f"step-*/{MANIFEST_NAME}"):
+            save = read_manifest(path.parent).name
+            found.append((save.generation, save.step))
     return max(found)
 
 

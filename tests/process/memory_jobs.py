@@ -69,9 +69,9 @@ def living_job(base: Path, run_id: str = "") -> Iterator[subprocess.Popen[str]]:
 
 def dead_job(base: Path, run_id: str = "", size_bytes: int = 4096) -> Path:
     """A container with one step, which no process uses."""
-    step = base / "step-20_ckpt"
-    step.mkdir(parents=True)
-    (step / "step-000000020.e1.r0.g0.5f0c1a2b.shard-00000-of-00001.shard").write_bytes(b"x" * size_bytes)
+    save = base / "step-000000020.e1.r0.g0.5f0c1a2b"
+    save.mkdir(parents=True)
+    (save / "shard-00000-of-00002.shard").write_bytes(b"x" * size_bytes)
     (base / ".tmp-1-slot").write_bytes(b"y" * size_bytes)
     with entered(base, run_id):  # last, so that tmpfs lists it first
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, meta_of_shard
+from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of, shard_of
 from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.shards.tree import flatten
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
+from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.received import sealed_bytes
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 SIZE = 5000
 JOB = "job7"
@@ -49,7 +50,14 @@ def base_of(root: str | Path, host: str) -> Path:
 
 
 def folder_of(root: str | Path, host: str, step: int) -> Path:
+    """Where the attached files of a step lie."""
     return base_of(root, host) / f"step-{step}_ckpt"
+
+
+def files_of(root: str | Path, host: str, step: int) -> dict[str, Path]:
+    """The files of the newest save of a step, by name."""
+    *_, newest = sorted(base_of(root, host).glob(f"step-{step:09d}.*"))
+    return {path.name: path for path in newest.iterdir()}
 
 
 @contextmanager
@@ -86,46 +94,52 @@ def save_of(step: int, generation: int) -> SaveId:
     return SaveId(1, 0, generation, step, "00000007")
 
 
-def shard_file(rank: int, world_size: int, step: int, generation: int) -> str:
-    return file_name_of(ShardId(save_of(step, generation), rank, world_size))
+def shard(rank: int, world_size: int, step: int, generation: int) -> ShardId:
+    """The shard of a rank; with the rank behind the last one, the commit."""
+    return shard_of(save_of(step, generation), rank, world_size)
 
 
 def publish(each: Member, step: int, generation: int) -> Path:
     """The own shard of a step, without replicas."""
     flat = flatten({"w": value_of(each.rank, step)})
-    shard = ShardId(save_of(step, generation), each.rank, each.replication.world_size)
-    header = lay_out(flat, meta_of_shard(shard))
+    mine = shard(each.rank, each.replication.world_size, step, generation)
+    header = lay_out(flat, meta_of_shard(mine))
     stage = each.container.pool.take(header)
     checksums = stage.copy_and_hash([named.tensor for named in flat.tensors])
-    return each.container.publish(stage, header.with_checksums(checksums), step, file_name_of(shard))
+    return each.container.publish(stage, header.with_checksums(checksums), each.container.path_of(mine))
 
 
-def push(each: Member, step: int, path: Path) -> int:
+def object_at(path: Path) -> str:
+    """What other hosts call the shard at a path."""
+    return object_of(JOB, ShardId.parse(f"{path.parent.name}/{path.name}"))
+
+
+def push(each: Member, path: Path) -> int:
     content = sealed_bytes(path)
     assert content is not None
-    return each.replication.push(str(ObjectName(JOB, step, path.name)), content)
+    return each.replication.push(object_at(path), content)
 
 
-def commit_of(world_size: int, step: int, generation: int) -> Commit:
-    files = [shard_file(rank, world_size, step, generation) for rank in range(world_size)]
-    storage = {MetadataIndex(f"w{rank}"): StoredItem(file, "w") for rank, file in enumerate(files)}
-    metadata = Metadata({}, storage_data=storage)
-    return Commit(save_of(step, generation), world_size, metadata, {"common.pt": b"common"})
+def commit_of(paths: Sequence[Path], step: int, generation: int) -> Commit:
+    """The commit of shards at these paths, by rank."""
+    records = tuple(record_in(path, rank) for rank, path in enumerate(paths))
+    shards = [shard(rank, len(paths), step, generation) for rank in range(len(paths))]
+    storage = {MetadataIndex(f"w{rank}"): StoredItem(str(one), "w") for rank, one in enumerate(shards)}
+    return Commit(save_of(step, generation), records, Metadata({}, storage_data=storage), {"common.pt": b"common"})
 
 
 def save(each: Member, step: int, generation: int, *, replicate: bool = True, spread: bool = True) -> None:
     """A whole checkpoint; with `spread` false its commit is on the host of rank 0 only."""
     path = publish(each, step, generation)
     if replicate:
-        push(each, step, path)
-    each.meet()
+        push(each, path)
+    paths = [Path(one) for one in each.replication.all_gather("saved", str(path))]
     if each.rank == 0:
-        commit = commit_of(each.replication.world_size, step, generation)
-        written = each.container.write_commit(commit)
+        written = each.container.write_commit(commit_of(paths, step, generation))
         if spread:
             content = sealed_bytes(written)
             assert content is not None
-            assert each.replication.spread(str(ObjectName(JOB, step, COMMIT_FILE)), content) == []
+            assert each.replication.spread(object_at(written), content) == []
     each.meet()
 
 
@@ -140,7 +154,7 @@ def read_back(each: Member, step: int) -> list[bool]:
 
 
 def damage(path: Path) -> None:
-    """Flips a bit in the middle of the data of a shard or of a commit."""
+    """Flips a bit in the middle of the data of a shard."""
     with path.open("r+b") as file:
         preamble = decode_preamble(file.read(PREAMBLE_BYTES))
         at = preamble.data_offset_bytes + preamble.data_bytes // 2

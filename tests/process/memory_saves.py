@@ -25,9 +25,11 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import is_commit
 from torchelastic.checkpoint.replication import ReplicationManager
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.writing import HIDDEN
+from torchelastic.checkpoint.store.save_id import ShardId
 
 State = dict[str, Any]
 
@@ -71,22 +73,22 @@ class Saving:
 
     def steps(self) -> list[int]:
         """The steps that are complete on this host, by what lies there."""
-        return sorted(one.name.step for one in self.container.entries() if one.is_committed)
+        return sorted(one.name.step for one in self.container.inventory() if one.is_committed)
 
     def files(self) -> list[str]:
-        """The names of all shards and slots of this host's container."""
-        return sorted(
-            path.name
-            for path in self.base.rglob("*")
-            if path.is_file() and (path.name.endswith(".shard") or path.name.startswith(HIDDEN))
-        )
+        """All shards and slots of this host's container."""
+        hidden = [path for path in self.base.iterdir() if path.is_file() and path.name.startswith(HIDDEN)]
+        found = [*hidden, *self.base.glob("step-*/shard-*.shard")]
+        return sorted(str(path.relative_to(self.base)) for path in found)
+
+    def shards(self) -> list[str]:
+        """Those that ranks have saved, of all saves."""
+        return [name for name in self.files() if "shard-" in name and not is_commit(ShardId.parse(name))]
 
     def inodes(self) -> set[int]:
-        return {
-            path.stat().st_ino
-            for path in self.base.rglob("*")
-            if path.name.startswith(HIDDEN) or ".shard-" in path.name
-        }
+        """Of what ranks have saved, and of the slots for more."""
+        hidden = [name for name in self.files() if name.startswith(HIDDEN)]
+        return {(self.base / name).stat().st_ino for name in [*hidden, *self.shards()]}
 
 
 def quietly(function: Any, *arguments: Any, **options: Any) -> Any:

@@ -23,9 +23,14 @@ def base() -> Iterator[Path]:
         yield root / "7"
 
 
+def save_of(folder: Path) -> Path:
+    """Where the save of the container of a step lies."""
+    (save,) = folder.parent.glob("step-000000020.*")
+    return save
+
+
 def shard_of(folder: Path) -> Path:
-    (shard,) = folder.glob("*.shard-*.shard")
-    return shard
+    return save_of(folder) / "shard-00000-of-00002.shard"
 
 
 def flip_first_byte_of(tensor: str, shard: Path) -> None:
@@ -37,7 +42,7 @@ def flip_first_byte_of(tensor: str, shard: Path) -> None:
 
 def test_a_container_and_a_step_of_it_are_listed(base: Path, capsys: Capture) -> None:
     folder = left_by_a_killed_job(base, 20)
-    for path in (base, folder):
+    for path in (base, folder, save_of(folder)):
         (one,) = lines_of(capsys, "ls", path)
         assert (one["kind"], one["step"], one["world_size"]) == ("memory", 20, 1)
         assert (one["complete"], one["damage"], one["partial"]) == (True, None, None)
@@ -87,10 +92,11 @@ def test_verify_names_what_is_damaged(base: Path, capsys: Capture) -> None:
     assert f"{shard}: tensor 'w' is damaged" in out
     flip_first_byte_of("w", shard)
     assert run(capsys, "verify", base)[0] == 0
-    flip(folder / "commit.shard", 100)
+    commit = save_of(folder) / "shard-00001-of-00002.shard"
+    flip(commit, 100)
     code, out, _ = run(capsys, "verify", base)
     assert code == 1
-    assert "commit.shard" in out
+    assert str(commit) in out
 
 
 def test_verify_compares_the_extra_files_with_the_commit(base: Path, capsys: Capture) -> None:
@@ -142,7 +148,7 @@ def test_prune_by_rules_leaves_them_to_their_job(base: Path, capsys: Capture) ->
         if line
     ]
     assert state == "kept"
-    assert (base / "step-20_ckpt" / "commit.shard").exists()
+    assert len([*base.glob("step-000000020.*/manifest.json")]) == 1
     code, out, _ = run(capsys, "prune", "--dead", base, "--yes")
     assert code == 0
     assert f"{base}: removed" in out

@@ -71,7 +71,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def steps_in(container: Path) -> list[str]:
-    return sorted(path.name for path in container.iterdir() if path.name.startswith("step-"))
+    return sorted(path.name for path in container.glob("step-*_ckpt"))
 
 
 def assert_equal(one: Outcome, other: Outcome, *, but: str = "nothing") -> None:
@@ -429,7 +429,7 @@ def test_a_checkpoint_in_memory_that_cannot_be_loaded_gives_way_to_the_durable_o
     trainer, auto_resume = wrapped(folder / "job", default=durable)
     path = Path(auto_resume.ckpt_path())
     assert path.name == "step-6_ckpt"
-    for file in path.rglob("*"):
+    for file in (folder / "job").glob("step-000000006.*/*"):
         file.unlink()
     assert trainer.strategy.load_checkpoint(path) == {"global_step": 4}
     assert "durable.ckpt is" in caplog.text
@@ -440,7 +440,7 @@ def test_a_checkpoint_in_memory_that_cannot_be_loaded_gives_way_to_the_durable_o
 
 def test_a_damaged_checkpoint_in_memory_is_not_chosen(folder: Path) -> None:
     train(folder / "job", max_steps=8)
-    for file in (folder / "job" / "step-6_ckpt").iterdir():
+    for file in (folder / "job").glob("step-000000006.*/*"):
         file.write_bytes(bytes(file.stat().st_size))
     assert wrapped(folder / "job", default="x.ckpt")[1].ckpt_path() == "x.ckpt"
 

@@ -1,10 +1,14 @@
-"""The folder of a job in memory: what is complete, what replaces what, and who removes whose memory."""
+"""The folder of a job in memory: what is complete, what replaces what, and who removes whose memory.
+
+What faults and replaced writers leave is a matter of the contracts.
+"""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container, read_commit
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE
+from torchelastic.checkpoint.memory.ids import meta_of_shard, shard_of
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.tree import flatten
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, ShardRecord
+from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
 from torchelastic.checkpoint.store.tier import TierEntry
-from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 WRITER = """
 import sys, time
@@ -33,46 +38,49 @@ print("saved", flush=True)
 time.sleep(60)
 """
 
-TAKER = """
-import os, sys
-sys.path.insert(0, sys.argv[2])
-from test_memory_container import *
-Container(sys.argv[1]).pool.take(lay_out(flatten({"weight": torch.ones(9)}), {}))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
 
 def save(
     container: Container, step: int, rank: int = 0, generation: int | None = None, value: float = 0.0, epoch: int = 1
 ) -> ShardId:
     """One rank's share of a save by two ranks."""
-    name = ShardId(SaveId(epoch, 0, step if generation is None else generation, step, "00000007"), rank, 2)
-    header = lay_out(flatten({"weight": torch.full((1000,), value)}), {"step": step})
+    shard = shard_of(SaveId(epoch, 0, step if generation is None else generation, step, "00000007"), rank, 2)
+    header = lay_out(flatten({"weight": torch.full((1000,), value)}), meta_of_shard(shard))
     stage = container.pool.take(header)
     checksums = stage.copy_and_hash([torch.full((1000,), value)])
-    container.publish(stage, header.with_checksums(checksums), step, file_name_of(name))
-    return name
+    container.publish(stage, header.with_checksums(checksums), container.path_of(shard))
+    return shard
 
 
-def commit(container: Container, name: ShardId) -> Commit:
-    made = Commit(name.name, 2, Metadata({}, storage_data={}), {"common.pt": b"all of it"})
+def commit_of(container: Container, shard: ShardId) -> Commit:
+    """The commit of a save of which one shard, or two, are here."""
+    records = []
+    for rank in range(2):
+        path = container.path_of(shard_of(shard.name, rank, 2))
+        is_here = path.exists()
+        records.append(record_in(path, rank) if is_here else ShardRecord(rank, path.name, 4096, "0" * 32))
+    return Commit(shard.name, tuple(records), Metadata({}, storage_data={}), {"common.pt": b"all of it"})
+
+
+def commit(container: Container, shard: ShardId) -> Commit:
+    made = commit_of(container, shard)
     container.write_commit(made)
     return made
 
 
+def found(container: Container, step: int) -> Commit:
+    """The commit by which a step is complete."""
+    save = container.save_of(step)
+    assert save is not None
+    return read_commit(container.root / save.folder_name)
+
+
 def committed(container: Container) -> list[int]:
-    return [one.name.step for one in container.entries() if one.is_committed]
+    return [one.name.step for one in container.inventory() if one.is_committed]
 
 
 @pytest.fixture
 def base(memory_folder: Path) -> Path:
     return memory_folder / "job-7"
-
-
-def files(base: Path) -> list[str]:
-    """All files but free slots and what names the job."""
-    found = [path for path in base.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    return sorted(str(path.relative_to(base)) for path in found)
 
 
 def slots(base: Path) -> list[Path]:
@@ -82,11 +90,11 @@ def slots(base: Path) -> list[Path]:
 
 def test_a_step_is_complete_with_its_commit_and_not_before(base: Path) -> None:
     container = Container(base)
-    name = save(container, 5)
-    assert container.entries() == [TierEntry(name.name, 2, (0,), is_committed=False)]
-    made = commit(container, name)
-    assert container.entries() == [TierEntry(name.name, 2, (0,))]
-    assert read_commit(container.folder_of(5)) == made
+    shard = save(container, 5)
+    assert container.inventory() == [TierEntry(shard.name, 3, (0,), is_committed=False)]
+    made = commit(container, shard)
+    assert container.inventory() == [TierEntry(shard.name, 3, (0, 2))]
+    assert found(container, 5) == made
     assert (container.folder_of(5) / "common.pt").read_bytes() == b"all of it"
 
 
@@ -95,18 +103,18 @@ def test_a_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Pat
     seen = set()
     for step in range(6):
         commit(container, save(container, step))
-        seen |= {path.stat().st_ino for path in base.rglob("*.shard-*")}
+        seen |= {path.stat().st_ino for path in base.rglob("shard-00000-*")}
         assert container.tidy() == ([step - 1] if step else [])
-        assert [one.name.step for one in container.entries()] == [step]
+        assert [one.name.step for one in container.inventory()] == [step]
     assert len(seen) == 2
 
 
 def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
     container = Container(base)
     commit(container, save(container, 1))
-    name = save(container, 2)
+    shard = save(container, 2)
     assert container.tidy() == []
-    assert (container.folder_of(2) / file_name_of(name)).exists()
+    assert container.path_of(shard).exists()
 
 
 def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
@@ -114,15 +122,7 @@ def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
     save(container, 9, generation=1)
     save(container, 1, generation=1)
     commit(container, save(container, 2))
-    assert container.tidy() == [9, 1]
-
-
-def test_a_commit_of_an_older_save_that_comes_late_replaces_nothing(base: Path) -> None:
-    container = Container(base)
-    late = save(container, 1, generation=1)
-    again = commit(container, save(container, 1, generation=2))
-    commit(container, late)
-    assert read_commit(container.folder_of(1)) == again
+    assert container.tidy() == [1, 9]
 
 
 def test_a_commit_of_an_older_epoch_that_comes_late_replaces_nothing(base: Path) -> None:
@@ -133,47 +133,26 @@ def test_a_commit_of_an_older_epoch_that_comes_late_replaces_nothing(base: Path)
     again = commit(container, save(container, 1, generation=2, epoch=2))
     with pytest.raises(FencedError, match="was replaced"):
         commit(container, late)
-    assert read_commit(container.folder_of(1)) == again
-
-
-class JoinedBesideDisk(FaultyDisk):
-    """Others take over when a commit has been written, and has not got its name."""
-
-    others: Container | None = None
-
-    def rename(self, source: Path, target: Path) -> None:
-        if self.others is not None and target.name == COMMIT_FILE:
-            self.others.join("others", 2)
-        super().rename(source, target)
-
-
-def test_a_commit_is_not_published_by_who_is_replaced_in_the_moment_before_its_rename(base: Path) -> None:
-    disk = JoinedBesideDisk()
-    container = Container(base, disk=disk)
-    name, disk.others = save(container, 1), Container(base)
-    with pytest.raises(FencedError, match="was replaced"):
-        commit(container, name)
-    assert committed(container) == []
-    assert not [path for path in slots(base) if path.is_dir()]
+    assert found(container, 1) == again
 
 
 @pytest.mark.parametrize("cut", [0, -1])
-def test_a_damaged_commit_is_none(base: Path, cut: int) -> None:
+@pytest.mark.parametrize("file", [MANIFEST_NAME, shard_file_name(2, 3)])
+def test_a_damaged_manifest_or_commit_is_none(base: Path, file: str, cut: int) -> None:
     container = Container(base)
-    commit(container, save(container, 1))
-    path = container.folder_of(1) / COMMIT_FILE
-    path.write_bytes(path.read_bytes()[:cut])
+    folder = container.path_of(commit(container, save(container, 1)).shard).parent
+    (folder / file).write_bytes((folder / file).read_bytes()[:cut])
     with pytest.raises(CorruptCheckpointError):
-        read_commit(container.folder_of(1))
-    assert committed(container) == []
+        read_commit(folder)
+    assert [one.ranks for one in container.inventory() if one.is_committed] in ([], [(0,)])
 
 
-def test_a_commit_in_the_folder_of_another_step_is_damage(base: Path) -> None:
+def test_the_attached_files_of_a_step_are_those_of_its_newest_save(base: Path) -> None:
     container = Container(base)
-    commit(container, save(container, 1))
-    container.folder_of(1).rename(container.folder_of(9))
-    with pytest.raises(CorruptCheckpointError, match="is the commit of step 1"):
-        read_commit(container.folder_of(9))
+    older, newer = (save(container, 1, generation=generation) for generation in (1, 2))
+    for shard, content in ((newer, b"new"), (older, b"old")):
+        container.write_commit(replace(commit_of(container, shard), extras={"common.pt": content}))
+    assert (container.folder_of(1) / "common.pt").read_bytes() == b"new"
 
 
 def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base: Path) -> None:
@@ -182,38 +161,16 @@ def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "saved\n"
         container = Container(base)
-        theirs = ShardId(SaveId(1, 0, 1, 1, "00000007"), 1, 2)
+        theirs = shard_of(SaveId(1, 0, 1, 1, "00000007"), 1, 2)
         save(container, 1)
         commit(container, theirs)
         commit(container, save(container, 2))
         assert container.tidy() == []
-        assert committed(container) == [2]
-        assert [path.name for path in container.folder_of(1).glob("*.shard-*")] == [file_name_of(theirs)]
+        assert container.newest() == SaveId(1, 0, 2, 2, "00000007")
+        assert [*container.path_of(theirs).parent.glob("shard-*")] == [container.path_of(theirs)]
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         assert container.tidy() == [1]
-
-
-def test_slots_of_a_dead_process_are_removed_when_the_folder_is_opened(base: Path) -> None:
-    arguments = [sys.executable, "-c", TAKER, str(base), str(Path(__file__).parent)]
-    ended = subprocess.run(arguments, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    assert slots(base)
-    Container(base)
-    assert not slots(base)
-
-
-@pytest.mark.parametrize("call", ["create", "write_some", "rename"])
-def test_a_full_memory_leaves_the_older_commit(base: Path, call: str) -> None:
-    container = Container(base)
-    commit(container, save(container, 1))
-    name = save(container, 2)
-    container.disk = disk = FaultyDisk(full_at(call))
-    with pytest.raises(CheckpointError, match="full"):
-        commit(container, name)
-    disk.require_struck()
-    assert committed(container) == [1]
-    assert not [path for path in files(base) if path.endswith(".new")]
 
 
 def test_a_shard_that_cannot_be_published_gives_its_slot_back(base: Path) -> None:
@@ -223,42 +180,9 @@ def test_a_shard_that_cannot_be_published_gives_its_slot_back(base: Path) -> Non
         save(container, 1)
     (free,) = slots(base)
     inode = free.stat().st_ino
-    name = save(container, 2)
-    assert (container.folder_of(2) / file_name_of(name)).stat().st_ino == inode
+    shard = save(container, 2)
+    assert container.path_of(shard).stat().st_ino == inode
     assert not slots(base)
-
-
-class RemovedBesideDisk(FaultyDisk):
-    """Another rank removes the folder of the step just before something is published there; three times."""
-
-    times = 3
-
-    def publish(self, source: Path, target: Path) -> None:
-        if self.times and target.suffix == ".shard":
-            self.times -= 1
-            target.parent.rmdir()
-        super().publish(source, target)
-
-
-def test_a_folder_that_another_rank_has_just_tidied_away_is_made_again(base: Path) -> None:
-    disk = RemovedBesideDisk()
-    container = Container(base, disk=disk)
-    name = save(container, 1)
-    assert disk.times == 0
-    assert (container.folder_of(1) / file_name_of(name)).exists()
-
-
-def test_an_attempt_of_the_same_generation_that_failed_goes(base: Path) -> None:
-    """A job that died in the middle of a save counts from the same checkpoint again."""
-    container = Container(base)
-    left = file_name_of(ShardId(SaveId(1, 0, 1, 4, "00000099"), 1, 2))
-    name = save(container, 4, generation=1)
-    (container.folder_of(4) / file_name_of(name)).rename(container.folder_of(4) / left)
-    container.close()
-    container = Container(base)
-    commit(container, save(container, 4, generation=1))
-    container.tidy()
-    assert not (container.folder_of(4) / left).exists()
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 129, "ä"])

@@ -74,7 +74,7 @@ def test_a_container_in_which_somebody_reads_or_writes_without_entering_it_is_no
     (dead,) = find_dead(root)
     for name, operation in (
         (".tmp-1-slot", fcntl.LOCK_EX),
-        ("step-20_ckpt/step-000000020.e1.r0.g0.5f0c1a2b.shard-00000-of-00001.shard", 1),
+        ("step-000000020.e1.r0.g0.5f0c1a2b/shard-00000-of-00002.shard", 1),
     ):
         with (base / name).open("rb") as file:
             fcntl.flock(file, operation)

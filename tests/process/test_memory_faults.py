@@ -38,13 +38,14 @@ from tests.process.memory_fault_ranks import (
 )
 from tests.process.memory_ranks import JOB, base_of
 from tests.process.test_memory_container import commit, committed, save
-from torchelastic.checkpoint.memory.commit import Commit, CommitHead
+from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
+from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
-from torchelastic.checkpoint.store.save_id import file_name_of
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.received import sealed_bytes
+from torchelastic.checkpoint.store.save_id import ShardId
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +145,12 @@ NAMED = [
     ("ab", Fault(1, "receive commit"), False, {OLD, NEW}),
     ("ab", Fault(1, "receive commit"), True, {OLD, NEW}),
     ("ab", Fault(0, "publish shard"), True, {OLD}),
-    ("ab", Fault(0, "rename commit.shard"), True, {OLD}),
-    ("ab", Fault(1, "rename commit.shard"), True, {OLD, NEW}),
-    ("ab", Fault(1, "remove commit.shard"), False, {NEW}),
+    ("ab", Fault(0, "rename manifest.json"), True, {OLD}),
+    ("ab", Fault(1, "rename manifest.json"), True, {OLD, NEW}),
+    ("ab", Fault(1, "remove_folder hidden"), False, {NEW}),
     ("abc", Fault(2, "receive shard"), False, {OLD}),
     ("abc", Fault(1, "receive commit"), False, {NEW}),
-    ("abc", Fault(0, "rename commit.shard"), False, {OLD}),
+    ("abc", Fault(0, "rename manifest.json"), False, {OLD}),
 ]
 
 
@@ -181,13 +182,13 @@ def test_a_rank_stopped_for_a_while_makes_all_leave_the_save_out(nursery: Nurser
 
 
 #: The call before which a rank is stopped, a host that is lost meanwhile, and what the next job goes on from.
-STOPS = [(0, "rename commit.shard", "", OLD)]
+STOPS = [(0, "rename manifest.json", "", OLD)]
 MORE_STOPS = [
     (1, "receive commit", "", NEW),
     (0, "publish shard", "", OLD),
     (1, "receive shard", "", OLD),
-    (1, "rename commit.shard", "", NEW),
-    (1, "rename commit.shard", "a", OLD),
+    (1, "rename manifest.json", "", NEW),
+    (1, "rename manifest.json", "a", OLD),
 ]
 
 
@@ -218,7 +219,8 @@ def test_a_stopped_rank_that_goes_on_later_replaces_nothing_that_the_others_went
 
 # --- flipped bits -----------------------------------------------------------------------------------------------------
 
-SHARDS = ["*.shard-00000-*", "*.shard-00001-*"]
+SHARDS = ["shard-00000-*", "shard-00001-*"]
+COMMIT = "shard-00002-*"
 PARTS = ["preamble", "header", "data"]
 
 
@@ -226,7 +228,7 @@ def damaged(root: Path, name: str, hosts: str, file: str, part: str) -> str:
     """A copy of what a job has left, in which a file of NEW has a flipped bit, on each of these hosts."""
     copy = copy_of(root, name)
     for host in hosts:
-        (path,) = (base_of(copy, host) / f"step-{NEW}_ckpt").glob(file)
+        (path,) = base_of(copy, host).glob(f"step-{NEW:09d}.*/{file}")
         flip_bit(path, part)
     return str(copy)
 
@@ -243,7 +245,7 @@ def found_in(nursery: Nursery, copies: Sequence[str]) -> tuple[list[Any], list[l
 
 def test_a_flipped_bit_on_one_host_is_made_good_by_the_other(nursery: Nursery, root: Path) -> None:
     nursery.run(life, str(root), "ab", None, ranks=2)
-    files = [*SHARDS, COMMIT_FILE]
+    files = [*SHARDS, COMMIT]
     cases = [(host, file, part) for host in "ab" for file in files for part in PARTS]
     found, warnings = found_in(nursery, [damaged(root, "-".join(case), *case) for case in cases])
     assert found == [(NEW, 0)] * len(cases)
@@ -252,7 +254,7 @@ def test_a_flipped_bit_on_one_host_is_made_good_by_the_other(nursery: Nursery, r
 
 def test_bits_flipped_on_all_hosts_leave_nothing_and_are_told_of(nursery: Nursery, root: Path) -> None:
     nursery.run(life, str(root), "ab", None, ranks=2)
-    cases = [("ab", file, part) for file in (SHARDS[1], COMMIT_FILE) for part in PARTS]
+    cases = [("ab", file, part) for file in (SHARDS[1], COMMIT) for part in PARTS]
     found, warnings = found_in(nursery, [damaged(root, "-".join(case), *case) for case in cases])
     assert found == [None] * len(cases)
     assert [case for case, heard in zip(cases, warnings, strict=True) if not heard] == []
@@ -261,9 +263,9 @@ def test_bits_flipped_on_all_hosts_leave_nothing_and_are_told_of(nursery: Nurser
 def test_bits_flipped_in_all_copies_of_a_step_lead_to_the_one_before(nursery: Nursery, root: Path) -> None:
     ended = nursery.run(life, str(root), "ab", Fault(1, "receive commit"), ranks=2)
     assert ended[1].was_killed
-    assert (base_of(root, "b") / f"step-{OLD}_ckpt" / COMMIT_FILE).exists()
+    assert len([*base_of(root, "b").glob(f"step-{OLD:09d}.*/{MANIFEST_NAME}")]) == 1
     cases = [("ab", file, part) for file in SHARDS for part in PARTS]
-    cases += [("a", COMMIT_FILE, part) for part in PARTS]
+    cases += [("a", COMMIT, part) for part in PARTS]
     found, warnings = found_in(nursery, [damaged(root, "-".join(case), *case) for case in cases])
     assert found == [(OLD, 0)] * len(cases)
     assert [case for case, heard in zip(cases, warnings, strict=True) if not heard] == []
@@ -291,13 +293,12 @@ class Busy:
         """Publishes a shard, and receives that of a partner; the next one while this one is being completed."""
         deadline_s = time.monotonic() + STRESS_S
         for step in itertools.count(1):
-            names = [save(self.here, step), save(self.partner, step, rank=1)]
-            content = sealed_bytes(self.partner.folder_of(step) / file_name_of(names[1]))
-            assert content is not None
-            self.receive(step, file_name_of(names[1]), content)
-            del content
-            made = commit(self.partner, names[0])
-            sealed = sealed_bytes(self.partner.folder_of(step) / COMMIT_FILE)
+            save(self.here, step)
+            theirs = save(self.partner, step, rank=1)
+            self.receive(theirs)
+            save(self.partner, step)
+            made = commit(self.partner, theirs)
+            sealed = sealed_bytes(self.partner.path_of(made.shard))
             assert sealed is not None
             self.commits.put((made, bytes(sealed)), timeout=30)
             del sealed
@@ -305,24 +306,26 @@ class Busy:
             if time.monotonic() > deadline_s:
                 return
 
-    def receive(self, step: int, file: str, content: memoryview) -> None:
-        name, shelf = str(ObjectName(JOB, step, file)), self.objects.shelf
-        room = shelf.destination(name, content.nbytes)
-        assert room is not None
-        room[:] = content
+    def receive(self, shard: ShardId, content: bytes | None = None) -> None:
+        """Receives what the partner has, or had."""
+        view = sealed_bytes(self.partner.path_of(shard)) if content is None else memoryview(content)
+        assert view is not None
+        name, shelf = object_of(JOB, shard), self.objects.shelf
+        room = shelf.destination(name, view.nbytes)
+        room[:] = view
         room.release()
-        shelf.received(name, digest_of(content))
+        shelf.received(name, digest_of(view))
 
     def complete(self) -> None:
         """By turns as the coordinator does it, and as all other hosts do."""
         while (given := self.commits.get()) is not None:
             one, content = given
-            if one.step % 2:
+            if one.name.step % 2:
                 self.here.write_commit(one)
                 self.here.tidy()
             else:
-                self.receive(one.step, COMMIT_FILE, memoryview(content))
-            self.completed = one.step
+                self.receive(one.shard, content)
+            self.completed = one.name.step
 
     def tidy(self) -> None:
         while not self.is_over.wait(0.0005):
@@ -332,14 +335,12 @@ class Busy:
         """Something complete is always there, with all that it needs, unless it has just been replaced."""
         while not self.is_over.wait(0.0005):
             completed = self.completed
-            newest = next((one for one in self.here.entries() if one.is_committed), None)
+            newest = next((one for one in self.here.inventory() if one.is_committed), None)
             assert completed == 0 or (newest is not None and newest.name.step >= completed)
             if newest is not None:
-                folder = self.here.folder_of(newest.name.step)
-                files = CommitHead(newest.name, newest.world_size).files
-                missing = [name for name in (*files, EXTRA) if not (folder / name).exists()]
-                now = next(one for one in self.here.entries() if one.is_committed)
-                assert not missing or now.name > newest.name, (newest, missing, now)
+                is_whole = newest.ranks == (0, 1, 2) and (self.here.folder_of(newest.name.step) / EXTRA).exists()
+                now = next(one for one in self.here.inventory() if one.is_committed)
+                assert is_whole or now.name > newest.name, (newest, now)
                 self.looks += 1
 
 

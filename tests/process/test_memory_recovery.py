@@ -16,10 +16,11 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE
-from torchelastic.checkpoint.memory.inventory import Retrieval
+from torchelastic.checkpoint.memory.inventory import fetch
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 WAIT_S = 20
@@ -51,11 +52,11 @@ def recover(root: str, hosts: str, read: bool = True) -> dict[str, Any]:
         if latest is None:
             return {"step": None}
         step = int(latest.name.removeprefix("step-").removesuffix("_ckpt"))
-        early = files_in(each.container.folder_of(step))
+        early = sorted(ranks.files_of(root, hosts[rank], step))
         each.meet()
         made = each.loader.wait_for_replicas(WAIT_S)
         each.meet()
-        found = {"step": step, "early": early, "made": made, "files": files_in(each.container.folder_of(step))}
+        found = {"step": step, "early": early, "made": made, "files": sorted(ranks.files_of(root, hosts[rank], step))}
         each.meet()
         if read:
             found["values"] = ranks.read_back(each, step)
@@ -83,8 +84,8 @@ def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
         assert [each["step"] for each in found] == [5] * world_size
         assert all(each["made"] for each in found)
         for rank in range(world_size):
-            file = ranks.shard_file(rank, world_size, 5, 0)
-            copies = [host for host in set(hosts) if (ranks.folder_of(root, host, 5) / file).exists()]
+            shard = str(ranks.shard(rank, world_size, 5, 0))
+            copies = [host for host in set(hosts) if (ranks.base_of(root, host) / shard).exists()]
             assert len(copies) >= 2
     found = succeeded(crew.run(recover, str(root), hosts, ranks=world_size))
     assert all(each["values"] == [True] * world_size for each in found)
@@ -95,12 +96,12 @@ def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
 
 def test_a_damaged_commit_and_a_damaged_extra_file_are_mended(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    ranks.damage(ranks.folder_of(root, "a", 5) / COMMIT_FILE)
+    ranks.damage(ranks.base_of(root, "a") / str(ranks.shard(2, 2, 5, 0)))
     (ranks.folder_of(root, "b", 5) / "common.pt").write_bytes(b"other")
     found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
     assert [each["step"] for each in found] == [5, 5]
     assert (ranks.folder_of(root, "b", 5) / "common.pt").read_bytes() == b"common"
-    assert files_in(ranks.folder_of(root, "a", 5)) == files_in(ranks.folder_of(root, "b", 5))
+    assert ranks.files_of(root, "a", 5).keys() == ranks.files_of(root, "b", 5).keys()
 
 
 def repair_one(root: str, hosts: str, file: str) -> list[bool]:
@@ -108,7 +109,7 @@ def repair_one(root: str, hosts: str, file: str) -> list[bool]:
     with ranks.member(root, hosts, rank) as each:
         checkpoint = each.container.folder_of(5)
         if rank == 0:
-            ranks.damage(checkpoint / file)
+            ranks.damage(each.container.root / file)
             with each.loader.repair(checkpoint, file) as again:
                 again.verify()
         each.meet()
@@ -119,15 +120,15 @@ def repair_one(root: str, hosts: str, file: str) -> list[bool]:
 
 def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    found = succeeded(crew.run(repair_one, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2))
+    found = succeeded(crew.run(repair_one, str(root), "ab", str(ranks.shard(0, 2, 5, 0)), ranks=2))
     assert found == [[True, True]] * 2
 
 
-def fetch_from_several(root: str, hosts: str, file: str, damaged: list[str]) -> list[Any]:
+def fetch_from_several(root: str, hosts: str, shard: ShardId, damaged: list[str]) -> list[Any]:
     """What rank 2 gets when it asks ranks 0 and 1, in this order, after some copies went bad."""
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank) as each:
-        path = each.container.folder_of(5) / file
+        path = each.container.path_of(shard)
         if hosts[rank] in damaged:
             ranks.damage(path)
         each.meet()
@@ -135,7 +136,7 @@ def fetch_from_several(root: str, hosts: str, file: str, damaged: list[str]) -> 
         if rank == 2:
             path.unlink()
             try:
-                Retrieval(each.objects.shelf, each.replication).fetch(each.container, 5, file, [0, 1])
+                fetch(each.container, shard, [0, 1], each.replication)
             except CorruptCheckpointError as error:
                 outcome = str(error)
         each.meet()
@@ -146,41 +147,63 @@ def fetch_from_several(root: str, hosts: str, file: str, damaged: list[str]) -> 
 @pytest.mark.parametrize("damaged", [["a"], ["a", "b"]])
 def test_a_copy_that_went_bad_after_it_was_verified_is_not_taken(crew: Crew, root: Path, damaged: list[str]) -> None:
     succeeded(crew.run(save_steps, str(root), "abc", [5], ranks=3))
-    file = ranks.shard_file(1, 3, 5, 0)
+    shard = ranks.shard(1, 3, 5, 0)
     for host in "abc":  # everybody has it, whoever the partners are
-        target = ranks.folder_of(root, host, 5) / file
+        target = ranks.base_of(root, host) / str(shard)
         if not target.exists():
-            shutil.copy(ranks.folder_of(root, "b", 5) / file, target)
-    *_, (outcome, is_good) = succeeded(crew.run(fetch_from_several, str(root), "abc", file, damaged, ranks=3))
+            shutil.copy(ranks.base_of(root, "b") / str(shard), target)
+    *_, (outcome, is_good) = succeeded(crew.run(fetch_from_several, str(root), "abc", shard, damaged, ranks=3))
     assert is_good == (len(damaged) < 2)
     assert ("is damaged" in outcome) == (len(damaged) == 2)
 
 
-def fetch_twice_at_once(root: str, hosts: str, file: str) -> list[int]:
+def fetch_twice_at_once(root: str, hosts: str, shard: ShardId) -> list[int]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank) as each:
         transfers: list[int] = []
         if rank == 1:
-            (each.container.folder_of(5) / file).unlink()
-            fetch = each.replication.fetch
+            each.container.path_of(shard).unlink()
+            ask = each.replication.fetch
 
             def counted(*arguments: Any) -> Any:
                 transfers.append(1)
-                return fetch(*arguments)
+                return ask(*arguments)
 
             each.replication.fetch = counted  # type: ignore[method-assign,assignment]
-            beside = Retrieval(each.objects.shelf, each.replication)  # as another process of this host
-            tasks = [Retrieval(each.objects.shelf, each.replication), beside]
-            with ThreadPoolExecutor(2) as threads:
-                paths = list(threads.map(lambda one: one.fetch(each.container, 5, file, [0]), tasks))
-            assert [path is not None and path.exists() for path in paths] == [True, True]
+            with ThreadPoolExecutor(2) as threads:  # as two processes of this host
+                list(threads.map(lambda _: fetch(each.container, shard, [0], each.replication), range(2)))
+            assert each.container.path_of(shard).exists()
         each.meet()
         return transfers
 
 
 def test_what_two_processes_of_a_host_need_is_fetched_once(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2)) == [[], [1]]
+    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", ranks.shard(0, 2, 5, 0), ranks=2)) == [[], [1]]
+
+
+def read_a_step(root: str, hosts: str, step: int) -> list[Any]:
+    """What rank 1 reads of a step that it knows, without choosing one; and why it cannot read another one."""
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        if rank == 0:
+            each.meet()
+            return []
+        values = ranks.read_back(each, step)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            each.loader.read_metadata(each.container.folder_of(step + 1))
+        each.meet()
+        return [values, str(caught.value)]
+
+
+def test_a_replaced_host_that_knows_the_step_gets_all_of_it_from_the_others(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    shutil.rmtree(ranks.base_of(root, "b"))
+    _, (values, error) = succeeded(crew.run(read_a_step, str(root), "ab", 5, ranks=2))
+    assert values == [True, True]
+    assert "step-6_ckpt has no commit" in error
+    assert ranks.files_of(root, "a", 5).keys() == ranks.files_of(root, "b", 5).keys()
+    assert (ranks.folder_of(root, "b", 5) / "common.pt").read_bytes() == b"common"
 
 
 def recover_without_room(root: str, hosts: str) -> list[Any]:
@@ -203,12 +226,12 @@ def test_without_room_for_what_is_missing_all_ranks_agree_that_there_is_no_check
 
 def test_a_commit_that_only_one_host_has_is_given_to_the_others(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    assert not (ranks.folder_of(root, "b", 9) / COMMIT_FILE).exists()
+    assert MANIFEST_NAME not in ranks.files_of(root, "b", 9)
     found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
     assert [each["step"] for each in found] == [9, 9]
     for host in "ab":
-        assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 9))
-        assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 5))  # not removed before something is saved
+        assert MANIFEST_NAME in ranks.files_of(root, host, 9)
+        assert MANIFEST_NAME in ranks.files_of(root, host, 5)  # not removed before something is saved
 
 
 def save_after_stepping_down(root: str, hosts: str) -> list[str]:
@@ -230,12 +253,12 @@ def test_a_newer_checkpoint_that_is_of_no_use_does_not_replace_the_older_one_tha
 ) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
     for host in "ab":
-        ranks.damage(ranks.folder_of(root, host, 9) / ranks.shard_file(0, 2, 9, 1))
+        ranks.damage(ranks.base_of(root, host) / str(ranks.shard(0, 2, 9, 1)))
     for first, *rest in succeeded(crew.run(save_after_stepping_down, str(root), "ab", ranks=2)):
         assert first == "step-5_ckpt"
         before, after = rest[: rest.index("then")], rest[rest.index("then") + 1 :]
         assert "step-5_ckpt" in before
-        assert [name for name in after if name.startswith("step-")] == ["step-7_ckpt"]
+        assert [name for name in after if name.startswith("step-")] == [str(ranks.save_of(7, 5)), "step-7_ckpt"]
 
 
 # --- other numbers of ranks -------------------------------------------------------------------------------------------
@@ -283,12 +306,15 @@ def look_around(root: str, hosts: str) -> list[Any]:
     with ranks.member(root, hosts, rank) as each:
         found = each.loader.get_candidate_checkpoints(each.container.root)
         by_rank = each.loader.get_checkpoint_objects_by_rank(found[0])
-        return [[one.name for one in found], {rank: [one.name for one in ids] for rank, ids in by_rank.items()}]
+        paths = {
+            rank: [str(Path(one).relative_to(each.container.root)) for one in ids] for rank, ids in by_rank.items()
+        }
+        return [[one.name for one in found], paths]
 
 
 def test_candidates_and_their_objects_are_told_by_rank(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    shards = [ranks.shard_file(0, 2, 9, 1), ranks.shard_file(1, 2, 9, 1)]
+    first, second, commit = (str(ranks.shard(rank, 2, 9, 1)) for rank in range(3))
     for names, by_rank in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
         assert names == ["step-9_ckpt", "step-5_ckpt"]
-        assert by_rank == {0: [COMMIT_FILE, *shards], 1: shards}
+        assert by_rank == {0: [first, second, commit], 1: [first, second]}

@@ -19,7 +19,7 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
+from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
@@ -31,7 +31,7 @@ from torchelastic.checkpoint.replication import (
 )
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
+from torchelastic.checkpoint.store.received import sealed_bytes
 from torchelastic.network.ports import unused_ports
 
 
@@ -63,20 +63,18 @@ def in_turn(each: Member, rank: int, function: Any) -> Any:
 
 # --- who may not ------------------------------------------------------------------------------------------------------
 
-TRICKS = (
-    f"{JOB}/../step-5_ckpt/{COMMIT_FILE}",
-    f"../{JOB}/step-5_ckpt/{COMMIT_FILE}",
-    f"/{JOB}/step-5_ckpt/{COMMIT_FILE}",
-)
+SHARD, COMMIT = ranks.shard(0, 2, 5, 0), ranks.shard(2, 2, 5, 0)
+TRICKS = (f"{JOB}/../{COMMIT}", f"../{JOB}/{COMMIT}", f"/{JOB}/{COMMIT}")
 NOT_WANTED = (
-    f"other/step-5_ckpt/{COMMIT_FILE}",
+    f"other/{COMMIT}",
+    f"{JOB}/{SHARD.name}/evil.pt",
+    f"{JOB}/{SHARD.name}/manifest.json",
     f"{JOB}/step-5_ckpt/evil.pt",
-    f"{JOB}/step-5_ckpt/other.shard",
-    f"{JOB}/step-05_ckpt/{COMMIT_FILE}",
-    f"{JOB}/step-5_ckpt/more/{COMMIT_FILE}",
-    f"{JOB}/{COMMIT_FILE}",
-    f"{JOB}/step-5_ckpt/step-000000005.e1.r0.g0.00000007.shard-00002-of-00002.shard",
-    f"{JOB}/step-5_ckpt/step-000000005.e1.r0.g0.0000000G.shard-00000-of-00002.shard",
+    f"{JOB}/{SHARD.name}/more/shard-00000-of-00003.shard",
+    f"{JOB}/shard-00000-of-00003.shard",
+    f"{JOB}/{SHARD.name}/shard-00000-of-00001.shard",
+    f"{JOB}/{SHARD.name}/shard-00003-of-00003.shard",
+    f"{JOB}/step-000000005.e1.r0.g0.0000000G/shard-00000-of-00003.shard",
 )
 
 
@@ -88,7 +86,7 @@ def intrude(root: str, hosts: str) -> list[str]:
         outcomes: list[str] = []
 
         def try_all() -> None:
-            good = str(ObjectName(JOB, 5, ranks.shard_file(0, 2, 5, 0)))
+            good = object_of(JOB, SHARD)
             topology = each.replication._topology
             assert topology is not None
             stranger = ReplicaClient(address_of(each, 1), "x" * 32, timeout_s=5, retry_s=0)
@@ -105,7 +103,7 @@ def intrude(root: str, hosts: str) -> list[str]:
                 with pytest.raises(ReplicaRefusedError) as caught:
                     friend.push(name, b"evil", token_round=0)
                 outcomes.append(str(caught.value))
-            for name in (good, f"{JOB}/step-5_ckpt/{COMMIT_FILE}"):  # of the right form, and no shard
+            for name in (good, object_of(JOB, COMMIT)):  # of the right form, and no shard
                 with pytest.raises(ReplicaRefusedError, match="the shelf failed"):
                     friend.push(name, b"evil" * 5000, token_round=0)
 
@@ -134,16 +132,17 @@ def push_after_the_group_was_formed_anew(root: str, hosts: str, port: int) -> st
 
         def push_as_before() -> str:
             with pytest.raises(ReplicationError) as caught:
-                old.push(str(ObjectName(JOB, 5, path.name)), content)
+                old.push(ranks.object_at(path), content)
             assert isinstance(caught.value.__cause__, AuthenticationError)
             return str(caught.value)
 
         text = in_turn(each, 0, push_as_before)
-        assert not (ranks.folder_of(root, hosts[1 - rank], 5) / path.name).exists()
+        theirs = ranks.base_of(root, hosts[1 - rank]) / path.relative_to(each.container.root)
+        assert not theirs.exists()
         each.meet()
-        ranks.push(each, 5, path)  # as a member of the new group
+        ranks.push(each, path)  # as a member of the new group
         each.meet()
-        assert (ranks.folder_of(root, hosts[1 - rank], 5) / path.name).exists()
+        assert theirs.exists()
         each.meet()
         return str(text)
 
@@ -170,10 +169,10 @@ def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
         try:
             began_s = time.monotonic()
             with pytest.raises(ReplicationError) as caught:
-                ranks.push(each, 5, path)
+                ranks.push(each, path)
             content = sealed_bytes(path)
             assert content is not None
-            left_out = each.replication.spread(str(ObjectName(JOB, 5, path.name)), content)
+            left_out = each.replication.spread(ranks.object_at(path), content)
             waited_s = time.monotonic() - began_s
         finally:
             os.kill(pids[1], signal.SIGCONT)
@@ -255,6 +254,10 @@ def test_a_strategy_that_names_strangers_is_an_error_on_all_ranks(crew: Crew) ->
 # --- bulk, and alone --------------------------------------------------------------------------------------------------
 
 
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
 def retrieve_bulk(root: str, hosts: str) -> list[Any]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank) as each:
@@ -264,17 +267,18 @@ def retrieve_bulk(root: str, hosts: str) -> list[Any]:
         containers: list[Any] = []
         ok, missing = False, True
         if rank == 1:
-            theirs = [step / ranks.shard_file(0, 2, 5, 0)]
+            theirs = [each.container.path_of(SHARD)]
             ok = each.replication.sync_bulk_retrieve(0, theirs, [step], got, containers)
-            missing = each.replication.sync_bulk_retrieve(0, [step / ranks.shard_file(0, 2, 5, 1)])
+            missing = each.replication.sync_bulk_retrieve(0, [each.container.path_of(ranks.shard(0, 2, 5, 1))])
         each.meet()
-        return [ok, missing, len(got), len(containers), sorted(path.name for path in step.iterdir())]
+        return [ok, missing, len(got), len(containers), sorted(ranks.files_of(root, hosts[rank], 5)), files_in(step)]
 
 
 def test_a_whole_container_of_a_step_is_retrieved_from_one_rank(crew: Crew, root: Path) -> None:
-    _, (ok, missing, got, containers, files) = succeeded(crew.run(retrieve_bulk, str(root), "ab", ranks=2))
+    _, (ok, missing, got, containers, files, attached) = succeeded(crew.run(retrieve_bulk, str(root), "ab", ranks=2))
     assert (ok, missing, got, containers) == (True, False, 1, 1)
-    assert files == sorted([COMMIT_FILE, "common.pt", *(ranks.shard_file(rank, 2, 5, 0) for rank in (0, 1))])
+    assert files == ["manifest.json", *(f"shard-0000{rank}-of-00003.shard" for rank in (0, 1, 2))]
+    assert attached == ["common.pt"]
 
 
 # --- containers and buffers -------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def hosts(memory: Path, number: int) -> list[Path]:
 
 
 def shards(base: Path) -> set[str]:
-    return {path.name for path in base.glob("step-21_ckpt/*.shard-*.shard")}
+    return {path.name for path in base.glob("step-000000021.*/shard-*.shard")}
 
 
 @pytest.mark.long
@@ -82,7 +82,7 @@ def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path,
     script.write_text(page())
     (base,) = hosts(memory, 1)
     run(script, [base] * number, tmp_path / "long-term")
-    assert [path.parent.name for path in base.glob("step-*/commit*.shard")] == ["step-21_ckpt"]
+    assert [path.parent.name.split(".")[0] for path in base.glob("step-*/manifest.json")] == ["step-000000021"]
 
 
 @pytest.mark.long
@@ -100,7 +100,7 @@ def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: P
         shutil.rmtree(lost)
         assert set().union(*map(shards, bases)) == everything
         assert run(again, bases, tmp_path / "long-term") == ["recovered from step-21_ckpt\n"] * number
-        assert (lost / "step-21_ckpt" / "commit.shard").exists()
+        assert len([*lost.glob("step-000000021.*/manifest.json")]) == 1
 
 
 @pytest.mark.long

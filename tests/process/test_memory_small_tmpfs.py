@@ -90,7 +90,7 @@ def test_a_save_that_does_not_fit_is_skipped_and_the_one_before_stays(small: Pat
     assert len(skipped) == 2, "the first and the second; the next would be the fourth"
     for words in ("step 1 in", "20.", "MiB on the tmpfs", "--shm-size", "prune --dead"):
         assert words in skipped[0]
-    assert [path.name for path in base.glob("step-*")] == ["step-0_ckpt"]
+    assert [path.name for path in base.glob("step-*_ckpt")] == ["step-0_ckpt"]
     assert sum(path.stat().st_blocks * 512 for path in base.rglob("*") if path.is_file()) <= 3 * MIB
 
 
@@ -100,7 +100,7 @@ def test_one_rank_without_room_makes_all_ranks_skip(small: Path, tmp_path: Path)
     first, second = values(run_ranks(train_at, bases, [1, 20], ranks=2, environments=hosts))
     assert (first["loaded"], second["loaded"]) == (0, 0)
     assert (skips(first), skips(second)) == (1, 0), "it is told once"
-    assert [path.name for base in bases for path in Path(base).glob("step-*")] == ["step-0_ckpt"] * 2
+    assert [path.name for base in bases for path in Path(base).glob("step-*_ckpt")] == ["step-0_ckpt"] * 2
     assert "host 'b'" in str(first["warnings"]), "and says who has no room"
 
 

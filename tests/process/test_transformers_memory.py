@@ -227,7 +227,7 @@ def test_two_killed_ranks_go_on_with_their_own_random_numbers(
 
 def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_pair: Run) -> None:
     written: list[dict[str, int]] = []
-    for shard in sorted((Path(crashed_pair.base).parent / "a" / "job7" / "step-6_ckpt").glob("*.shard-*")):
+    for shard in sorted((Path(crashed_pair.base).parent / "a" / "job7").glob("step-000000006.*/shard-0000[01]-*")):
         with ShardReader(shard) as reader:
             written.append({entry.name: entry.size_bytes for entry in reader.header.entries})
     assert len(written) == 2, "its own, and the replica of the other host's"

@@ -19,10 +19,11 @@ from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, leaves
-from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
+from torchelastic.checkpoint.memory.commit import StoredItem, records_of, storage_data_of
 from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.plans import RankReport, collect_reports, tensor_bytes
 from torchelastic.checkpoint.memory.room import Free, held_bytes
+from torchelastic.checkpoint.memory.staging import result_of
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.arguments import text
 from torchelastic.checkpoint.schedule import SaveSchedule
@@ -192,7 +193,10 @@ def test_where_everything_lies_is_told_by_all_ranks() -> None:
         [WriteResult(MetadataIndex(name), 4, StoredItem(f"{name}.shard", name)) for name in names]
         for names in (("a", "b"), ("c",))
     ]
+    records = [ShardRecord(rank, shard_file_name(rank, 3), 64, f"{rank:032x}") for rank in (1, 0)]
+    results += [[result_of(record)] for record in records]
     assert {index.fqn: item.entry for index, item in storage_data_of(results).items()} == {"a": "a", "b": "b", "c": "c"}
+    assert records_of(results) == tuple(records[::-1])
 
 
 def test_a_file_that_goes_away_while_memory_is_counted_is_not_counted(

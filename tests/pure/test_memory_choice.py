@@ -16,19 +16,19 @@ from torchelastic.checkpoint.memory.choice import (
     recovery_plan,
     verification_share,
 )
-from torchelastic.checkpoint.memory.commit import CommitHead
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.memory.ids import shard_of
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
 
 
-def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> CommitHead:
-    return CommitHead(SaveId(1, 0, generation, step, "00000007"), world_size)
+def commit_of(ranks: int, generation: int = 3, step: int = 20) -> ShardId:
+    """The commit of a save by so many ranks: the shard behind theirs."""
+    return shard_of(SaveId(1, 0, generation, step, "00000007"), ranks, ranks)
 
 
-def entry_of(commit: CommitHead, *ranks: int, is_committed: bool = True) -> TierEntry:
-    """What other ranks are told of a folder with these shards, and maybe the commit."""
-    return TierEntry(commit.name, commit.world_size, ranks, is_committed)
+def entry_of(commit: ShardId, *shards: int, is_committed: bool = True) -> TierEntry:
+    """What other ranks are told of a folder with these shards, and maybe the manifest."""
+    return TierEntry(commit.name, commit.world_size, shards, is_committed)
 
 
 def roster_of(hosts: str) -> Roster:
@@ -36,33 +36,29 @@ def roster_of(hosts: str) -> Roster:
     return Roster(tuple(hosts), tuple(f"folder-{host}" for host in hosts))
 
 
-def held(candidate: CommitHead, shards: Mapping[str, str], commits: str) -> dict[str, dict[str, int]]:
+def held(commit: ShardId, shards: Mapping[str, str], commits: str) -> dict[str, dict[int, int]]:
     """By folder: the ranks whose shards each host has, as digits, and which hosts have the commit."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, dict[int, int]] = {}
     for host, ranks in shards.items():
-        found[f"folder-{host}"] = {candidate.files[int(rank)]: 100 + int(rank) for rank in ranks}
+        found[f"folder-{host}"] = {int(rank): 100 + int(rank) for rank in ranks}
         if host in commits:
-            found[f"folder-{host}"][COMMIT_FILE] = 0
+            found[f"folder-{host}"][commit.rank] = 10
     return found
 
 
-def objects_of(candidate: CommitHead) -> list[str]:
-    return [*candidate.files, COMMIT_FILE]
+def fetched(plan: RecoveryPlan) -> dict[tuple[int, int], tuple[int, ...]]:
+    """By receiver and shard."""
+    return {(fetch.receiver, fetch.shard.rank): fetch.holders for fetch in plan.fetches}
 
 
-def fetched(plan: RecoveryPlan) -> dict[tuple[int, str], tuple[int, ...]]:
-    names = {file: str(rank) for rank, file in enumerate(plan.candidate.files)} | {COMMIT_FILE: "commit"}
-    return {(fetch.receiver, names[fetch.file]): fetch.holders for fetch in plan.fetches}
-
-
-def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster: Roster) -> dict[str, set[str]]:
-    """Which objects each folder has when everything was fetched and all replicas were made."""
+def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[int, int]], roster: Roster) -> dict[str, set[int]]:
+    """Which shards each folder has when everything was fetched and all replicas were made."""
     found = {folder: set(verified.get(folder, {})) for folder in roster.sharers}
     for fetch in (*plan.fetches, *plan.replicas):
         for holder in fetch.holders:
-            assert fetch.file in found[roster.folders[holder]]
+            assert fetch.shard.rank in found[roster.folders[holder]]
             assert roster.folders[holder] != roster.folders[fetch.receiver]
-        found[roster.folders[fetch.receiver]].add(fetch.file)
+        found[roster.folders[fetch.receiver]].add(fetch.shard.rank)
     return found
 
 
@@ -70,7 +66,7 @@ def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster:
 
 
 def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
-    older, newer = candidate_of(2, generation=3, step=50), candidate_of(2, generation=4, step=20)
+    older, newer = commit_of(2, generation=3, step=50), commit_of(2, generation=4, step=20)
     listings = {
         "folder-a": [entry_of(older)],
         "folder-b": [entry_of(older), entry_of(newer)],
@@ -79,28 +75,32 @@ def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
 
 
 def test_saves_of_the_same_step_are_told_apart() -> None:
-    before, again = candidate_of(2, generation=3), candidate_of(2, generation=4)
+    before, again = commit_of(2, generation=3), commit_of(2, generation=4)
     listings = {
-        "folder-a": [entry_of(before, 0, 1), entry_of(again, 0, is_committed=False)],
+        "folder-a": [entry_of(before, 0, 1, 2), entry_of(again, 0, is_committed=False)],
         "folder-b": [entry_of(again, 1)],
     }
     first, second = listed_in(listings, roster_of("ab"))
     assert (first.save, second.save) == (again.name, before.name)
     assert {shard: [source.rank for source in each] for shard, each in first.sources.items()} == {0: [0], 1: [1]}
-    assert {shard: [source.rank for source in each] for shard, each in second.sources.items()} == {0: [0], 1: [0]}
+    assert {shard: [source.rank for source in each] for shard, each in second.sources.items()} == {
+        0: [0],
+        1: [0],
+        2: [0],
+    }
 
 
 def test_a_save_without_a_commit_is_no_checkpoint_and_one_without_a_shard_not_complete() -> None:
-    begun, lost = candidate_of(2, generation=4), candidate_of(3)
+    begun, lost = commit_of(2, generation=4), commit_of(3)
     listings = {"folder-a": [entry_of(begun, 0, 1, is_committed=False), entry_of(lost, 0)]}
     (listed,) = listed_in(listings, roster_of("a"))
-    assert (listed.save, listed.missing, listed.is_complete) == (lost.name, [1, 2], False)
+    assert (listed.save, listed.missing, listed.is_complete) == (lost.name, [1, 2, 3], False)
 
 
 @pytest.mark.parametrize(("shards", "commits", "lost"), [({"a": "0", "b": "0"}, "ab", 1), ({"a": "01"}, "", 2)])
 def test_without_one_object_there_is_no_plan(shards: dict[str, str], commits: str, lost: int) -> None:
-    candidate = candidate_of(2)
-    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of {objects_of(candidate)[lost]}"):
+    candidate = commit_of(2)
+    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of shard {lost} of {candidate.name}"):
         recovery_plan(candidate, held(candidate, shards, commits), roster_of("ab"))
 
 
@@ -108,38 +108,38 @@ def test_without_one_object_there_is_no_plan(shards: dict[str, str], commits: st
 
 
 def test_with_everything_in_place_nothing_is_fetched_and_nothing_copied() -> None:
-    candidate = candidate_of(2)
+    candidate = commit_of(2)
     plan = recovery_plan(candidate, held(candidate, {"a": "01", "b": "01"}, "ab"), roster_of("ab"))
     assert (plan.fetches, plan.replicas) == ((), ())
     assert set(plan.holders.values()) == {(0, 1)}
 
 
 def test_a_replaced_host_fetches_the_commit_and_the_shards_of_its_ranks_and_nothing_else() -> None:
-    candidate = candidate_of(3)
+    candidate = commit_of(3)
     plan = recovery_plan(candidate, held(candidate, {"a": "02", "b": "", "c": "12"}, "ac"), roster_of("abc"))
-    assert fetched(plan) == {(1, "1"): (2,), (1, "commit"): (0, 2)}
+    assert fetched(plan) == {(1, 1): (2,), (1, 3): (0, 2)}
+    assert plan.firsts == (0, 1, 2)
 
 
 def test_the_first_rank_of_a_folder_fetches_its_commit_and_each_rank_its_own_shard() -> None:
-    candidate = candidate_of(4)
+    candidate = commit_of(4)
     plan = recovery_plan(candidate, held(candidate, {"a": "0123", "b": ""}, "a"), roster_of("aabb"))
-    assert set(fetched(plan)) == {(2, "2"), (3, "3"), (2, "commit")}
+    assert set(fetched(plan)) == {(2, 2), (3, 3), (2, 4)}
+    assert plan.firsts == (0, 2)
 
 
 def test_two_that_fetch_are_served_by_two_holders() -> None:
-    candidate = candidate_of(4)
+    candidate = commit_of(4)
     plan = recovery_plan(candidate, held(candidate, {"a": "23", "b": "0123", "c": ""}, "abc"), roster_of("abcc"))
     found = fetched(plan)
-    assert {found[2, "2"][0], found[3, "3"][0]} == {0, 1}
+    assert {found[2, 2][0], found[3, 3][0]} == {0, 1}
     assert all(set(holders) == {0, 1} for (rank, _), holders in found.items() if rank in (2, 3))
 
 
 def test_new_ranks_fetch_only_the_commit_and_shards_of_ranks_that_are_gone_stay_where_they_are() -> None:
-    grown = candidate_of(2)
-    assert set(fetched(recovery_plan(grown, held(grown, {"a": "01", "b": "01"}, "ab"), roster_of("abc")))) == {
-        (2, "commit")
-    }
-    shrunk = candidate_of(3)
+    grown = commit_of(2)
+    assert set(fetched(recovery_plan(grown, held(grown, {"a": "01", "b": "01"}, "ab"), roster_of("abc")))) == {(2, 2)}
+    shrunk = commit_of(3)
     plan = recovery_plan(shrunk, held(shrunk, {"a": "02", "b": "12"}, "ab"), roster_of("ab"))
     assert fetched(plan) == {}
 
@@ -148,14 +148,14 @@ def test_new_ranks_fetch_only_the_commit_and_shards_of_ranks_that_are_gone_stay_
 
 
 def test_after_the_loss_of_a_host_its_replicas_are_made_again_elsewhere() -> None:
-    candidate, roster = candidate_of(2), roster_of("ab")
+    candidate, roster = commit_of(2), roster_of("ab")
     verified = held(candidate, {"a": "01", "b": ""}, "a")
     plan = recovery_plan(candidate, verified, roster)
-    assert [(copy.receiver, copy.file, copy.holders) for copy in plan.replicas] == [(1, candidate.files[0], (0,))]
+    assert [(copy.receiver, copy.shard.rank, copy.holders) for copy in plan.replicas] == [(1, 0, (0,))]
 
 
 def test_a_single_host_and_no_copies_wanted_are_no_reason_to_fail() -> None:
-    candidate = candidate_of(2)
+    candidate = commit_of(2)
     alone = recovery_plan(candidate, held(candidate, {"a": "01"}, "a"), roster_of("aa"))
     assert alone.replicas == ()
     none = recovery_plan(candidate, held(candidate, {"a": "01", "b": "1"}, "ab"), roster_of("ab"), copies=0)
@@ -163,18 +163,18 @@ def test_a_single_host_and_no_copies_wanted_are_no_reason_to_fail() -> None:
 
 
 def test_two_folders_that_are_lost_together_do_not_count_as_two_hosts() -> None:
-    candidate = candidate_of(3)
+    candidate = commit_of(3)
     roster = Roster(("rack-1", "rack-1", "rack-2"), ("folder-a", "folder-b", "folder-c"))
     verified = held(candidate, {"a": "012", "b": "012", "c": "2"}, "abc")
     plan = recovery_plan(candidate, verified, roster)
-    assert {(copy.receiver, copy.file) for copy in plan.replicas} == {(2, candidate.files[0]), (2, candidate.files[1])}
+    assert {(copy.receiver, copy.shard.rank) for copy in plan.replicas} == {(2, 0), (2, 1)}
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[CommitHead, dict[str, dict[str, int]], Roster, int]:
+def situations(draw: st.DrawFn) -> tuple[ShardId, dict[str, dict[int, int]], Roster, int]:
     hosts = "".join(draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=6)))
     world_size = draw(st.integers(1, 6))
-    candidate = candidate_of(world_size)
+    candidate = commit_of(world_size)
     digits = [str(rank) for rank in range(world_size)]
     there = sorted(set(hosts))
     shards = {host: "".join(draw(st.lists(st.sampled_from(digits), unique=True))) for host in there}
@@ -184,11 +184,11 @@ def situations(draw: st.DrawFn) -> tuple[CommitHead, dict[str, dict[str, int]], 
 
 @given(situations())
 def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_it_can(
-    situation: tuple[CommitHead, dict[str, dict[str, int]], Roster, int],
+    situation: tuple[ShardId, dict[str, dict[int, int]], Roster, int],
 ) -> None:
     candidate, verified, roster, copies = situation
-    there = {file for files in verified.values() for file in files}
-    if {*objects_of(candidate)} - there:
+    there = {shard for shards in verified.values() for shard in shards}
+    if {*range(candidate.world_size)} - there:
         with pytest.raises(CorruptCheckpointError):
             recovery_plan(candidate, verified, roster, copies)
         return
@@ -196,12 +196,12 @@ def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_
     before = {folder: set(verified.get(folder, {})) for folder in roster.sharers}
     found = after(plan, verified, roster)
     wanted = min(copies + 1, len(set(roster.hosts)))
-    for file in candidate.files:
-        assert len({folder for folder, files in found.items() if file in files}) >= wanted
+    for shard in range(candidate.world_size):
+        assert len({folder for folder, shards in found.items() if shard in shards}) >= wanted
     for folder, ranks in roster.sharers.items():
-        needed = {*candidate.files_of(ranks), COMMIT_FILE}
+        needed = {*(rank for rank in ranks if rank < candidate.rank), candidate.rank}
         assert needed <= found[folder]
-        brought = {fetch.file for fetch in plan.fetches if roster.folders[fetch.receiver] == folder}
+        brought = {fetch.shard.rank for fetch in plan.fetches if roster.folders[fetch.receiver] == folder}
         assert brought == needed - before[folder]
 
 
@@ -210,9 +210,9 @@ def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_
 
 @given(st.integers(1, 12), st.integers(1, 5))
 def test_the_ranks_of_a_host_verify_everything_once_and_none_more_than_its_part(world_size: int, sharers: int) -> None:
-    candidate, other = candidate_of(world_size), candidate_of(world_size, generation=4)
-    entries = [entry_of(other, 0), entry_of(candidate, *range(world_size))]
+    candidate, other = commit_of(world_size), commit_of(world_size, generation=4)
+    entries = [entry_of(other, 0), entry_of(candidate, *range(world_size + 1))]
     ranks = list(range(3, 3 + sharers))
-    shares = [verification_share(entries, candidate, ranks, rank) for rank in ranks]
-    assert sorted(file for share in shares for file in share) == sorted(objects_of(candidate))
+    shares = [verification_share(entries, candidate.name, ranks, rank) for rank in ranks]
+    assert sorted(shard for share in shares for shard in share) == list(range(world_size + 1))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

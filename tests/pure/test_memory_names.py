@@ -21,17 +21,24 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObjectId
 from torchelastic.checkpoint.memory.commit import (
     Commit,
-    CommitHead,
     StoredItem,
-    candidate_from,
     commit_from,
     content_of,
     decode_metadata,
     encode_metadata,
     meta_of,
 )
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, is_part, meta_of_shard, require_shard
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
+from torchelastic.checkpoint.memory.ids import (
+    is_part,
+    meta_of_shard,
+    newest_of_step,
+    object_of,
+    parse_object,
+    require_shard,
+    shard_of,
+)
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 BASE = CheckpointContainerId("/dev/shm/jobs/145")
 SAVE = SaveId(1, 0, 3, 20, "5f0c1a2b")
@@ -92,29 +99,42 @@ def test_a_step_is_a_whole_number(step: Any) -> None:
         CheckpointContainerId.format_version_container(step)
 
 
+COMMIT = shard_of(SAVE, 2, 2)
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "145/step-20_ckpt/../../etc/passwd",
-        "145/step-20_ckpt/common.pt",
-        "145/step-20_ckpt/other.shard",
-        f"../step-20_ckpt/{COMMIT_FILE}",
-        f".job/step-20_ckpt/{COMMIT_FILE}",
-        f"145/step-20/{COMMIT_FILE}",
-        f"/145/step-20_ckpt/{COMMIT_FILE}",
-        f"145/step-20_ckpt/{COMMIT_FILE}/",
+        f"145/{SAVE}/../../etc/passwd",
+        f"145/{SAVE}/common.pt",
+        f"145/{SAVE}/manifest.json",
+        f"145/{SAVE}/shard-00000-of-00001.shard",
+        f"145/{SAVE}/shard-00003-of-00003.shard",
+        f"../{COMMIT}",
+        f".job/{COMMIT}",
+        f"145/step-20_ckpt/{COMMIT}",
+        f"/145/{COMMIT}",
+        f"145/{COMMIT}/",
         "",
     ],
 )
-def test_only_shards_and_commits_have_names_between_hosts(text: str) -> None:
+def test_only_shards_have_names_between_hosts(text: str) -> None:
     with pytest.raises(ValueError, match="is no object of a checkpoint"):
-        ObjectName.parse(text)
+        parse_object(text)
 
 
 def test_the_name_of_an_object_is_read_back() -> None:
-    for file in (COMMIT_FILE, file_name_of(ShardId(SAVE, 3, 8))):
-        name = ObjectName("job-7", 20, file)
-        assert ObjectName.parse(str(name)) == name
+    for shard in (COMMIT, shard_of(SAVE, 3, 8)):
+        assert parse_object(object_of("job-7", shard)) == ("job-7", shard)
+
+
+def test_the_newest_save_of_a_step_is_that_with_the_greatest_name_of_those_with_a_commit() -> None:
+    again, begun = SaveId(2, 0, 4, 20, "00000001"), SaveId(2, 0, 5, 20, "00000002")
+    of_each = [shard_of(save, rank, 2) for save in (SAVE, again) for rank in (2, 0, 1)] + [shard_of(begun, 0, 2)]
+    later = shard_of(SaveId(3, 0, 9, 30, "00000003"), 2, 2)
+    objects = [*(object_of("145", shard) for shard in [*of_each, later]), object_of("146", later), "145/step-20_ckpt/x"]
+    assert newest_of_step(objects, "145", 20) == [object_of("145", shard_of(again, rank, 2)) for rank in range(3)]
+    assert newest_of_step(objects, "145", 21) == newest_of_step(objects, "146", 20) == []
 
 
 @pytest.mark.parametrize("text", ["", ".hidden", "a/b", "a b", "a.", "x" * 129, "ä"])
@@ -136,9 +156,9 @@ def metadata() -> Metadata:
         {"model.weight": tensor_metadata(), "half": tensor_metadata(torch.float8_e4m3fn), "lr": BytesStorageMetadata()},
         planner_data={"model.weight": ("model", "weight"), "lr": ("groups", 0, "lr")},
         storage_data={
-            MetadataIndex("model.weight", [0, 0]): StoredItem(file_name_of(ShardId(SAVE, 0, 2)), "model.weight"),
-            MetadataIndex("model.weight", [2, 0]): StoredItem(file_name_of(ShardId(SAVE, 1, 2)), "model.weight"),
-            MetadataIndex("lr"): StoredItem(file_name_of(ShardId(SAVE, 0, 2)), "lr"),
+            MetadataIndex("model.weight", [0, 0]): StoredItem(str(shard_of(SAVE, 0, 2)), "model.weight"),
+            MetadataIndex("model.weight", [2, 0]): StoredItem(str(shard_of(SAVE, 1, 2)), "model.weight"),
+            MetadataIndex("lr"): StoredItem(str(shard_of(SAVE, 0, 2)), "lr"),
         },
         storage_meta=StorageMeta(checkpoint_id="/a/b", save_id="1"),
     )
@@ -146,8 +166,13 @@ def metadata() -> Metadata:
     return made
 
 
+def record_of(rank: int) -> ShardRecord:
+    return ShardRecord(rank, shard_file_name(rank, 3), 4096 + rank, f"{rank:032x}")
+
+
 def commit() -> Commit:
-    return Commit(SAVE, 2, metadata(), {"common.pt": b"\x00\x01", "empty": b""})
+    records = (record_of(0), record_of(1))
+    return Commit(SAVE, records, metadata(), {"common.pt": b"\x00\x01", "empty": b""}, "job7", 12.5)
 
 
 def test_metadata_are_stored_without_pickles_and_read_back_equal() -> None:
@@ -163,10 +188,10 @@ def test_a_commit_is_read_back_equal() -> None:
     assert commit_from(meta_of(commit()), content_of(commit())) == commit()
 
 
-def test_what_a_commit_consists_of_is_known_without_its_content() -> None:
-    made = commit()
-    assert candidate_from(meta_of(made)) == CommitHead(SAVE, 2)
-    assert made.files == [file_name_of(ShardId(SAVE, 0, 2)), file_name_of(ShardId(SAVE, 1, 2))]
+def test_the_manifest_is_made_of_a_commit_and_its_own_shard() -> None:
+    records = (record_of(0), record_of(1), record_of(2))
+    assert commit().shard == COMMIT
+    assert commit().manifest(record_of(2)) == Manifest(SAVE, "job7", 3, records, saved_s=12.5)
 
 
 class Strange:
@@ -189,11 +214,16 @@ def test_metadata_that_cannot_be_stored_are_refused_by_name() -> None:
         {"save": 20},
         {"save": "step-000000020.e1.r0.g4.5f0c1a2b"},
         {"save": "step-000000020.e1.r0.g3.ffffffff"},
+        {"kind": "local state"},
+        {"rank": 1},
         {"world_size": None},
-        {"world_size": 1},
         {"world_size": 3},
-        {"world_size": 0},
-        {"world_size": 10**15},
+        {"shards": []},
+        {"shards": [[1, f"{0:032x}"]] * 3},
+        {"shards": [[1, "no digest"]] * 2},
+        {"shards": [[-1, f"{0:032x}"]] * 2},
+        {"shards": 2},
+        {"saved_s": "now"},
     ],
 )
 def test_a_commit_that_makes_no_sense_is_damage(change: dict[str, Any]) -> None:
@@ -201,7 +231,7 @@ def test_a_commit_that_makes_no_sense_is_damage(change: dict[str, Any]) -> None:
         commit_from({**meta_of(commit()), **change}, content_of(commit()))
 
 
-@pytest.mark.parametrize("file", ["../../x", "commit.shard"])
+@pytest.mark.parametrize("file", ["../../x", str(COMMIT)])
 def test_metadata_cannot_lead_to_other_files(file: str) -> None:
     metadata = Metadata({}, storage_data={MetadataIndex("w"): StoredItem(file, "w")})
     content = {
@@ -212,24 +242,24 @@ def test_metadata_cannot_lead_to_other_files(file: str) -> None:
         commit_from(meta_of(commit()), content)
 
 
-@pytest.mark.parametrize("name", ["commit.shard", "../x", ".job", "a/b", "x.shard"])
-def test_an_extra_file_cannot_take_the_place_of_another(name: str) -> None:
+@pytest.mark.parametrize("name", ["manifest.json", "../x", ".job", "a/b", "x.shard"])
+def test_an_attached_file_cannot_take_the_place_of_another(name: str) -> None:
     content = content_of(commit())
     content["extras"] = {name: torch.zeros(1, dtype=torch.uint8)}
-    with pytest.raises(CorruptCheckpointError, match="cannot be the name of an extra file"):
+    with pytest.raises(CorruptCheckpointError, match="cannot be the name of an attached file"):
         commit_from(meta_of(commit()), content)
 
 
 def test_a_commit_of_a_newer_release_is_named_as_such() -> None:
     with pytest.raises(CheckpointError, match="version 2; this release reads version 1") as error:
-        candidate_from({**meta_of(commit()), "version": 2})
+        commit_from({**meta_of(commit()), "version": 2}, content_of(commit()))
     assert not isinstance(error.value, CorruptCheckpointError)
 
 
 def test_a_shard_of_another_name_is_refused() -> None:
-    shard = ShardId(SAVE, 1, 4)
+    shard = shard_of(SAVE, 1, 4)
     require_shard(shard, {**meta_of_shard(shard), "more": 1}, "a file")
     with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of 4 of step-000000020"):
         require_shard(shard, {**meta_of_shard(shard), "rank": 2}, "a file")
     with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
-        require_shard(shard, meta_of_shard(ShardId(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")
+        require_shard(shard, meta_of_shard(shard_of(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")

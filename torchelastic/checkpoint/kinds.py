@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
-from torchelastic.checkpoint.store.save_id import SaveId, find_shard
+from torchelastic.checkpoint.store.save_id import SaveId
 
 log = logging.getLogger(__name__)
 
-#: What the headers of `BCPState` and of `LocalCheckpointManager` state; those of tiers, which name their folders
-#: alike, state something else.
+#: What the headers of `BCPState`, of `LocalCheckpointManager` and of checkpoints in memory state; those of tiers, which
+#: name their folders alike, state something else.
 TRAINING_STATE = "training state"
 LOCAL_STATE = "local state"
+MEMORY_STATE = "memory state"
 
 _SHARD_SUFFIX = ".shard"
 
@@ -37,7 +37,7 @@ class Kind(Enum):
     MEMORY = "torchelastic.checkpoint.memory"
 
 
-_STATED = {TRAINING_STATE: Kind.TRAINING_STATE, LOCAL_STATE: Kind.LOCAL}
+_STATED = {TRAINING_STATE: Kind.TRAINING_STATE, LOCAL_STATE: Kind.LOCAL, MEMORY_STATE: Kind.MEMORY}
 
 
 class ForeignCheckpointsError(CheckpointError):
@@ -47,12 +47,11 @@ class ForeignCheckpointsError(CheckpointError):
 def may_hold_one(folder: str) -> bool:
     """Whether checkpoints have such a name; others are not even looked into. Pure.
 
-    >>> [name for name in ("7", "step-20_ckpt", "step-000000123.e1.r5.g7", "lost+found") if may_hold_one(name)]
-    ['7', 'step-20_ckpt', 'step-000000123.e1.r5.g7']
+    >>> [name for name in ("7", "step-000000123.e1.r5.g7", "lost+found") if may_hold_one(name)]
+    ['7', 'step-000000123.e1.r5.g7']
     """
     is_number = folder.isdecimal() and folder == str(int(folder))
-    is_step = CheckpointContainerId.parse_version_container_step(folder) is not None
-    return is_number or is_step or SaveId.find(folder) is not None
+    return is_number or SaveId.find(folder) is not None
 
 
 def kind_of(
@@ -76,8 +75,6 @@ def kind_of(
     <Kind.STREAMS: 'FileSystemCheckpointManager'>
     >>> kind_of("7", ["readme.txt"], open)
     """
-    if CheckpointContainerId.parse_version_container_step(folder) is not None:
-        return Kind.MEMORY if COMMIT_FILE in files or any(find_shard(file) for file in files) else None
     if SaveId.find(folder) is not None:
         stated = _first_stated(files, opened)
         if stated is None:

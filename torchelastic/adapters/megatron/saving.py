@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from torchelastic.adapters.megatron.planning import LeftOutError, Planned, Planning, Ranks
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.commit import records_of
+from torchelastic.checkpoint.memory.staging import result_of
+from torchelastic.checkpoint.store.manifest import ShardRecord
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
@@ -231,18 +234,20 @@ def _finalize(ranks: Ranks, save: _Save) -> None:
     Where a rank has failed, this warns, and the checkpoint stays without a commit.
     """
 
-    def adopt() -> None:
+    def adopt() -> list[Any]:
         if not save.write.is_done_here:
             save.write.staged.adopt()
+        return [list(astuple(record)) for record in records_of([save.write.staged.results])]
 
-    def commit() -> None:
+    def commit(records: list[Any]) -> None:
         if ranks.is_coordinator:
-            save.writer.finish(save.metadata, save.results)
+            written = [[result_of(ShardRecord(*record)) for record in each] for each in records]
+            save.writer.finish(save.metadata, [*save.results, *written])
 
     step = f"commit {save.checkpoint_dir.name}"
     try:
-        ranks.agree(step, adopt)
-        ranks.agree(step, commit)
+        records = ranks.agree(step, adopt)
+        ranks.agree(step, partial(commit, records))
     except LeftOutError as error:
         _count(ranks, save.writer, save.checkpoint_dir, error)
         _abandon(save.write.staged)

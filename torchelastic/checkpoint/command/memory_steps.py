@@ -1,10 +1,11 @@
-"""Checkpoints in memory: folders `step-<N>_ckpt` in a job's container, which is looked at without being claimed."""
+"""Checkpoints in memory: what the store has in a job's container, which is looked at without being claimed."""
 
 from __future__ import annotations
 
 import base64
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +14,38 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign.dcp import read_through
 from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shards import ShardFormat, described_part
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.command.shard_folder import FolderOfShards, checkpoints_in
+from torchelastic.checkpoint.command.shards import damages_of, described_part, openers_of
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, kind_in
-from torchelastic.checkpoint.memory.container import read_candidate, read_commit
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
+from torchelastic.checkpoint.memory.container import read_commit
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tensors import dtype_name
-from torchelastic.checkpoint.store.owner import read_fence
-from torchelastic.checkpoint.store.save_id import SaveId
 
 
-class MemorySteps(ShardFormat):
-    """Folders of steps."""
+class MemorySteps(FolderOfShards):
+    """Saves into memory, by the names of their steps."""
 
     kind = "memory"
 
     def find(self, path: Path) -> list[FoundCheckpoint]:
-        """One step, or all in the container of a job: as those that load them choose."""
+        """One save, the newest one of a step, or all in the container of a job: as those that load them choose."""
         if not path.is_dir():
             return []
-        if kind_in(path) is Kind.MEMORY:
-            return [self._look_at(path)]
-        with explained("list the checkpoints in memory", path):
-            folders = [folder for folder in path.iterdir() if kind_in(folder) is Kind.MEMORY]
-        return sorted(still_there(folders, self._look_at), key=_newness, reverse=True)
+        step = CheckpointContainerId.parse_version_container_step(path.name)
+        saves = [path, *checkpoints_in(path)] if step is None else checkpoints_in(path.parent)
+        own = (save for save in saves if kind_in(save) is Kind.MEMORY)
+        found = still_there(own, self._look_at)
+        return found if step is None else [one for one in found if one.step == step][:1]
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the commit; of the pickles those whose shards are here."""
         metadata = read_commit(found.path).metadata
         holders: dict[str, list[str]] = {}
         for index, item in (metadata.storage_data or {}).items():
-            files = holders.setdefault(index.fqn, [])
-            files += [item.file] if item.file not in files else []
+            files, file = holders.setdefault(index.fqn, []), Path(item.file).name
+            files += [file] if file not in files else []
         rows = [
             TensorRow(
                 fqn,
@@ -61,14 +61,16 @@ class MemorySteps(ShardFormat):
         return Contents({"dict": values}, rows)
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
-        """Compares the commit, the shards that are here, and the extra files."""
+        """Compares the shards that are here, and the attached files with the commit."""
+        lines = damages_of(openers_of(found, all_of_it=False), advance)
+        if found.manifest is None:
+            return lines or [str(found.damage)]
         try:
-            commit = read_commit(found.path)
+            extras = read_commit(found.path).extras
         except CorruptCheckpointError as error:
-            return [str(error)]
-        lines = super().verify(found, advance)
-        for name, content in commit.extras.items():
-            file = found.path / name
+            return [*lines, str(error)]
+        for name, content in extras.items():
+            file = found.path.with_name(found.name) / name
             if not file.is_file() or file.read_bytes() != content:
                 lines.append(f"{file} is not what the commit holds of it: it is missing, or was changed")
         return lines
@@ -91,31 +93,20 @@ class MemorySteps(ShardFormat):
         )
 
     def _look_at(self, folder: Path) -> FoundCheckpoint:
-        with explained("look at the checkpoint", folder):
-            sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-            at = folder / COMMIT_FILE
-            saved_s = at.stat().st_ctime if at.exists() else folder.stat().st_mtime
-        try:
-            commit, damage = read_candidate(folder), None
-        except CorruptCheckpointError as error:
-            commit, damage = None, str(error)
-        run_id = _run_id_of(folder.parent)
-        facts: dict[str, Any] = {} if run_id is None else {"run": run_id}
-        shards: dict[str, int] = {}
-        if commit is not None:
-            facts["save"] = str(commit.name)
-            shards = {file: rank for rank, file in enumerate(commit.files) if file in sizes}
-        return FoundCheckpoint(
-            format=self,
-            path=folder,
-            name=folder.name,
-            step=CheckpointContainerId.parse_version_container_step(folder.name),
-            world_size=commit.world_size if commit else None,
-            saved_s=saved_s,
-            size_bytes=sum(sizes.values()),
-            damage=damage,
-            partial=described_part(shards.values(), commit.world_size) if commit else None,
-            shards=tuple(folder / file for file in shards),
+        found = super()._look_at(folder)
+        facts = {**found.facts, "save": folder.name}
+        name = CheckpointContainerId.format_version_container(found.step or 0)
+        if found.manifest is None:
+            return replace(found, name=name, facts=facts)
+        ranks = found.manifest.world_size - 1  # the last shard is the commit, of no rank
+        here = {record.rank for record in found.manifest.shards if folder / record.file in found.shards}
+        return replace(
+            found,
+            name=name,
+            world_size=ranks,
+            damage=found.damage or (None if ranks in here else f"{folder} has a manifest, and no commit"),
+            partial=described_part(here - {ranks}, ranks),
+            shards=tuple(path for path in found.shards if path.name != found.manifest.shards[-1].file),
             facts=facts,
         )
 
@@ -130,15 +121,10 @@ class _LocalFiles:
         return read_commit(self._folder).metadata
 
     def open(self, _: Any, file: str) -> ShardReader:
-        return ShardReader(self._folder / file)
+        return ShardReader(self._folder.parent / file)
 
     def repair(self, _: Any, file: str) -> ShardReader:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged
-
-
-def _newness(one: FoundCheckpoint) -> tuple[bool, SaveId | int]:
-    save = SaveId.find(one.facts.get("save", ""))
-    return (False, one.step or 0) if save is None else (True, save)
 
 
 def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, bytes]]:
@@ -152,16 +138,9 @@ def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, byte
         shards = {path.name: opened.enter_context(ShardReader(path)) for path in found.shards}
         try:
             return [
-                (fqn, shards[item.file].read_one(item.entry).numpy().tobytes())
+                (fqn, shards[Path(item.file).name].read_one(item.entry).numpy().tobytes())
                 for fqn, item in wanted
-                if item.file in shards
+                if Path(item.file).name in shards
             ]
         except KeyError as error:
             raise CorruptCheckpointError(f"a shard in {found.path} lacks {error}, which its commit promises") from error
-
-
-def _run_id_of(container: Path) -> str | None:
-    try:
-        return read_fence(container).run_id or None
-    except CheckpointError:
-        return None

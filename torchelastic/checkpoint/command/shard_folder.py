@@ -32,8 +32,10 @@ class FolderOfShards(ShardFormat):
         if not path.is_dir():
             return []
         if SaveId.find(path.name) is not None or _has_manifest(path):
-            return [self._look_at(path)]
-        return still_there(_checkpoints_in(path) + _sessions_in(path), self._look_at)
+            found = [path]
+        else:
+            found = checkpoints_in(path) + _sessions_in(path)
+        return still_there((one for one in found if kind_in(one) is not Kind.MEMORY), self._look_at)
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
@@ -92,7 +94,7 @@ class FolderOfShards(ShardFormat):
         )
 
 
-def _checkpoints_in(path: Path) -> list[Path]:
+def checkpoints_in(path: Path) -> list[Path]:
     """The folders of shards in a folder, newest first."""
     names = sorted(filter(None, map(SaveId.find, names_in(path))), reverse=True)
     return [path / name.folder_name for name in names]
@@ -102,7 +104,7 @@ def _sessions_in(path: Path) -> list[Path]:
     """The local checkpoints of all sessions that have a folder in this one."""
     names = [name for name in sorted(names_in(path)) if not name.startswith(".") and SaveId.find(name) is None]
     sessions = [path / name for name in names if (path / name).is_dir()]
-    return [one for session in sessions for one in _checkpoints_in(session) if kind_in(one) is Kind.LOCAL]
+    return [one for session in sessions for one in checkpoints_in(session) if kind_in(one) is Kind.LOCAL]
 
 
 def _what_is_here(folder: Path, manifest: Manifest, sizes: dict[str, int | None]) -> tuple[str | None, str | None]:

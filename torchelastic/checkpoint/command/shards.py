@@ -37,7 +37,7 @@ class ShardFormat(Format):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares each header and each tensor, and the headers with the manifest; goes on behind what is damaged."""
-        lines = damages_of(_openers(found, all_of_it=True), advance)
+        lines = damages_of(openers_of(found, all_of_it=True), advance)
         return lines or ([] if found.damage is None else [found.damage])
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
@@ -144,10 +144,10 @@ def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator
         CheckpointError: a shard cannot be opened, or is not what the manifest says.
     """
     with ExitStack() as opened:
-        yield [opened.enter_context(opener()) for opener in _openers(found, all_of_it=all_of_it)]
+        yield [opened.enter_context(opener()) for opener in openers_of(found, all_of_it=all_of_it)]
 
 
-def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
+def openers_of(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
     """How to open each shard; with `all_of_it` also those that belong to it and are not here, which is an error.
 
     What the manifest says of a shard is compared when it is opened.

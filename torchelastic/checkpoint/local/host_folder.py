@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.kinds import Kind, is_foreign
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.local.names import described
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.policy import KeepPolicy
@@ -37,7 +37,7 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.memory import MemoryTier
-from torchelastic.checkpoint.store.reading import list_checkpoints, record_in
+from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class HostFolder(MemoryTier):
         disk.make_folder(root)
         remove_left_overs(root, disk)  # room, also for who only loads
         self._left_alone: Collection[SaveId] = ()
-        self._known: set[SaveId] = set()  # certainly no tier's, nor of `BCPState`
         self._in_flight: dict[ShardId, tuple[Stage, ShardWrite]] = {}
         self._lock = threading.Lock()  # a manager that is dropped is closed on whatever thread that happens
 
@@ -187,7 +186,6 @@ class HostFolder(MemoryTier):
                 del self._in_flight[shard]
                 if write.target.exists():
                     self.pool.adopt(stage, write.target)
-                    self._ours.add(write.target)
                 else:
                     self._drop(stage)
 
@@ -209,18 +207,7 @@ class HostFolder(MemoryTier):
             self._left_alone = ()
 
     def _own_checkpoints(self) -> list[CheckpointInfo]:
-        infos = list_checkpoints(self._root, whole=False)
-        self._known &= {info.name for info in infos}
-        return [info for info in infos if info.name not in self._left_alone and self._is_own(info)]
-
-    def _is_own(self, info: CheckpointInfo) -> bool:
-        """As `is_foreign`, which reads the header of a shard: a long one, and each save would wait for it."""
-        if info.name not in self._known:
-            if is_foreign(info.folder, self.kind):
-                return False
-            if info.shards:
-                self._known.add(info.name)
-        return True
+        return [info for info in super()._own_checkpoints() if info.name not in self._left_alone]
 
     def call_off(self, save: SaveId) -> None:
         """A save has failed somewhere: what is here of it goes."""

@@ -184,7 +184,7 @@ class BufferIO:
         path = self._container.folder_of(self._step) / self.object_id.name
         if path.exists():
             self._container.remove_object(path)  # it is written anew
-        self._container.publish(stage, header.with_checksums([digest]), self._step, self.object_id.name)
+        self._container.publish(stage, header.with_checksums([digest]), path)
 
     def abandon(self) -> None:
         """Throws away what was written; nothing gets a name."""

@@ -1,13 +1,14 @@
-"""The commit of a checkpoint in memory: which shards belong to it, and DCP's metadata of what is in them. Pure.
+"""What the last shard of a save holds: DCP's metadata, the attached files, and the records of all other shards. Pure.
 
-Without it a step is nothing; it is written when every shard has its replicas. It is a shard without a share of the
-state, so that it is checked like one. Metadata are stored as JSON: nothing that is read here is executed.
+It is the shard of no rank, and the coordinator writes it when every other one has its replicas. A host that has it can
+make the manifest, by which the store counts the checkpoint. Metadata are stored as JSON: nothing that is read here is
+executed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,15 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, is_part
+from torchelastic.checkpoint.memory.ids import is_part, meta_of_shard, shard_of
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
-from torchelastic.checkpoint.store.tier import TierEntry
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
 
 VERSION = 1
-#: More ranks no commit is believed to have: all of them are counted where a checkpoint is chosen.
-MOST_RANKS = 1 << 20
 
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -51,7 +50,7 @@ class StoredItem:
     """Where one item of DCP's plan lies: the storage data of its `WriteResult`.
 
     Attributes:
-        file: the shard, in the container of the checkpoint.
+        file: the shard, as its `ShardId` spells it.
         entry: the name of its entry there.
     """
 
@@ -60,84 +59,74 @@ class StoredItem:
 
 
 @dataclass(frozen=True)
-class CommitHead:
-    """A checkpoint with a shard of each rank, by what the header of its commit says.
+class Commit:
+    """What makes shards with replicas a checkpoint.
 
     Attributes:
         name: of the save; the greatest is the newest, whatever the steps.
-        world_size: how many ranks have saved.
+        records: of the shards of all ranks, in their order.
+        metadata: DCP's, with a `StoredItem` for each index.
+        extras: attached files of the checkpoint by name, which lie in the container of its step on every host.
+        run_id: see `Manifest`.
+        saved_s: see `Manifest`.
 
     Raises:
-        ValueError: so many ranks there are not.
+        ValueError: this is none.
     """
 
     name: SaveId
-    world_size: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.world_size <= MOST_RANKS:
-            raise ValueError(f"{self.name} is by {self.world_size} ranks")
-
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint."""
-        return self.name.step
-
-    @property
-    def files(self) -> list[str]:
-        """The names of its shards, in the order of the ranks."""
-        return self.files_of(range(self.world_size))
-
-    def files_of(self, ranks: Collection[int]) -> list[str]:
-        """The shards of some ranks, in their order; of those that have saved."""
-        return [file_name_of(ShardId(self.name, rank, self.world_size)) for rank in ranks if rank < self.world_size]
-
-
-@dataclass(frozen=True)
-class Commit(CommitHead):
-    """The same with all that it holds.
-
-    Attributes:
-        metadata: DCP's, with a `StoredItem` for each index.
-        extras: further files of the checkpoint by name, which lie beside the shards on every host.
-    """
-
+    records: tuple[ShardRecord, ...]
     metadata: Metadata
     extras: Mapping[str, bytes]
+    run_id: str = ""
+    saved_s: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        ranks = len(self.records)
+        if not ranks or [record.rank for record in self.records] != list(range(ranks)):
+            raise ValueError(f"{self.name} has the shards of {[record.rank for record in self.records]}")
         for name in self.extras:
             check_extra_name(name)
-        strange = {item.file for item in (self.metadata.storage_data or {}).values()} - {*self.files}
+        files = {str(shard_of(self.name, rank, ranks)) for rank in range(ranks)}
+        strange = {item.file for item in (self.metadata.storage_data or {}).values()} - files
         if strange:
-            raise ValueError(f"{min(strange)!r} is no shard of {self.name} by {self.world_size} ranks")
+            raise ValueError(f"{min(strange)!r} is no shard of {self.name} by {ranks} ranks")
 
+    @property
+    def shard(self) -> ShardId:
+        """The shard that holds it."""
+        return shard_of(self.name, len(self.records), len(self.records))
 
-def shards_of(entry: TierEntry) -> list[str]:
-    """The names of the shards that lie where a save was listed."""
-    return [file_name_of(ShardId(entry.name, rank, entry.world_size)) for rank in entry.ranks]
+    def manifest(self, own: ShardRecord) -> Manifest:
+        """The manifest of the checkpoint.
 
-
-def objects_of(entry: TierEntry) -> list[str]:
-    """All of a save that other hosts can have from there: shards, and the commit."""
-    return [*shards_of(entry), *([COMMIT_FILE] if entry.is_committed else [])]
+        Args:
+            own: of the shard that holds this commit.
+        """
+        records = (*self.records, own)
+        return Manifest(self.name, self.run_id, len(records), records, saved_s=self.saved_s)
 
 
 def check_extra_name(name: str) -> str:
-    """Returns the name of an extra file.
+    """Returns the name of an attached file.
 
     Raises:
-        ValueError: it is no plain name of a file, or one that shards and commits have.
+        ValueError: it is no plain name of a file, or one that a shard or a manifest has.
     """
-    if not is_part(name) or name.endswith(".shard"):
-        raise ValueError(f"{name!r} cannot be the name of an extra file: use letters, digits and _.=@+,- only")
+    if not is_part(name) or name.endswith(".shard") or name == MANIFEST_NAME:
+        raise ValueError(f"{name!r} cannot be the name of an attached file: use letters, digits and _.=@+,- only")
     return name
 
 
-def meta_of(commit: CommitHead) -> dict[str, Any]:
-    """What the header of the commit's shard says: enough to tell whether a checkpoint is complete."""
-    return {"version": VERSION, "save": str(commit.name), "world_size": commit.world_size}
+def meta_of(commit: Commit) -> dict[str, Any]:
+    """What the header of the commit's shard says."""
+    return {
+        **meta_of_shard(commit.shard),
+        "version": VERSION,
+        "run_id": commit.run_id,
+        "saved_s": commit.saved_s,
+        "shards": [[record.size_bytes, record.header_digest] for record in commit.records],
+    }
 
 
 def content_of(commit: Commit) -> dict[str, Any]:
@@ -152,8 +141,8 @@ def content_of(commit: Commit) -> dict[str, Any]:
     }
 
 
-def candidate_from(meta: Mapping[str, Any]) -> CommitHead:
-    """The inverse of `meta_of`.
+def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
+    """The inverse of `meta_of` and `content_of`.
 
     Raises:
         CorruptCheckpointError: it is no commit.
@@ -165,25 +154,33 @@ def candidate_from(meta: Mapping[str, Any]) -> CommitHead:
                 f"its commit is version {meta['version']}; this release reads version {VERSION}; use the release that "
                 "wrote it"
             )
-        return CommitHead(SaveId.parse(meta["save"]), meta["world_size"])
-    except _NONSENSE as error:
-        raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
-
-
-def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
-    """The inverse of `meta_of` and `content_of`; raises as `candidate_from`."""
-    head = candidate_from(meta)
-    try:
+        count = len(meta["shards"])
+        records = [
+            ShardRecord(rank, shard_file_name(rank, count + 1), size_bytes, digest)
+            for rank, (size_bytes, digest) in enumerate(meta["shards"])
+        ]
         metadata = decode_metadata(_as_bytes(content["metadata"]))
         extras = {name: _as_bytes(data) for name, data in content["extras"].items()}
-        return Commit(**vars(head), metadata=metadata, extras=extras)
+        commit = Commit(
+            SaveId.parse(meta["save"]), tuple(records), metadata, extras, str(meta["run_id"]), float(meta["saved_s"])
+        )
+        if meta_of(commit) != {key: meta[key] for key in meta_of(commit)}:
+            raise ValueError("its header is that of another shard")
+        return commit
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
 
 
 def storage_data_of(results: Iterable[Iterable[Any]]) -> dict[MetadataIndex, StoredItem]:
     """Where everything lies, out of the `WriteResult`s of all ranks."""
-    return {result.index: result.storage_data for each in results for result in each}
+    stored = (result for each in results for result in each)
+    return {result.index: result.storage_data for result in stored if isinstance(result.storage_data, StoredItem)}
+
+
+def records_of(results: Iterable[Iterable[Any]]) -> tuple[ShardRecord, ...]:
+    """The records of the shards that were written, which lie among the same results; in the order of the ranks."""
+    found = (result.storage_data for each in results for result in each)
+    return tuple(sorted((one for one in found if isinstance(one, ShardRecord)), key=lambda record: record.rank))
 
 
 def encode_metadata(metadata: Metadata) -> bytes:

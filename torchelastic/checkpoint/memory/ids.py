@@ -1,15 +1,15 @@
-"""Names of checkpoints in memory: paths that were checked once, files, and objects on the wire. Pure.
+"""Names of checkpoints in memory: paths that were checked once, shards, and objects on the wire. Pure.
 
     /dev/shm/jobs/145                     the container of a job
-      step-20_ckpt                        the container of one checkpoint
-        step-000000020.e1.r0.g12.5f0c1a2b.shard-00003-of-00008.shard   what one rank has saved
-        commit.shard                      last of all: the checkpoint is complete
-        common.pt                         an extra file, written from the commit
+      step-20_ckpt                        what users and frameworks call one checkpoint; see `container`
+        common.pt                         an attached file
+      step-000000020.e1.r0.g12.5f0c1a2b   what lies there of the save: see `store`
+        shard-00003-of-00009.shard        what one of eight ranks has saved
+        shard-00008-of-00009.shard        one more: DCP's metadata, and the attached files
+        manifest.json                     last of all: the checkpoint is complete
 
-Names and rules of the containers are ML Flashpoint's; saves and shards have those of the store (`SaveId`, `ShardId`): a
-step that is saved again never mixes with what an earlier attempt has left, and every shard tells what it is older than.
-Between hosts an object is named by the last part of the container's path, the step and the file; where the container
-lies is each host's own business.
+Names and rules of the containers are ML Flashpoint's; saves and shards are the store's. Between hosts a shard is named
+by the last part of the container's path and its `ShardId`; where the container lies is each host's own business.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from __future__ import annotations
 import os
 import re
 from collections import UserString
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.store.save_id import ShardId, find_shard
-
-COMMIT_FILE = "commit.shard"
+from torchelastic.checkpoint.kinds import MEMORY_STATE
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 _PART = re.compile(r"[\w.=@+,-]{1,128}", re.ASCII)
+_EXAMPLE = "step-000000020.e1.r0.g12.5f0c1a2b/shard-00003-of-00009.shard"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)_ckpt")
 
 
@@ -153,12 +153,26 @@ class CheckpointObjectId(CheckpointId):
         return CheckpointObjectId(f"{parent}/{name}")
 
 
-# --- files and objects ------------------------------------------------------------------------------------------------
+# --- shards and objects -----------------------------------------------------------------------------------------------
+
+
+def shard_of(save: SaveId, rank: int, ranks: int) -> ShardId:
+    """The shard of one of so many ranks; that behind the last rank's holds the metadata of all of them.
+
+    >>> str(shard_of(SaveId(1, 0, 12, 20, "5f0c1a2b"), 3, 8))
+    'step-000000020.e1.r0.g12.5f0c1a2b/shard-00003-of-00009.shard'
+    """
+    return ShardId(save, rank, ranks + 1)
+
+
+def is_commit(shard: ShardId) -> bool:
+    """Whether this is the shard that holds the metadata of a save."""
+    return shard.rank == shard.world_size - 1
 
 
 def meta_of_shard(shard: ShardId) -> dict[str, Any]:
     """What the header of a shard says of its name, which its checksums cover."""
-    return {"save": str(shard.name), "rank": shard.rank, "world_size": shard.world_size}
+    return {"kind": MEMORY_STATE, "save": str(shard.name), "rank": shard.rank, "world_size": shard.world_size - 1}
 
 
 def require_shard(shard: ShardId, meta: Mapping[str, Any], where: str) -> None:
@@ -181,41 +195,36 @@ def require_shard(shard: ShardId, meta: Mapping[str, Any], where: str) -> None:
         )
 
 
-@dataclass(frozen=True, order=True)
-class ObjectName:
-    """An object of a checkpoint in memory, as the hosts name it to each other.
+def object_of(container: str, shard: ShardId) -> str:
+    """What the hosts call a shard in the container of this name; `parse_object` is the inverse."""
+    return f"{container}/{shard}"
 
-    Attributes:
-        container: the last part of the path of the job's container.
-        step: of the checkpoint.
-        file: a shard or the commit.
 
-    >>> str(ObjectName("145", 20, "commit.shard"))
-    '145/step-20_ckpt/commit.shard'
+def parse_object(text: str) -> tuple[str, ShardId]:
+    """The name of the container, and the shard.
+
+    Raises:
+        ValueError: it is no name of a shard.
     """
+    container, _, rest = text.partition("/")
+    with suppress(ValueError):
+        shard = ShardId.parse(rest)
+        if shard.world_size > 1 and is_part(container):  # that of a rank, or the metadata behind it
+            return container, shard
+    raise ValueError(f"{text[:200]!r} is no object of a checkpoint, such as '145/{_EXAMPLE}'")
 
-    container: str
-    step: int
-    file: str
 
-    def __str__(self) -> str:
-        return f"{self.container}/{CheckpointContainerId.format_version_container(self.step)}/{self.file}"
-
-    @classmethod
-    def parse(cls, text: str) -> ObjectName:
-        """The inverse of `str`.
-
-        Raises:
-            ValueError: it is no name of a shard or of a commit.
-        """
-        container, _, rest = text.partition("/")
-        folder, _, file = rest.partition("/")
-        step = CheckpointContainerId.parse_version_container_step(folder)
-        if step is None or not is_part(container) or (file != COMMIT_FILE and find_shard(file) is None):
-            raise ValueError(f"{text[:200]!r} is no object of a checkpoint, such as '145/step-20_ckpt/{COMMIT_FILE}'")
-        return cls(container, step, file)
+def newest_of_step(objects: Iterable[str], container: str, step: int) -> list[str]:
+    """Of the objects that a host has, those of the newest save of a step whose metadata it has; these come last."""
+    shards = []
+    for one in objects:
+        with suppress(ValueError):  # what others have saved there
+            name, shard = parse_object(one)
+            shards += [shard] * (name == container and shard.name.step == step)
+    newest = max((shard.name for shard in shards if is_commit(shard)), default=None)
+    return [object_of(container, shard) for shard in sorted(shards) if shard.name == newest]
 
 
 def is_part(text: str) -> bool:
-    """Whether a text may be part of the name of an object, or the name of an extra file."""
+    """Whether a text may be part of the name of an object, or the name of an attached file."""
     return _PART.fullmatch(text) is not None and not text.startswith(".") and not text.endswith(".")

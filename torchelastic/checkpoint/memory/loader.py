@@ -16,29 +16,30 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import (
-    Fetch,
     MemoryCandidate,
     RecoveryPlan,
     Roster,
     listed_in,
     recovery_plan,
+    require_whole,
     verification_share,
 )
-from torchelastic.checkpoint.memory.commit import CommitHead, objects_of
-from torchelastic.checkpoint.memory.container import Container, read_candidate, read_commit
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, CheckpointObjectId, parts_of
-from torchelastic.checkpoint.memory.inventory import (
-    Retrieval,
-    give_up_newer,
-    make_replicas,
-    remove_damaged,
-    verify,
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import (
+    CheckpointContainerId,
+    CheckpointObjectId,
+    newest_of_step,
+    parse_object,
+    parts_of,
 )
+from torchelastic.checkpoint.memory.inventory import fetch, make_replicas, verify
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import root_id
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.group.rank_group import begun
 from torchelastic.metrics import publish_metric
@@ -98,15 +99,14 @@ class DefaultCheckpointLoader(CheckpointLoader):
         del global_rank_getter, local_rank_getter, broadcast_object_list_func, all_gather_object_func, world_size_getter
         self._objects = checkpoint_object_manager
         self._replication = replication_manager
-        self._retrieval = Retrieval(checkpoint_object_manager.shelf, replication_manager)
         self._lock = threading.Lock()
-        self._plans: dict[tuple[str, int], RecoveryPlan] = {}
+        self._plans: dict[tuple[str, SaveId], RecoveryPlan] = {}
         self._making: Future[bool] | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read_metadata(
-        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, object_name: str = COMMIT_FILE
+        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, object_name: str = ""
     ) -> Metadata:
         """See `CheckpointLoader`; a commit that is missing or damaged here is fetched. On any rank, from any thread.
 
@@ -119,11 +119,18 @@ class DefaultCheckpointLoader(CheckpointLoader):
         """
         del object_name
         container, step = self._step_of(checkpoint_id)
+        save = container.save_of(step)
+        if save is None:
+            shard = self._commit_elsewhere(container, step)
+            fetch(container, shard, self._holders(container, shard), self._replication)
+            container.complete(container.read_commit(shard), by_all=True)
+        else:
+            shard = container.commit_shard(save)
         try:
-            return read_commit(container.folder_of(step)).metadata
+            return container.read_commit(shard).metadata
         except CorruptCheckpointError as error:
-            self._replace(container, step, COMMIT_FILE, error)
-        return read_commit(container.folder_of(step)).metadata
+            self._replace(container, shard, error)
+        return container.read_commit(shard).metadata
 
     def open(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
         """See `CheckpointLoader`; what is fetched stays here. On any rank, from any thread.
@@ -132,12 +139,11 @@ class DefaultCheckpointLoader(CheckpointLoader):
             CorruptCheckpointError: it is no shard.
             CheckpointError: it is nowhere to be had, or there is no room for it.
         """
-        container, step = self._step_of(checkpoint_id)
-        path = container.folder_of(step) / file
-        if not path.exists():
-            log.info("fetching %s of step %d from another host", file, step)
-            self._retrieval.fetch(container, step, file, self._holders(container, step, file))
-        return container.open(step, file)
+        container, shard = self._shard_of(checkpoint_id, file)
+        if not container.path_of(shard).exists():
+            log.info("fetching %s from another host", shard)
+            fetch(container, shard, self._holders(container, shard), self._replication)
+        return container.open(shard.name, shard.rank)
 
     def repair(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
         """See `CheckpointLoader`. On any rank, from any thread.
@@ -146,22 +152,21 @@ class DefaultCheckpointLoader(CheckpointLoader):
             CorruptCheckpointError: no other host has a good copy.
             CheckpointError: there is no room for it.
         """
-        container, step = self._step_of(checkpoint_id)
-        path = container.folder_of(step) / file
+        container, shard = self._shard_of(checkpoint_id, file)
         with self._lock:
             try:
-                with container.open(step, file) as shard:
-                    shard.verify()
+                with container.open(shard.name, shard.rank) as opened:
+                    opened.verify()
             except CheckpointError as error:
-                log.warning("%s is removed, and fetched from another host: %s", path, error)
-                self._replace(container, step, file, error)
-        return container.open(step, file)
+                log.warning("%s is removed, and fetched from another host: %s", container.path_of(shard), error)
+                self._replace(container, shard, error)
+        return container.open(shard.name, shard.rank)
 
-    def _replace(self, container: Container, step: int, file: str, error: CheckpointError) -> None:
-        """Removes a damaged object, and fetches another copy. Raises: CorruptCheckpointError if there is none."""
+    def _replace(self, container: Container, shard: ShardId, error: CheckpointError) -> None:
+        """Removes a damaged shard, and fetches another copy. Raises: CorruptCheckpointError if there is none."""
         try:
-            remove_damaged(container, step, file)
-            self._retrieval.fetch(container, step, file, self._holders(container, step, file))
+            container.remove_damaged(shard)
+            fetch(container, shard, self._holders(container, shard), self._replication)
         except CheckpointError as other:
             raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
 
@@ -188,11 +193,10 @@ class DefaultCheckpointLoader(CheckpointLoader):
         """
         call = f"get_latest_complete_checkpoint(.../{Path(checkpoint_base_container).name})"
         container, roster, listings = self._survey(checkpoint_base_container, call)
-        is_first = roster.is_first(self._replication.rank)
 
         def read(candidate: MemoryCandidate) -> CheckpointContainerId:
             plan = self._verified_plan(container, candidate, roster, listings, call)
-            if failures := self._execute(container, plan, call, gives_up_newer=is_first):
+            if failures := self._execute(container, plan, call, gives_up_newer=True):
                 raise CorruptCheckpointError("; ".join(failures[:4]))
             self._finish(container, plan)
             return CheckpointContainerId(container.folder_of(candidate.save.step))
@@ -218,22 +222,26 @@ class DefaultCheckpointLoader(CheckpointLoader):
     def get_checkpoint_objects_by_rank(
         self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId
     ) -> dict[int, list[CheckpointObjectId]]:
-        """Of each rank, which shards of a checkpoint, and whether its commit, are on its host. Collective."""
-        parent = CheckpointContainerId(checkpoint_id)
-        base, step = parts_of(parent)
+        """Of each rank, which shards of a checkpoint are on its host; the last one is the commit. Collective."""
+        base, step = parts_of(checkpoint_id)
         _, roster, listings = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
-        found = {}
-        for rank, folder in enumerate(roster.folders):
-            files = {file for one in listings[folder] if one.name.step == step for file in objects_of(one)}
-            found[rank] = [CheckpointObjectId.from_container(parent, file) for file in sorted(files)]
-        return found
+        return {
+            rank: [
+                CheckpointObjectId(f"{base}/{ShardId(entry.name, shard, entry.world_size)}")
+                for entry in sorted(listings[folder], key=lambda entry: entry.name)
+                if entry.name.step == step
+                for shard in entry.ranks
+            ]
+            for rank, folder in enumerate(roster.folders)
+        }
 
     def retrieve_checkpoint(
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId, plan: RecoveryPlan
     ) -> bool:
         """Fetches what a plan says, of `choice.recovery_plan`; whether all ranks could. Collective."""
         container = self._objects.container(checkpoint_base_container)
-        return not self._execute(container, plan, f"retrieve_checkpoint({container.name}, {plan.candidate.step})")
+        call = f"retrieve_checkpoint({container.name}, {plan.commit.name.step})"
+        return not self._execute(container, plan, call, gives_up_newer=False)
 
     def wait_for_replicas(self, timeout_s: float) -> bool:
         """Waits until this rank has made the replicas that were missing at the last recovery. Not a collective.
@@ -260,7 +268,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         is_first = roster.is_first(self._replication.rank)
 
         def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
-            return [one.as_plain() for one in container.entries()] if is_first else []
+            return [one.as_plain() for one in container.inventory()] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
         found = {
@@ -271,77 +279,98 @@ class DefaultCheckpointLoader(CheckpointLoader):
     def _verified_plan(
         self,
         container: Container,
-        listed: MemoryCandidate,
+        candidate: MemoryCandidate,
         roster: Roster,
         listings: Mapping[str, Sequence[TierEntry]],
         call: str,
     ) -> RecoveryPlan:
         """How to recover a checkpoint from its good copies. Raises: CorruptCheckpointError if there are too few."""
-        candidate, rank = CommitHead(listed.save, len(listed.whole)), self._replication.rank
-        if listed.missing:
-            raise CorruptCheckpointError(f"nobody has a copy of {', '.join(candidate.files_of(listed.missing[:8]))}")
+        require_whole(candidate)
+        commit = ShardId(candidate.save, len(candidate.whole) - 1, len(candidate.whole))
+        rank = self._replication.rank
         folder = roster.folders[rank]
-        share = verification_share(listings[folder], candidate, roster.sharers[folder], rank)
+        share = verification_share(listings[folder], candidate.save, roster.sharers[folder], rank)
+        shards = [ShardId(commit.name, shard, commit.world_size) for shard in share]
         told = self._replication.run_on_all(
-            f"{call}, verifying step {candidate.step}", lambda: verify(container, candidate, share)
+            f"{call}, verifying step {commit.name.step}", lambda: verify(container, shards)
         )
-        verified: dict[str, dict[str, int]] = {}
+        verified: dict[str, dict[int, int]] = {}
         for other, good in enumerate(told):
-            verified.setdefault(roster.folders[other], {}).update(good)
-        return recovery_plan(candidate, verified, roster, self._replication.copies)
+            verified.setdefault(roster.folders[other], {}).update(dict(good))
+        return recovery_plan(commit, verified, roster, self._replication.copies)
 
-    def _fetch_own(self, container: Container, plan: RecoveryPlan, fetches: Sequence[Fetch]) -> list[str]:
+    def _fetch_own(self, container: Container, plan: RecoveryPlan) -> list[str]:
         """Fetches what this rank is to fetch; why it could not what it could not."""
         failed = []
-        for fetch in fetches:
-            if fetch.receiver != self._replication.rank:
+        for one in plan.fetches:
+            if one.receiver != self._replication.rank:
                 continue
             try:
-                self._retrieval.fetch(container, plan.candidate.step, fetch.file, fetch.holders)
-                publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", fetch.size_bytes)
+                fetch(container, one.shard, one.holders, self._replication)
+                publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", one.size_bytes)
             except CheckpointError as error:
-                log.warning("%s of step %d could not be fetched: %s", fetch.file, plan.candidate.step, error)
-                failed.append(f"rank {fetch.receiver} could not fetch {fetch.file}: {error}"[:500])
+                log.warning("%s could not be fetched: %s", one.shard, error)
+                failed.append(f"rank {one.receiver} could not fetch {one.shard}: {error}"[:500])
         return failed
 
-    def _execute(
-        self, container: Container, plan: RecoveryPlan, call: str, *, gives_up_newer: bool = False
-    ) -> list[str]:
+    def _execute(self, container: Container, plan: RecoveryPlan, call: str, *, gives_up_newer: bool) -> list[str]:
         """Has all ranks fetch what they need; why those could not that could not.
 
-        The commit comes when all else is there: a host that has it removes older checkpoints.
+        It is completed when all is there: a host that has a checkpoint removes older ones.
         """
-        call = f"{call}, fetching step {plan.candidate.step}"
-        commits = [fetch for fetch in plan.fetches if fetch.file == COMMIT_FILE]
-        shards = [fetch for fetch in plan.fetches if fetch.file != COMMIT_FILE]
+        call, rank = f"{call}, fetching step {plan.commit.name.step}", self._replication.rank
 
-        def fetch_commit() -> list[str]:
-            if gives_up_newer:
-                give_up_newer(container, plan.candidate)
-            return self._fetch_own(container, plan, commits)
+        def complete() -> list[str]:
+            if rank in plan.firsts:
+                if gives_up_newer:
+                    container.give_up_newer(plan.commit.name)
+                container.complete(container.read_commit(plan.commit), by_all=True)
+            return []
 
-        told = self._replication.run_on_all(call, lambda: self._fetch_own(container, plan, shards))
+        told = self._replication.run_on_all(call, lambda: self._fetch_own(container, plan))
         if not any(told):
-            told = self._replication.run_on_all(f"{call}, its commit", fetch_commit)
+            told = self._replication.run_on_all(f"{call}, its commit", complete)
         return [text for each in told for text in each]
 
     def _finish(self, container: Container, plan: RecoveryPlan) -> None:
         """Everybody has what is needed: lost replicas are made again."""
-        rank, candidate = self._replication.rank, plan.candidate
-        self._plans = {(container.name, candidate.step): plan}
-        own = [fetch for fetch in plan.replicas if fetch.receiver == rank]
-        is_wanted = partial(_is_there, container, candidate)
-        self._making = begun(partial(make_replicas, self._retrieval, container, candidate.step, own, is_wanted))
+        rank, save = self._replication.rank, plan.commit.name
+        self._plans = {(container.name, save): plan}
+        own = [one for one in plan.replicas if one.receiver == rank]
+        is_wanted = partial(container.has_committed, save)
+        self._making = begun(partial(make_replicas, container, own, self._replication, is_wanted))
 
-    def _holders(self, container: Container, step: int, file: str) -> list[int]:
-        """Who may have an object: those known to have it, else one rank of each other host; not all ask the same."""
+    def _holders(self, container: Container, shard: ShardId) -> list[int]:
+        """Who may have a shard: those known to have it, else one rank of each other host; not all ask the same."""
         rank, world_size = self._replication.rank, self._replication.world_size
-        plan = self._plans.get((container.name, step))
-        known: Sequence[int] = plan.holders.get(file, ()) if plan is not None else ()
+        plan = self._plans.get((container.name, shard.name))
+        known: Sequence[int] = plan.holders.get(shard.rank, ()) if plan is not None else ()
         if not known:
             hosts = self._replication.hosts
             known = [hosts.index(host) for host in sorted(set(hosts)) if host != hosts[rank]]
         return sorted((one for one in known if one != rank), key=lambda one: (one - rank) % world_size)
+
+    def _commit_elsewhere(self, container: Container, step: int) -> ShardId:
+        """The commit of the newest save of a step that another host has. Raises: CorruptCheckpointError."""
+        found = []
+        for holder in self._holders(container, ShardId(SaveId(0, 0, 0, step), 0, 1)):
+            try:
+                found += newest_of_step(self._replication.ids(holder), container.name, step)[-1:]
+            except ReplicationError as error:
+                log.warning("rank %d does not tell what it has of step %d: %s", holder, step, error)
+        if not found:
+            folder = container.folder_of(step)
+            raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")
+        return max(parse_object(one)[1] for one in found)
+
+    def _shard_of(
+        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str
+    ) -> tuple[Container, ShardId]:
+        container, step = self._step_of(checkpoint_id)
+        shard = ShardId.parse(file)
+        if shard.name.step != step:
+            raise CorruptCheckpointError(f"{file} is no shard of {checkpoint_id}")
+        return container, shard
 
     def _step_of(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> tuple[Container, int]:
         base, step = parts_of(checkpoint_id)
@@ -352,11 +381,3 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["objects"], state["replication"])  # type: ignore[misc]
-
-
-def _is_there(container: Container, candidate: CommitHead) -> bool:
-    """Whether a checkpoint is still this one: it was not replaced by a newer one meanwhile."""
-    try:
-        return read_candidate(container.folder_of(candidate.step)).name == candidate.name
-    except CheckpointError:
-        return False

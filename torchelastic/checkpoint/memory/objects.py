@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.memory.buffer_io import BufferIO
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, ObjectName, parts_of
+from torchelastic.checkpoint.memory.ids import (
+    CheckpointContainerId,
+    CheckpointObjectId,
+    newest_of_step,
+    object_of,
+    parse_object,
+    parts_of,
+)
 from torchelastic.checkpoint.memory.job import job_container
 from torchelastic.checkpoint.memory.received import ReceivedObjects
 from torchelastic.checkpoint.memory.registry import ContainerRegistry
@@ -68,14 +76,18 @@ class CheckpointObjectManager:
             container = self._containers[root.name] = Container(root, disk=self._disk, registry=self._registry)
             return container
 
-    def names_of(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> ObjectName:
-        """What the other hosts call an object.
+    def names_of(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> str:
+        """What the other hosts call a shard. Raises: ValueError if it is none that lies in a container."""
+        return object_of(*parse_object("/".join(CheckpointObjectId(object_id).split("/")[-3:])))
+
+    def names_in(self, container_id: str | os.PathLike[str] | CheckpointContainerId, there: Iterable[str]) -> list[str]:
+        """Of what another host has, the newest save of the step of this container; its commit comes last.
 
         Raises:
-            ValueError: it does not lie in the container of a step, or is neither a shard nor a commit.
+            ValueError: it is no container of a step.
         """
-        base, step, file = _parts_of(CheckpointObjectId(object_id))
-        return ObjectName.parse(str(ObjectName(base.name, step, file)))
+        base, step = parts_of(container_id)
+        return newest_of_step(there, base.name, step)
 
     # --- buffers ------------------------------------------------------------------------------------------------------
 
@@ -151,7 +163,6 @@ class CheckpointObjectManager:
             for container in list(self._containers.values()):
                 self._forget(container)
                 container.close()
-            self.shelf.close()
 
     # --- what other processes of this host use ------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def with_report(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host
         save.about,
         rank,
         host,
-        max([slots.generation, *(known.name.generation for known in slots.container.entries())]),
+        max([slots.generation, *(known.name.generation for known in slots.container.inventory())]),
         slots.container.epochs(group),
         needed_bytes,
         copied_bytes(),

@@ -1,30 +1,92 @@
-"""Objects of other hosts' checkpoints on their way into this host's containers, and what is given away from there."""
+"""Shards of other hosts' checkpoints on their way into this host's containers, and what is given away from there."""
 
 from __future__ import annotations
 
 import copy
 import mmap
 import secrets
-import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.memory.commit import Commit, commit_from, objects_of
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, require_shard
+from torchelastic.checkpoint.memory.commit import commit_from
+from torchelastic.checkpoint.memory.ids import is_commit, object_of, parse_object, require_shard
 from torchelastic.checkpoint.shards.image import tensors_of
-from torchelastic.checkpoint.shards.slot_replica_store import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten
-from torchelastic.checkpoint.store.save_id import find_shard
+from torchelastic.checkpoint.shards.writing import write_whole
+from torchelastic.checkpoint.store.received import ReceivedShards
+from torchelastic.checkpoint.store.save_id import ShardId
 
-#: A commit holds metadata and small extra files; nobody may fill this host's memory with one.
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.memory.container import Container
+
+#: A commit holds metadata and small attached files; nobody may fill this host's memory with one.
 MOST_COMMIT_BYTES = 1 << 30
 
 
+class ContainerShelf(ReceivedShards):
+    """The shards of one container. A commit comes into memory of its own: it must not use up the slot of a shard.
+
+    A commit that is pushed completes its save, and removes what that replaces. One that this process has asked for
+    (`fetching`) replaces nothing yet: whoever fetches it knows when it does.
+
+    Args:
+        container: where they lie.
+    """
+
+    def __init__(self, container: Container) -> None:
+        super().__init__(container.root, container.disk)
+        self._container = container
+        self._commits: dict[str, mmap.mmap] = {}
+        self._fetch = ""
+
+    def fetching(self) -> ContainerShelf:
+        """The same for one shard that this process has asked for; others may push it, or fetch it too, meanwhile."""
+        shelf = copy.copy(self)
+        shelf._fetch = f"{secrets.token_hex(4)}:"
+        return shelf
+
+    def destination(self, object_id: str, size_bytes: int) -> memoryview:
+        """See `ReplicaStore`."""
+        if is_commit(ShardId.parse(object_id)):
+            memory = self._commits[self._fetch + object_id] = _room_for_commit(object_id, size_bytes)
+            return memoryview(memory)
+        if not self.is_warm(size_bytes):
+            self._container.tidy()  # who saves does too, but another process cannot free the slots of this one
+        return self.take(self._fetch + object_id, size_bytes)
+
+    def received(self, object_id: str, digest: str | None) -> None:
+        """See `ReplicaStore`.
+
+        Raises:
+            CorruptCheckpointError: what was received is no commit, or no whole shard.
+            CheckpointError: it cannot be published.
+        """
+        memory = self._commits.pop(self._fetch + object_id, None)
+        if memory is None:
+            self.publish(self._fetch + object_id, self._path_of(object_id), digest)
+            return
+        path, where = self._path_of(object_id), f"the copy of {object_id}"
+        header, tensors = tensors_of(torch.frombuffer(memory, dtype=torch.uint8), where)
+        commit = commit_from(header.meta, unflatten(header.structure, tensors))
+        if str(commit.shard) != object_id:
+            raise CorruptCheckpointError(f"{where} is the commit of {commit.name}")
+        self._disk.make_folder(path.parent)
+        write_whole(path, [memoryview(memory)], self._disk)
+        if not self._fetch:
+            self._container.complete(commit)
+            self._container.tidy()
+
+    def abandon(self, key: str) -> None:
+        """See `ReplicaStore`."""
+        if self._commits.pop(self._fetch + key, None) is None:
+            super().abandon(self._fetch + key)
+
+
 class ReceivedObjects:
-    """A `ReplicaStore` over containers; an object's id is the text of its `ObjectName`. May be used by several threads.
+    """A `ReplicaStore` over containers; see `ids.object_of`. May be used by several threads.
 
     Args:
         find: the container of a name; None if this process knows none.
@@ -34,115 +96,62 @@ class ReceivedObjects:
     def __init__(self, find: Callable[[str], Container | None], names: Callable[[], Sequence[str]]) -> None:
         self._find = find
         self._names = names
-        self._lock = threading.Lock()
-        self._commits: dict[str, mmap.mmap] = {}
-        self._fetch = ""
-
-    # --- coming in ----------------------------------------------------------------------------------------------------
-
-    def fetching(self) -> ReceivedObjects:
-        """The same for one object that this process has asked for; others may push it, or fetch it too, meanwhile.
-
-        A commit that comes so replaces nothing yet: whoever fetches it knows when it does.
-        """
-        shelf = copy.copy(self)
-        shelf._fetch = f"{secrets.token_hex(4)}:"
-        return shelf
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
-        """See `ReplicaStore`. Raises: ValueError if it is no object of a container that is known here."""
-        name, container = self._place(object_id)
-        if name.file == COMMIT_FILE:
-            with self._lock:
-                memory = self._commits[self._fetch + object_id] = _room_for_commit(object_id, size_bytes)
-            return memoryview(memory)
-        slots = container.received
-        if not slots.is_warm(size_bytes):
-            container.tidy()  # who saves does this too, but in another process it cannot free the slots of this one
-        return slots.take(self._fetch + object_id, size_bytes)
+        """See `ReplicaStore`. Raises: ValueError if it is no shard of a container that is known here."""
+        shelf, shard = self._place(object_id)
+        return shelf.destination(shard, size_bytes)
 
     def received(self, object_id: str, digest: str) -> None:
-        """See `ReplicaStore`; a commit is checked and completes its step, a shard gets its name.
-
-        Raises:
-            CorruptCheckpointError: what was received is no commit, or no whole shard.
-            CheckpointError: it cannot be published.
-        """
-        name, container = self._place(object_id)
-        if name.file == COMMIT_FILE:
-            with self._lock:
-                memory = self._commits.pop(self._fetch + object_id)
-            commit = _commit_in(memory, name)
-            container.write_commit(commit, by_all=bool(self._fetch))
-            if not self._fetch:
-                container.tidy()
-            return
-        container.received.publish(self._fetch + object_id, container.folder_of(name.step) / name.file, digest)
+        """See `ReplicaStore`, and `ContainerShelf`."""
+        shelf, shard = self._place(object_id)
+        shelf.received(shard, digest)
 
     def abandon(self, object_id: str) -> None:
         """See `ReplicaStore`."""
-        name, container = self._place(object_id)
-        if name.file == COMMIT_FILE:
-            with self._lock:
-                self._commits.pop(self._fetch + object_id, None)
-        else:
-            container.received.abandon(self._fetch + object_id)
-
-    # --- going out ----------------------------------------------------------------------------------------------------
+        shelf, shard = self._place(object_id)
+        shelf.abandon(shard)
 
     def source(self, object_id: str) -> memoryview | None:
         """See `ReplicaStore`; None also for what can be no object here."""
         try:
-            name, container = self._place(object_id)
+            shelf, shard = self._place(object_id)
         except ValueError:
             return None
-        return sealed_bytes(container.folder_of(name.step) / name.file)
+        return shelf.source(shard)
 
     def digest(self, object_id: str) -> str | None:
-        """See `ReplicaStore`; None for a commit, which may be that of another save of the same step."""
+        """See `ReplicaStore`."""
         try:
-            name, container = self._place(object_id)
+            shelf, shard = self._place(object_id)
         except ValueError:
             return None
-        if name.file == COMMIT_FILE:
-            return None
-        return container.received.digest_at(container.folder_of(name.step) / name.file)
+        return shelf.digest(shard)
 
     def ids(self) -> list[str]:
         """See `ReplicaStore`."""
-        found = []
-        for container in filter(None, map(self._find, self._names())):
-            for one in container.entries():
-                found += [str(ObjectName(container.name, one.name.step, file)) for file in objects_of(one)]
-        return sorted(found)
+        containers = filter(None, map(self._find, self._names()))
+        return [object_of(one.name, ShardId.parse(shard)) for one in containers for shard in one.shelf.ids()]
 
-    def close(self) -> None:
-        """Gives the memory of what is on its way back."""
-        with self._lock:
-            self._commits.clear()
-
-    def _place(self, object_id: str) -> tuple[ObjectName, Container]:
-        name = ObjectName.parse(object_id)
-        container = self._find(name.container)
+    def _place(self, object_id: str) -> tuple[ContainerShelf, str]:
+        name, shard = parse_object(object_id)
+        container = self._find(name)
         if container is None:
             raise ValueError(
-                f"no container named {name.container!r} is in use here: all ranks have to use containers whose paths "
-                "end with the same name"
+                f"no container named {name!r} is in use here: all ranks have to use containers whose paths end with "
+                "the same name"
             )
-        return name, container
+        return container.shelf, str(shard)
 
 
-def verify_received(view: memoryview, object_id: str) -> None:
+def verify_received(view: memoryview, shard: ShardId) -> None:
     """Compares every tensor of a shard in memory with its checksum, and its header with the name.
 
     Raises:
         CorruptCheckpointError: it is damaged, or another shard.
     """
-    where, name = f"the copy of {object_id}", ObjectName.parse(object_id)
+    where = f"the copy of {shard}"
     header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
-    shard = find_shard(name.file)
-    if shard is None:
-        raise ValueError(f"{name} is no shard")
     require_shard(shard, header.meta, where)
 
 
@@ -150,12 +159,3 @@ def _room_for_commit(object_id: str, size_bytes: int) -> mmap.mmap:
     if not 0 < size_bytes <= MOST_COMMIT_BYTES:
         raise ValueError(f"{object_id} has {size_bytes} bytes: a commit has 1 to {MOST_COMMIT_BYTES}")
     return mmap.mmap(-1, size_bytes)
-
-
-def _commit_in(memory: mmap.mmap, name: ObjectName) -> Commit:
-    """The commit that was received. Raises: CorruptCheckpointError if it is none, or that of another step."""
-    header, tensors = tensors_of(torch.frombuffer(memory, dtype=torch.uint8), f"the copy of {name}")
-    commit = commit_from(header.meta, unflatten(header.structure, tensors))
-    if commit.step != name.step:
-        raise CorruptCheckpointError(f"what was received as {name} is the commit of step {commit.step}")
-    return commit

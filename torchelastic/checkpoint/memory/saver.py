@@ -7,6 +7,7 @@ import os
 import platform
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,13 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, FencedError
-from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
-from torchelastic.checkpoint.memory.ids import (
-    CheckpointContainerId,
-    CheckpointObjectId,
-    parts_of,
-)
-from torchelastic.checkpoint.memory.inventory import complete
+from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, records_of, storage_data_of
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, object_of, parts_of, shard_of
 from torchelastic.checkpoint.memory.items import resolve
 from torchelastic.checkpoint.memory.objects import SaverContainers
 from torchelastic.checkpoint.memory.planning import PlannedSave, with_decisions, with_report
@@ -35,7 +31,7 @@ from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart,
 from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, find_shard
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.group.rank_group import begun
 
 if TYPE_CHECKING:
@@ -233,7 +229,7 @@ class DefaultCheckpointSaver:
             raise NotSavedError(decision.skipped)
         slots = self._containers.at(save.base)
         slots.container.join(self._group(), decision.save.epoch)
-        target = ShardTarget(slots.container.root, ShardId(decision.save, decision.rank, decision.world_size))
+        target = ShardTarget(slots.container.root, shard_of(decision.save, decision.rank, decision.world_size))
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", decision.rank))
@@ -288,7 +284,7 @@ class DefaultCheckpointSaver:
         """
         if self._replication is None:
             return []
-        name, push = str(self._manager.names_of(CheckpointObjectId(object_id))), self._replication.push
+        name, push = self._manager.names_of(CheckpointObjectId(object_id)), self._replication.push
 
         def push_shard() -> int:
             with ShardReader(Path(str(object_id))) as shard, shard.view() as content:
@@ -322,18 +318,28 @@ class DefaultCheckpointSaver:
         decision = save.decision
         if decision is None:
             raise ValueError(f"{save.id}: finish belongs to a save that was planned and written by this writer")
+        records = records_of(results)
+        if len(records) != decision.world_size:
+            raise ValueError(
+                f"{save.id} has {decision.world_size} shards, and {len(records)} of them are known to be written: "
+                "gather the results of all ranks after `write`, or `adopt`"
+            )
         metadata.storage_data = storage_data_of(results)
         metadata.storage_meta = StorageMeta(str(save.id), str(decision.save))
         slots = self._containers.at(save.base)
-        commit = Commit(decision.save, decision.world_size, metadata, dict(save.extras))
+        container = slots.container
+        commit = Commit(decision.save, records, metadata, dict(save.extras), container.run_id, time.time())
         with slots.finishing:
-            slots.container.fence.check(*decision.save.token)
-            newest = slots.container.newest()
+            container.fence.check(*decision.save.token)
+            newest = container.newest()
             if newest is not None and newest > decision.save:
                 log.info("%s is left out: a checkpoint that was begun later is complete already", save.id)
                 return None
-            complete(slots.container, commit, self._replication)
-            slots.container.tidy()
+            path = container.write_commit(commit)
+            if self._replication is not None:  # hosts that do not take it are logged
+                with ShardReader(path) as shard, shard.view() as content:
+                    self._replication.spread(object_of(container.name, commit.shard), content)
+            container.tidy()
         return commit
 
     def finalize_checkpoint(
@@ -361,8 +367,7 @@ class DefaultCheckpointSaver:
         """The save that these results are of: the one on this thread, if they do not say."""
         items = (one.storage_data for each in results for one in each)
         stored = next((item for item in items if isinstance(item, StoredItem)), None)
-        shard = find_shard(stored.file) if stored is not None else None
-        save = self._saves.pop(shard.name, None) if shard is not None else None
+        save = self._saves.pop(ShardId.parse(stored.file).name, None) if stored is not None else None
         return save if save is not None else self.save
 
     def gather(self, call: str, value: Any) -> Sequence[Any]:

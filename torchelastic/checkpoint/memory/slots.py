@@ -23,6 +23,7 @@ from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved, measure, refused_for
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
+from torchelastic.checkpoint.store.save_id import SaveId
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.container import Container
@@ -44,12 +45,12 @@ class HeldSlot:
     stage: Stage | None
     published: Path | None = None
 
-    def publish(self, step: int, file: str) -> None:
+    def publish(self, path: Path) -> None:
         """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""
         stage, self.stage = self.stage, None
         if stage is None:
-            raise CheckpointError(f"{file} of step {step} was given back")
-        self.published = self.container.publish(stage, None, step, file)
+            raise CheckpointError(f"{path} was given back")
+        self.published = self.container.publish(stage, None, path)
         self.stage = stage
 
     def give_back(self) -> None:
@@ -144,7 +145,8 @@ class Slots:
                 log.warning("a slot of %s cannot be used again: %s", self.container.root, error)
 
     def _reclaim(self, held: HeldSlot) -> None:
-        if held.published is None or not held.container.has_committed(held.published):
+        save = SaveId.parse(held.published.parent.name) if held.published is not None else None
+        if save is None or not held.container.has_committed(save):
             held.give_back()
 
     def _require_room(self, header: Header) -> None:

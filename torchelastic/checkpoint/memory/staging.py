@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 from msgspec import structs
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, ObjectName, meta_of_shard, require_shard
+from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of, require_shard
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
 from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved
@@ -27,7 +28,9 @@ from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.stage import Stage, seal
-from torchelastic.checkpoint.store.save_id import ShardId, file_name_of
+from torchelastic.checkpoint.store.manifest import ShardRecord
+from torchelastic.checkpoint.store.reading import record_of
+from torchelastic.checkpoint.store.save_id import ShardId
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.manager import ReplicationManager
@@ -48,19 +51,14 @@ class ShardTarget:
     shard: ShardId
 
     @property
-    def file(self) -> str:
-        """The name of its file."""
-        return file_name_of(self.shard)
-
-    @property
     def path(self) -> Path:
         """Its file, once it is published."""
-        return self.root / CheckpointContainerId.format_version_container(self.shard.name.step) / self.file
+        return self.root / str(self.shard)
 
     @property
     def object_id(self) -> str:
         """What the other hosts call it."""
-        return str(ObjectName(self.root.name, self.shard.name.step, self.file))
+        return object_of(self.root.name, self.shard)
 
 
 @dataclass(eq=False)
@@ -71,7 +69,7 @@ class StagedItems:
     process that staged it gives the shard its name, so that nobody else ever has to find out where its slot went.
 
     Attributes:
-        results: for DCP: where each item will lie.
+        results: for DCP: where each item will lie; and, once the shard has its name, what the manifest says of it.
         target: where the shard goes.
         path: the slot's file.
         data_offset: where the data begin in it.
@@ -121,7 +119,7 @@ class StagedItems:
             raise
 
     def adopt(self) -> None:
-        """In the process that staged it: publishes what another one has written.
+        """In the process that staged it: publishes what another one has written, and tells `results` of it.
 
         Raises:
             CheckpointError: it was not written, or the disk refuses.
@@ -138,8 +136,10 @@ class StagedItems:
                 raise CheckpointError(
                     f"{self.target.path} was not written: see the log of the process that had to"
                 ) from error
+            record = record_of(view, self.target.shard.rank, self.target.path.name)
         require_shard(self.target.shard, written.meta, str(self.target.path))
-        held.publish(self.target.shard.name.step, self.target.file)
+        held.publish(self.target.path)
+        self.results.append(result_of(record))
 
     def abandon(self) -> None:
         """Instead of `write`, or after it: there will be no such checkpoint; the slot is free again."""
@@ -194,7 +194,7 @@ def stage_items(
     size_of = {entry.name: entry.size_bytes for entry in header.entries}
     staged = StagedItems(
         [
-            WriteResult(item.index, size_of[name], StoredItem(target.file, name))
+            WriteResult(item.index, size_of[name], StoredItem(str(target.shard), name))
             for item, name in zip(resolved.items, names, strict=True)
         ],
         target,
@@ -258,6 +258,11 @@ def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots
     copied.is_consumed = True
     copied.held.container = slots.container  # the copy may have been made before the container was known
     return copied.held, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]]
+
+
+def result_of(record: ShardRecord) -> WriteResult:
+    """What tells the coordinator of a shard that was written, beside the results for its items."""
+    return WriteResult(MetadataIndex(record.file), record.size_bytes, record)
 
 
 def why_not(error: CheckpointError, rank: int) -> NotSaved:

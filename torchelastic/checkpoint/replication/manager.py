@@ -37,7 +37,6 @@ Made = TypeVar("Made")
 
 log = logging.getLogger(__name__)
 
-_COMMIT = "/commit.shard"
 _MOST_THREADS = 16
 #: How many ranks of another host are tried for what only one of them has to take.
 _TRIES_PER_HOST = 2
@@ -267,6 +266,10 @@ class ReplicationManager:
         """
         return self._client(holder).pull(object_id, destination)
 
+    def ids(self, holder: int) -> list[str]:
+        """What another rank can give. Raises: ReplicationError if it does not say."""
+        return list(self._client(holder).ids())
+
     def async_replicate(self, buffer_io: Any) -> list[Future[int]]:
         """Pushes a closed object in the background.
 
@@ -281,7 +284,7 @@ class ReplicationManager:
         """
         if not self.partners or self._objects is None:
             return []
-        object_id = str(self._objects.names_of(buffer_io.object_id))
+        object_id = self._objects.names_of(buffer_io.object_id)
         return [begun(partial(self._push_published, rank, object_id)) for rank in self.partners]
 
     def sync_bulk_retrieve(
@@ -356,26 +359,24 @@ class ReplicationManager:
 
     def _retrieve_object(self, client: ReplicaClient, wanted: Any) -> bool:
         """Whether it could be fetched; why not is logged."""
-        objects = _made(self._objects)
+        return self._retrieve(client, _made(self._objects).names_of(wanted))
+
+    def _retrieve(self, client: ReplicaClient, object_id: str) -> bool:
         try:
-            object_id = str(objects.names_of(wanted))
-            pull_into(objects.shelf, object_id, partial(client.pull, object_id))
+            pull_into(_made(self._objects).shelf, object_id, partial(client.pull, object_id))
         except CheckpointError as error:
-            log.warning("could not retrieve %s from %s: %s", wanted, client.peer, error)
+            log.warning("could not retrieve %s from %s: %s", object_id, client.peer, error)
             return False
         return True
 
     def _retrieve_container(self, client: ReplicaClient, wanted: Any) -> bool:
         """Whether all objects of the container of a step could be fetched, and there was one; the commit comes last."""
-        begin = str(_made(self._objects).names_of(f"{wanted}{_COMMIT}")).removesuffix(_COMMIT) + "/"
         try:
-            there = [one for one in client.ids() if one.startswith(begin)]
+            there = _made(self._objects).names_in(wanted, client.ids())
         except ReplicationError as error:
             log.warning("%s does not tell what is in %s: %s", client.peer, wanted, error)
             return False
-        there.sort(key=lambda object_id: object_id.endswith(_COMMIT))
-        files = [one.rpartition("/")[2] for one in there]
-        return bool(files) and all(self._retrieve_object(client, f"{wanted}/{file}") for file in files)
+        return bool(there) and all(self._retrieve(client, object_id) for object_id in there)
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._topology, self._objects, self._copies, self._ranks.timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,8 +45,11 @@ class ObjectManager(Protocol):
     def shelf(self) -> ReplicaStore:
         """Where objects are received and given away."""
 
-    def names_of(self, object_id: Any, /) -> object:
-        """The id of an object between hosts, as what `str` makes of it."""
+    def names_of(self, object_id: Any, /) -> str:
+        """The id of an object between hosts."""
+
+    def names_in(self, container_id: Any, there: Iterable[str], /) -> list[str]:
+        """Of the ids that another host has, those of what this container is to hold; in the order to receive them."""
 
 
 class DestinationStrategy(Protocol):

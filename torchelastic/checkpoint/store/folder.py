@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.kinds import require_own_folder
+from torchelastic.checkpoint.kinds import is_foreign, require_own_folder
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import Manifest
 from torchelastic.checkpoint.store.pruning import remove_checkpoint, remove_left_overs
@@ -42,6 +42,9 @@ class FolderTier(Tier):
         is_shared: whether all hosts see the same folder.
         disk: what touches files.
     """
+
+    #: See `Fence`.
+    _owner_lock = OWNER_LOCK_NAME
 
     def __init__(
         self,
@@ -65,8 +68,9 @@ class FolderTier(Tier):
         self.every = every
         self.where = str(self._root)
         self._disk = disk
-        self._fence = Fence(self._root, disk)
+        self._fence = Fence(self._root, disk, owner_lock=self._owner_lock)
         self._context: TierContext | None = None
+        self._known: set[SaveId] = set()  # certainly of the own kind
 
     def require_own(self) -> None:
         """See `Tier`."""
@@ -151,8 +155,19 @@ class FolderTier(Tier):
         return folder
 
     def _own_checkpoints(self) -> list[CheckpointInfo]:
-        """Those that tiers have saved, newest first; `BCPState` names its folders alike."""
-        return list_checkpoints(self._root, kind=self.kind, whole=self.is_shared)
+        """Those of the own kind, newest first; others name their folders alike."""
+        infos = list_checkpoints(self._root, whole=self.is_shared)
+        self._known &= {info.name for info in infos}
+        return [info for info in infos if self._is_own(info)]
+
+    def _is_own(self, info: CheckpointInfo) -> bool:
+        """As `is_foreign`, which reads the header of a shard: a long one, and each save would wait for it."""
+        if info.name not in self._known:
+            if is_foreign(info.folder, self.kind):
+                return False
+            if info.shards:
+                self._known.add(info.name)
+        return True
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `MemoryTier` looks at it
         return self._context is None or name.token < self._context.token or rank == self._context.rank

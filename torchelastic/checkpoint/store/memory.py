@@ -49,7 +49,6 @@ class MemoryTier(FolderTier):
         super().__init__(folder, keep, every, name=name, is_shared=False, disk=disk)
         self.pool = SlotPool(self._root, pinned=pinned, disk=disk)
         self.shelf = ReceivedShards(self._root, disk)
-        self._ours: set[Path] = set()
 
     def stage(self, header: Header) -> Stage:
         """A slot to copy tensors of this layout into, after `prepare`. Give it to `put`, or to `pool.give_back`.
@@ -65,7 +64,6 @@ class MemoryTier(FolderTier):
         path = self._folder_of(shard.name) / record.file
         if shard.stage is not None and self._is_ours(shard.stage):
             self.pool.publish(shard.stage, path)
-            self._ours.add(path)
         else:
             self.receive(shard.name, shard.rank, shard.world_size, shard.data)
         return record
@@ -85,10 +83,9 @@ class MemoryTier(FolderTier):
         self.shelf.received(shard_id, None)
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:
-        return super()._may_remove(name, rank, path) or path in self._ours or self.shelf.holds(path)
+        return super()._may_remove(name, rank, path) or self.pool.holds(path) or self.shelf.holds(path)
 
     def _retire(self, path: Path) -> None:
-        self._ours.discard(path)
         if not self.shelf.retire(path):
             self.pool.retire(path)
 

@@ -139,22 +139,3 @@ class ShardId:
         if parsed is None:
             raise ValueError(f"{text!r} is no shard, such as 'step-000000123.e1.r5.g7/shard-00003-of-00008.shard'")
         return cls(SaveId.parse(folder), *parsed)
-
-
-def file_name_of(shard: ShardId) -> str:
-    """The name of a shard's file where shards of several saves lie in one folder; `find_shard` is the inverse.
-
-    >>> file_name_of(ShardId(SaveId(0, 0, 3, 10, "9f3a12cd"), 1, 4))
-    'step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard'
-    """
-    return str(shard).replace("/", ".")
-
-
-def find_shard(file_name: str) -> ShardId | None:
-    """The inverse of `file_name_of`; None if it is anything else. Such names always have a nonce."""
-    save, dot, rest = file_name.partition(".shard-")
-    try:
-        shard = ShardId.parse(f"{save}/shard-{rest}") if dot else None
-    except ValueError:
-        return None
-    return shard if shard is not None and shard.name.nonce else None

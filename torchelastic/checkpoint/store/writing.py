@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
@@ -11,6 +11,7 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.shards.writing import write_whole
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
+from torchelastic.checkpoint.store.pruning import abandon
 from torchelastic.checkpoint.store.reading import record_in, record_of, require_same
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
@@ -97,33 +98,41 @@ def commit(root: Path, manifest: Manifest, *, fence: Fence | None = None, disk: 
     return target
 
 
-def publish_into(
-    folder: Path, name: SaveId, files: Sequence[str], *, fence: Fence | None, disk: Disk = REAL_DISK
+def publish_manifest(
+    root: Path, manifest: Manifest, *, fence: Fence | None, beside: Mapping[Path, bytes], disk: Disk = REAL_DISK
 ) -> None:
-    """Publishes a checkpoint whose shards have their names already: gives the files in its hidden folder theirs.
+    """Publishes a checkpoint whose shards have their names already: its manifest appears last. Called by one process.
 
     Args:
-        folder: of the checkpoint, beside the hidden one that `begin` has made; the shards are there.
-        name: of the save.
-        files: in the hidden folder; the last one is what says that the checkpoint is complete.
+        root: the folder that holds all checkpoints.
+        manifest: of the checkpoint.
         fence: as for `commit`; None: nobody is fenced off.
+        beside: what further files of `root` are to hold from then on, whatever they hold now.
         disk: what touches files.
 
     Raises:
-        FencedError: other writers have taken over; the last file does not appear.
+        FencedError: other writers have taken over; the manifest does not appear.
         CheckpointError: the disk refuses.
     """
-    staging = folder.parent / name.staging_name
-    if fence is not None:
-        fence.check(*name.token)
+    name = manifest.name
+    abandon(root, name, disk)  # a process that was killed may have begun it
     try:
+        staging = begin(root, name, disk)
+        for path, content in beside.items():
+            write_whole(staging / path.name, [memoryview(content)], disk)
+        write_manifest(staging, manifest, disk)
+        if fence is not None:
+            fence.check(*name.token)
         # From here the fence may still rise; whoever raises it takes older hidden folders away, so the renames fail.
-        for file in files:
-            disk.rename(staging / file, folder / file)
+        for path in beside:
+            disk.rename(staging / path.name, path)
+        disk.rename(staging / MANIFEST_NAME, root / name.folder_name / MANIFEST_NAME)
     except CheckpointError:
         if fence is not None:
             fence.check(*name.token)
         raise
+    finally:
+        abandon(root, name, disk)
 
 
 def require_stored(folder: Path, record: ShardRecord) -> None:
