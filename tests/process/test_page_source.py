@@ -19,7 +19,7 @@ from tests.memory_store import MemoryStore
 from tests.process.page_clients import TOKEN, get
 from tests.pure.status_runs import NOW_S, a_host
 from tests.waiting import wait_until
-from torchelastic.agent.dashboard import Dashboard
+from torchelastic.agent.dashboard import dashboard
 from torchelastic.launch.run import opened_page
 from torchelastic.ledger.events import Save
 from torchelastic.ledger.host_ledger import HostLedger
@@ -160,12 +160,12 @@ def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd() -> None:
 
     async def show() -> dict[str, Any]:
         options = listening("0", None)
-        dashboard = Dashboard(
-            options, MemoryStore(), url, host="node-1", status=lambda: view.status(HostLedger()), events=view.lines
-        )  # fmt: skip
-        dashboard.start()
+        server = dashboard(
+            options, MemoryStore(), url, "node-1", lambda: replace(view.status(HostLedger()), events=view.lines())
+        )
+        server.start()
         status: dict[str, Any] = await asyncio.to_thread(lambda: json.load(get(options, "/status.json")))
-        await dashboard.stop()
+        await asyncio.to_thread(server.stop)
         return status
 
     assert [event["step"] for event in asyncio.run(show())["events"]] == list(range(40))

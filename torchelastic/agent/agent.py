@@ -15,7 +15,7 @@ from typing import Any
 
 from torchelastic.agent import signal_forwarding
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.dashboard import Dashboard
+from torchelastic.agent.dashboard import dashboard
 from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, WorkerExited
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
 from torchelastic.agent.idle_workers import IdleWorkers
@@ -31,6 +31,7 @@ from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
+from torchelastic.page.server import PageServer
 from torchelastic.processes import boot_time_s
 from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
@@ -105,7 +106,7 @@ class Agent:
         self._make_supervisor = make_supervisor
         self.supervisor: Supervisor | None = None
         self._recorder: LedgerRecorder | None = None
-        self._dashboard: Dashboard | None = None
+        self._page: PageServer | None = None
         self._stop_signal: int | None = None
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
@@ -128,8 +129,8 @@ class Agent:
         self.connections.open()
         self._metrics.start(self._options.metrics_address, self._options.push_gateway)
         self._status.start()
-        if self._dashboard is not None:
-            self._dashboard.start()
+        if self._page is not None:
+            self._page.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         for number in signal_forwarding.SIGNALS:
@@ -137,8 +138,8 @@ class Agent:
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
         finally:
-            if self._dashboard is not None:
-                await self._dashboard.stop()
+            if self._page is not None:  # whoever looks is told, within a bound
+                await asyncio.get_running_loop().run_in_executor(None, self._page.stop)
             self._status.stop()
             await self.connections.stop()
             await self.membership.stop()
@@ -206,14 +207,11 @@ class Agent:
         for part in (self.connections, self.membership, wait_limit, self._status, self._metrics):
             events.subscribe(part.on_event)
         if self.supervisor is not None and self._recorder is not None:
-            for on_event in (
-                self._recorder.on_event,
-                self._failures.on_event,
-                self.supervisor.on_event,
-                self._on_event,
-            ):
-                events.subscribe(on_event)
-            self._dashboard = self._make_dashboard(host)
+            for one in (self._recorder, self._failures, self.supervisor, self):
+                events.subscribe(one.on_event)
+            if self._options.page is not None:
+                self._status.address = self._options.page.url
+                self._page = dashboard(self._options.page, self._store, url, host, self._status.with_all_events)
 
     def _make_recorder(self, supervisor: Supervisor, host: str, incarnation: str, publish: Publish) -> LedgerRecorder:
         recorder = LedgerRecorder(
@@ -231,18 +229,9 @@ class Agent:
         self._metrics.add_ledger(recorder.latest)
         return recorder
 
-    def _make_dashboard(self, host: str) -> Dashboard | None:
-        page, status = self._options.page, self._status
-        if page is None:
-            return None
-        status.address = page.url
-        return Dashboard(
-            page, self._store, self._options.url, host=host, status=status.status, events=status.view.lines
-        )  # fmt: skip
-
     # --- what happens -----------------------------------------------------------------------------
 
-    def _on_event(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """What ends workers of this host, or how they ended."""
         match event:
             case RoundChanged(round_):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from torchelastic.agent.events import Event, LedgerWritten, MetricsPublished, RoundChanged, WorkerExited
 from torchelastic.agent.ledger_recorder import LedgerRecorder
@@ -82,6 +83,10 @@ class StatusPublisher:
             task.cancel()
         if self._shown is not None and self._recorder is not None:
             self._shown.end(self.view.furthest(self._recorder.keeper.now()))
+
+    def with_all_events(self) -> HostStatus:
+        """What this host looks like now, with more events than a status has."""
+        return replace(self.status(), events=self.view.lines())
 
     def status(self, every_s: float = 1.0) -> HostStatus:
         """What this host looks like now; the next one is told so many seconds after it."""
