@@ -24,6 +24,7 @@ from torchelastic.agent.membership import Membership
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
+from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.wait_limit import WaitLimit
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
@@ -285,10 +286,10 @@ class Agent:
             self._recorder.start()
         grace_s = self._options.term_grace_s
         idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.round, grace_s)
-        idle.start()
+        checking = asyncio.ensure_future(keep_running("checking the idle workers", idle.run))
         ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
         await _first_of(*(end.wait() for end in ends))
-        idle.stop()
+        checking.cancel()
         if self._draining.is_set() or self.supervisor.too_few.is_set():
             await self._drain()
         if self._stop_signal is not None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 
 from torchelastic.agent.supervisor import Supervisor
-from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import Worker
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.rendezvous.worker_rules import is_left_behind, late_start_s
@@ -52,16 +51,12 @@ class IdleWorkers:
         self._over_s: float | None = None
         self._left_behind_since_s: dict[str, float] = {}
         self._said: set[tuple[str, int, int]] = set()
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Check from now on."""
-        self._task = asyncio.ensure_future(keep_running("checking the idle workers", self._run))
-
-    def stop(self) -> None:
-        """Check no more."""
-        if self._task is not None:
-            self._task.cancel()
+    async def run(self) -> None:
+        """Check for ever; cancel it to end it. After an error it may be run again."""
+        while True:
+            self.check()
+            await asyncio.sleep(CHECK_S)
 
     def check(self) -> None:
         """Name those that start late; end those that hang where nobody waits for them any more."""
@@ -81,11 +76,6 @@ class IdleWorkers:
             elif now_s - max(self._over_s, worker.started_s) >= self._grace_s and self._is_first("ends", worker):
                 why = f"did not end within {self._grace_s:g} s after the run had finished, so it is ended"
                 self._supervisor.end_idle(worker, why)
-
-    async def _run(self) -> None:
-        while True:
-            self.check()
-            await asyncio.sleep(CHECK_S)
 
     def _name_if_late(self, worker: Worker, waiting_s: float, round_: Round) -> None:
         if self._supervisor.is_plain_group:
