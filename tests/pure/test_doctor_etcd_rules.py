@@ -32,8 +32,8 @@ def text_of(findings: Sequence[Finding]) -> str:
 
 # etcd -----------------------------------------------------------------------------------------------------------------
 
-A = EndpointFacts("a:2379", "", False, "3.5.9", 1, 11, 11, 2**20, 2 * GIB)
-B = replace(A, endpoint="b:2379", member_id=12)
+A = EndpointFacts("a:2379", "", False, "3.5.9", 1, 11, 2**20, 2 * GIB)
+B = replace(A, endpoint="b:2379")
 AWAY = EndpointFacts("c:2379", "connection refused")
 GOOD = EtcdFacts((A, B), (), (0.002, 0.003, 0.002), is_encrypted=True, has_certificate=True, asks_for_login=True)
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.simulation.invariants import check_invariants
 from torchelastic.rendezvous.protocol import Publish, Wake, advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus, rank_members
-from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View, check_invariants
+from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View
 
 
 def member(name: str, *, host: str = "h", ready_for: int = 1, arrival: int = 0, **fields: object) -> Member:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.simulation.invariants import check_invariants
 from torchelastic.rendezvous.protocol import Publish, Wake, advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
-from torchelastic.rendezvous.view import Event, MembersChanged, RoundPublished, Settings, Tick, View, check_invariants
+from torchelastic.rendezvous.view import Event, MembersChanged, RoundPublished, Settings, Tick, View
 
 
 @dataclass

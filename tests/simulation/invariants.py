@@ -20,7 +20,7 @@ from torchelastic.rendezvous.records import (
     decode_round,
 )
 from torchelastic.rendezvous.store import EventKind, StoreEvent
-from torchelastic.rendezvous.view import Settings
+from torchelastic.rendezvous.view import Settings, View
 
 #: Which state may follow which, as the protocol's own table says; a running round is always a new one.
 MAY_FOLLOW: dict[RoundState, frozenset[RoundState]] = {
@@ -239,3 +239,15 @@ class Invariants:
         self.repeated += step <= highest and in_round != round_.number
         if step > highest:
             self._highest[group.lineage] = (step, round_.number)
+
+
+def check_invariants(view: View) -> None:
+    """Raise AssertionError if a round breaks a promise; asked after every event."""
+    round_, settings = view.round, view.settings
+    assert len(set(round_.roster)) == len(round_.roster), f"a member has two ranks: {round_.roster}"
+    assert len(round_.roster) <= settings.max_workers, f"{len(round_.roster)} > max {settings.max_workers}"
+    if round_.number > 0:
+        assert len(round_.roster) >= settings.min_workers, f"{len(round_.roster)} < min {settings.min_workers}"
+        assert len(round_.roster) % settings.multiple_of == 0, f"{len(round_.roster)} is no multiple"
+        assert round_.store_address, "a round without a store address"
+        assert 0 not in round_.stale, "rank 0 must be a source"

@@ -116,7 +116,6 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
             f"{host}:{port}",
             version=answer.version,
             cluster_id=answer.header.cluster_id,
-            member_id=answer.header.member_id,
             leader_id=answer.leader,
             db_bytes=answer.dbSize,
             quota_bytes=_quota(host, port, credentials),

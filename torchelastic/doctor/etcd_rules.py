@@ -29,7 +29,6 @@ class EndpointFacts:
         is_refusal: it answered with a refusal.
         version: of its server.
         cluster_id: the same for all members of one cluster.
-        member_id: of this member.
         leader_id: the member that leads; 0: none.
         db_bytes: size of its database on the disk.
         quota_bytes: how large that may become; None: not known.
@@ -40,7 +39,6 @@ class EndpointFacts:
     is_refusal: bool = False
     version: str = ""
     cluster_id: int = 0
-    member_id: int = 0
     leader_id: int = 0
     db_bytes: int = 0
     quota_bytes: int | None = None

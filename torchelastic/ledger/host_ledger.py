@@ -60,7 +60,6 @@ class Counts:
         restores_from_peer, restores_from_checkpoint: in the same way.
         last_restored_round: the newest in which a worker received its state.
         saves: as seen by each worker.
-        save_stall_ns: the sum of what training stood still for them.
         drains, stragglers, outages: events.
         away_ns: sum of the outages that are over.
         first_ns, last_ns: the first and the last that is known of the host.
@@ -74,7 +73,6 @@ class Counts:
     restores_from_checkpoint: int = 0
     last_restored_round: int = -1
     saves: int = 0
-    save_stall_ns: int = 0
     drains: int = 0
     stragglers: int = 0
     outages: int = 0
@@ -145,7 +143,7 @@ class HostLedger:
                 return ledger._died(event.at_ns, event.member)
             case Save():
                 saved = ledger if lifetime is None else ledger._with(lifetime.saved(event))
-                return saved._plus(saves=1, save_stall_ns=event.stall_ns)
+                return saved._plus(saves=1)
             case Drain():
                 return ledger._plus(drains=1)
             case Straggler():

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
-    Drain,
     Failure,
     FirstStep,
     Join,
@@ -219,11 +218,6 @@ class Meter(LoopObserver):
         """The first step after a failure has committed."""
         now = self._counts
         self._note(ReForm(at_ns=now.since_ns, phases_ns=phases_ns, world_size=now.world_size, cause=short(cause)))
-
-    def drained(self, cause: str = "") -> None:
-        """This worker has left the run as it was asked to."""
-        self._leave(Account.IDLE)
-        self._note(Drain(at_ns=self._counts.since_ns, cause=short(cause)))
 
     def straggles(self, relative_percent: float) -> None:
         """This worker is slower than the others."""

@@ -264,18 +264,3 @@ def _with_round(view: View, round_: Round, now_s: float, *, is_trusted: bool) ->
         },
         trusted_from_s=view.trusted_from_s if is_trusted else now_s + max(view.settings.ttl_s, COME_BACK_S),
     )
-
-
-def check_invariants(view: View) -> None:
-    """Raise AssertionError if a round breaks a promise.
-
-    Cheap enough for production, and asked after every event in tests.
-    """
-    round_, settings = view.round, view.settings
-    assert len(set(round_.roster)) == len(round_.roster), f"a member has two ranks: {round_.roster}"
-    assert len(round_.roster) <= settings.max_workers, f"{len(round_.roster)} > max {settings.max_workers}"
-    if round_.number > 0:
-        assert len(round_.roster) >= settings.min_workers, f"{len(round_.roster)} < min {settings.min_workers}"
-        assert len(round_.roster) % settings.multiple_of == 0, f"{len(round_.roster)} is no multiple"
-        assert round_.store_address, "a round without a store address"
-        assert 0 not in round_.stale, "rank 0 must be a source"
