@@ -208,13 +208,8 @@ class Agent:
         for part in (self.connections, self.membership, wait_limit, self._status, self._metrics):
             events.subscribe(part.on_event)
         if self.supervisor is not None and self._recorder is not None:
-            for on_event in (
-                self._recorder.on_event,
-                self._failures.on_event,
-                self.supervisor.on_event,
-                self._on_event,
-            ):
-                events.subscribe(on_event)
+            for one in (self._recorder, self._failures, self.supervisor, self):
+                events.subscribe(one.on_event)
             if self._options.page is not None:
                 self._status.address = self._options.page.url
                 self._page = dashboard(self._options.page, self._store, url, host, self._status.with_all_events)
@@ -237,7 +232,7 @@ class Agent:
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def _on_event(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """What ends workers of this host, or how they ended."""
         match event:
             case RoundChanged(round_):
