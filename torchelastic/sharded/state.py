@@ -42,14 +42,7 @@ from torchelastic.sharded.handover import (
 from torchelastic.sharded.initial import Initialize, initialize_model
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
-from torchelastic.sharded.offers import (
-    STORED,
-    Layout,
-    Offer,
-    Phase,
-    Version,
-    describe_missing,
-)
+from torchelastic.sharded.offers import STORED, Layout, Offer, Phase, Version, describe_missing
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import Weighting
 from torchelastic.state import State
@@ -289,10 +282,9 @@ class ShardedState(State):
         """
         self._copies.leave_group()
         self._live.is_in_sync = False
-        distributed = dist.is_available() and dist.is_initialized()
-        world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
-        rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         self._control = control_group()
+        world_size = world_size if world_size is not None else dist.get_world_size()
+        rank = rank if rank is not None else dist.get_rank()
         forget_earlier_meshes()
         built = Built(self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote)
         needed = built.layout(parameters_only=True)
