@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from msgspec import structs
 
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.shards.cuda import Pending, copy_beside
-from torchelastic.checkpoint.shards.header import Entry, Header, encode_header, header_of, placed
+from torchelastic.checkpoint.shards.header import Header, encode_header, header_of, placed
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.rank_group import begun
@@ -58,6 +58,33 @@ class StateCopy:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The parts, by name."""
         return dict(zip(self.layout, self.stage.places, strict=True))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a rank's copies look like: the same for all of a group.
+
+    Attributes:
+        layout: of the parts.
+        header: of the memory of a copy.
+        text: the header as other ranks are told it.
+    """
+
+    layout: Layout
+    header: Header
+    text: bytes
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Form:
+        """The form of copies of these parts."""
+        header = Header(None, placed(layout.values()), {})
+        return cls(layout, header, zlib.compress(encode_header(header), 1))
+
+    @classmethod
+    def read(cls, text: bytes) -> _Form:
+        """The inverse of `text`."""
+        header = header_of(zlib.decompress(text))
+        return cls(layout_of(header.entries), header, text)
 
 
 @dataclass(frozen=True)
@@ -153,8 +180,9 @@ class Copies:
         self._own: SlotPool | None = None
         self._others = SlotPool(None, discards=True)
         self._pending = Pending()
-        self._layout: Layout = {}  # of the last copy
-        self._places: tuple[Entry, ...] = ()
+        # to write and read a form takes milliseconds, in which the training thread waits for the interpreter's lock
+        self._form: _Form | None = None
+        self._forms_of_others: dict[int, _Form] = {}
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -215,18 +243,18 @@ class Copies:
         assert self._partners is not None
         self.take_over()
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        if layout != self._layout:  # else the places are those of the copy before, which took a millisecond to find
-            self._layout, self._places = layout, placed(layout.values())
-        header = Header(None, self._places, {"version": structs.astuple(version)})
+        if self._form is None or layout != self._form.layout:
+            self._form = _Form.of(layout)
+        form = self._form
         self._own = self._own or SlotPool(None, pinned=is_cuda, discards=True)
-        stage = self._own.take(header)
+        stage = self._own.take(form.header)
         self._pending = pending = copy_beside(stage, list(tensors.values()))
-        own, partners = StateCopy(version, stage, layout, companions), self._partners
+        own, partners = StateCopy(version, stage, form.layout, companions), self._partners
         self._started, self._newest = self._started + 1, version
 
         def exchange() -> list[StateCopy]:
             pending.wait()
-            return _exchanged(own, header, partners, self._others)
+            return _exchanged(own, form.text, partners, self._others, self._forms_of_others)
 
         self._exchange = _Exchange(own, begun(exchange))
 
@@ -272,22 +300,34 @@ class Copies:
         self.held = [copy for copy in self.held if not is_old(copy)]
 
 
-def _exchanged(own: StateCopy, header: Header, partners: Partners, pool: SlotPool) -> list[StateCopy]:
-    """Send this rank's copy to its partners and receive theirs; raises RuntimeError if a peer is lost."""
-    said = zlib.compress(encode_header(header), 1)
-    mine = torch.tensor([len(said), len(own.companions)])
+def _exchanged(
+    own: StateCopy, form: bytes, partners: Partners, pool: SlotPool, forms: dict[int, _Form]
+) -> list[StateCopy]:
+    """Send this rank's copy to its partners and receive theirs; raises RuntimeError if a peer is lost.
+
+    Args:
+        own: what is sent.
+        form: the text of its form.
+        partners: from whom, and to whom.
+        pool: for what is received.
+        forms: of the others' last copies, by rank; is kept up.
+    """
+    about = msgspec.msgpack.encode((own.version, own.companions))
+    mine = torch.tensor([len(form), len(about)])
     sizes = {giver: torch.empty_like(mine) for giver in partners.of}
     _swap(partners, dict.fromkeys(partners.to, mine), sizes)
     letters = {giver: torch.empty(int(size.sum()), dtype=torch.uint8) for giver, size in sizes.items()}
-    _swap(partners, dict.fromkeys(partners.to, _as_tensor(said + own.companions)), letters)
+    _swap(partners, dict.fromkeys(partners.to, _as_tensor(form + about)), letters)
     received: list[StateCopy] = []
     try:
         for giver, letter in letters.items():
             data, end = letter.numpy().tobytes(), int(sizes[giver][0])
-            header_there = header_of(zlib.decompress(data[:end]))
-            stage = pool.take(header_there)
-            version = Version(*header_there.meta["version"])
-            received.append(StateCopy(version, stage, layout_of(header_there.entries), data[end:], giver))
+            if giver not in forms or forms[giver].text != data[:end]:
+                forms[giver] = _Form.read(data[:end])
+            form_there = forms[giver]
+            version, companions = msgspec.msgpack.decode(data[end:], type=tuple[Version, bytes])
+            stage = pool.take(form_there.header)
+            received.append(StateCopy(version, stage, form_there.layout, companions, giver))
         memory = {copy.owner: data_of(copy.stage) for copy in received if copy.owner is not None}
         _swap(partners, dict.fromkeys(partners.to, data_of(own.stage)), memory)
     except BaseException:
