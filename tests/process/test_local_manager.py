@@ -263,7 +263,10 @@ def test_a_rank_that_is_alone_has_nobody_to_keep_copies_with(tmp_path: Path, cap
     assert caplog.text.count("keeps no copies with others") == 1
 
 
-@pytest.mark.parametrize(("is_finalized", "why"), [(True, "is not what rank 0 has written"), (False, "says of itself")])
+@pytest.mark.parametrize(
+    ("is_finalized", "why"),
+    [(True, "is not what rank 0 has written"), (False, "holds another shard than its name says")],
+)
 def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over_and_goes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_finalized: bool, why: str
 ) -> None:

@@ -107,6 +107,21 @@ def test_a_host_that_dies_before_it_commits_has_its_shards_all_the_same(kind: st
     close(following)
 
 
+def test_a_rank_leaves_to_another_one_of_its_host_the_shards_whose_memory_that_uses_again(place: Path) -> None:
+    first, second = group_of("memory", place, 2, keep=1)
+    for step in (1, 2):
+        name = name_at(step)
+        records = tuple(tier.put(sealed(name, rank, 2)) for rank, tier in enumerate((first, second)))
+        for tier in (first, second):
+            tier.commit(Manifest(name, "run", 2, records))
+    first.prune()
+    assert [path.name for path in (place / name_at(1).folder_name).glob("*.shard")] == ["shard-00001-of-00002.shard"]
+    second.prune()
+    assert not (place / name_at(1).folder_name).exists()
+    assert restore(first) == 2
+    close([first, second])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_commit_without_the_shard_of_a_rank_publishes_nothing(kind: str, place: Path) -> None:
     tiers = group_of(kind, place, 2)

@@ -34,10 +34,10 @@ from torchelastic.checkpoint.memory.ids import (
     newest_of_step,
     object_of,
     parse_object,
-    require_shard,
     shard_of,
 )
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.reading import require_shard
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 BASE = CheckpointContainerId("/dev/shm/jobs/145")
@@ -210,10 +210,10 @@ def test_metadata_that_cannot_be_stored_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"save": "../etc"},
-        {"save": 20},
-        {"save": "step-000000020.e1.r0.g4.5f0c1a2b"},
-        {"save": "step-000000020.e1.r0.g3.ffffffff"},
+        {"checkpoint": "../etc"},
+        {"checkpoint": 20},
+        {"checkpoint": "step-000000020.e1.r0.g4.5f0c1a2b"},
+        {"checkpoint": "step-000000020.e1.r0.g3.ffffffff"},
         {"kind": "local state"},
         {"rank": 1},
         {"world_size": None},
@@ -259,7 +259,7 @@ def test_a_commit_of_a_newer_release_is_named_as_such() -> None:
 def test_a_shard_of_another_name_is_refused() -> None:
     shard = shard_of(SAVE, 1, 4)
     require_shard(shard, {**meta_of_shard(shard), "more": 1}, "a file")
-    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of 4 of step-000000020"):
+    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of step-000000020"):
         require_shard(shard, {**meta_of_shard(shard), "rank": 2}, "a file")
     with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
         require_shard(shard, meta_of_shard(shard_of(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")

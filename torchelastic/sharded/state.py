@@ -42,7 +42,7 @@ from torchelastic.sharded.handover import (
 from torchelastic.sharded.initial import Initialize, initialize_model
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
-from torchelastic.sharded.offers import STORED, Layout, Offer, Phase, Version, describe_missing
+from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import Weighting
 from torchelastic.state import State
@@ -300,7 +300,7 @@ class ShardedState(State):
         )
         offers = all_gather(self._control, mine, Offer)
         check_same_models(offers)
-        choice = choose(offers, needed)
+        choice, whole_copies = choose(offers, needed), whole_in_copies(offers, needed)
         if isinstance(choice, NoWholeState):
             version = self._start_afresh(built, offers, choice)
         else:
@@ -309,13 +309,13 @@ class ShardedState(State):
             chosen = {number: held[number] for number in choice.holds[rank]}
             if not any(each.is_live for each in chosen.values()):
                 self._live.give_up()
-            self._copies.keep_only({version, whole_in_copies(offers, needed)})
+            self._copies.keep_only({version, whole_copies})
             held.clear()
             self._take_over(built, chosen, offers, choice, rank)
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._own.to_bytes(built))
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
-        self._enter(built, version, offers, needed)
+        self._enter(built, version, offers, whole_copies)
         self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
@@ -376,7 +376,7 @@ class ShardedState(State):
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
         publish_metric("torchelastic", "sharded.received.bytes", taken.received_bytes)
 
-    def _enter(self, built: Built, version: Version, offers: Sequence[Offer], needed: Layout) -> None:
+    def _enter(self, built: Built, version: Version, offers: Sequence[Offer], whole_copies: Version | None) -> None:
         """This rank has its parts, and so has every other."""
         self._live.enter_group(built, version, max(offer.generation for offer in offers) + 1, offers[0].token)
         self._unconfirmed = self._loaded = None
@@ -385,7 +385,7 @@ class ShardedState(State):
         if not self._has_looked_at_memory:
             self._has_looked_at_memory = True
             say_if_memory_is_short(built.expected_bytes(), self._replicas, domains.count(self._host))
-        self._copies.enter_group(copy_partners(domains, self._replicas), whole_in_copies(offers, needed))
+        self._copies.enter_group(copy_partners(domains, self._replicas), whole_copies)
         place = data_place(built.mesh, self._data_dims)
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)

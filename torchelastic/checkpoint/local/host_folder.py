@@ -37,7 +37,7 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.memory import MemoryTier
-from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.reading import record_in, require_shard
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
 
 log = logging.getLogger(__name__)
@@ -112,13 +112,11 @@ class HostFolder(MemoryTier):
                 reader = self.open(shard.name, shard.rank)
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
-        stated = reader.header.meta
-        if (stated.get("checkpoint"), stated.get("rank")) != (str(shard.name), shard.rank):  # no manifest tells that
+        try:
+            require_shard(shard, reader.header.meta, f"what lies as {described(shard)}")
+        except CorruptCheckpointError:
             reader.close()
-            raise CorruptCheckpointError(
-                f"what lies as {described(shard)} says of itself that it is that of rank {stated.get('rank')} of "
-                f"{stated.get('checkpoint')}"
-            )
+            raise
         return reader
 
     def _fetch(self, shard: ShardId, client: ReplicaClient) -> None:

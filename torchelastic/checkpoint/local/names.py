@@ -38,9 +38,8 @@ def header_meta(shard: ShardId, session_id: str) -> dict[str, Any]:
     return {
         "kind": LOCAL_STATE,
         "session": session_id,
-        "checkpoint": str(shard.name),
+        **shard.stated,
         "iteration": shard.name.step,
-        "rank": shard.rank,
         "world_size": shard.world_size,
     }
 

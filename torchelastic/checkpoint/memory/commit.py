@@ -161,9 +161,8 @@ def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
         ]
         metadata = decode_metadata(_as_bytes(content["metadata"]))
         extras = {name: _as_bytes(data) for name, data in content["extras"].items()}
-        commit = Commit(
-            SaveId.parse(meta["save"]), tuple(records), metadata, extras, str(meta["run_id"]), float(meta["saved_s"])
-        )
+        save, saved_s = SaveId.parse(meta["checkpoint"]), float(meta["saved_s"])
+        commit = Commit(save, tuple(records), metadata, extras, str(meta["run_id"]), saved_s)
         if meta_of(commit) != {key: meta[key] for key in meta_of(commit)}:
             raise ValueError("its header is that of another shard")
         return commit

@@ -28,7 +28,7 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.memory.commit import Commit, commit_from, content_of, meta_of
 from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, is_part, require_shard
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, is_part
 from torchelastic.checkpoint.memory.job import known_run_id
 from torchelastic.checkpoint.memory.received import ContainerShelf
 from torchelastic.checkpoint.memory.registry import ContainerRegistry
@@ -43,7 +43,14 @@ from torchelastic.checkpoint.shards.writing import save_tree
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.pruning import remove_left_overs
-from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, record_in, sizes_in
+from torchelastic.checkpoint.store.reading import (
+    names_in,
+    open_shard,
+    read_manifest,
+    record_in,
+    require_shard,
+    sizes_in,
+)
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.checkpoint.store.writing import publish_manifest, require_stored

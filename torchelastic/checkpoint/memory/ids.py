@@ -17,11 +17,10 @@ from __future__ import annotations
 import os
 import re
 from collections import UserString
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.kinds import MEMORY_STATE
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
@@ -172,27 +171,7 @@ def is_commit(shard: ShardId) -> bool:
 
 def meta_of_shard(shard: ShardId) -> dict[str, Any]:
     """What the header of a shard says of its name, which its checksums cover."""
-    return {"kind": MEMORY_STATE, "save": str(shard.name), "rank": shard.rank, "world_size": shard.world_size - 1}
-
-
-def require_shard(shard: ShardId, meta: Mapping[str, Any], where: str) -> None:
-    """Compares what a header states with the name under which the shard lies.
-
-    Args:
-        shard: the name.
-        meta: of the header.
-        where: the file, for the error.
-
-    Raises:
-        CorruptCheckpointError: it is another shard.
-    """
-    expected = meta_of_shard(shard)
-    found = {key: meta.get(key) for key in expected}
-    if found != expected:
-        raise CorruptCheckpointError(
-            f"{where} holds another shard than its name says, that of rank {found['rank']} of {found['world_size']} of "
-            f"{found['save']}: it was renamed or replaced"
-        )
+    return {"kind": MEMORY_STATE, **shard.stated, "world_size": shard.world_size - 1}
 
 
 def object_of(container: str, shard: ShardId) -> str:

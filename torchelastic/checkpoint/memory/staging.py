@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of, require_shard
+from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
 from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved
@@ -29,7 +29,7 @@ from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header
 from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.stage import Stage, seal
 from torchelastic.checkpoint.store.manifest import ShardRecord
-from torchelastic.checkpoint.store.reading import record_of
+from torchelastic.checkpoint.store.reading import record_of, require_shard
 from torchelastic.checkpoint.store.save_id import ShardId
 
 if TYPE_CHECKING:

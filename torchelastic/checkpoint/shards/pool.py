@@ -72,9 +72,7 @@ class SlotPool:
             chosen = min(roomy, key=lambda stage: stage.slot.capacity_bytes)
             self._free.remove(chosen)
             return Stage.prepare(chosen.slot, header)
-        for stage in self._free:  # too small for what is saved now: its memory is better given back
-            self._drop(stage)
-        self._free.clear()
+        self._drop_free()  # too small for what is saved now: their memory is better given back
         return None
 
     def is_warm(self, header: Header) -> bool:
@@ -145,9 +143,7 @@ class SlotPool:
     def drop_free(self) -> None:
         """Gives the memory of all free slots back to the system."""
         with self._lock:
-            for stage in self._free:
-                self._drop(stage)
-            self._free.clear()
+            self._drop_free()
 
     def retire(self, path: Path) -> None:
         """Removes a published shard, whoever made it; its slot is free again if it is ours and nobody reads it.
@@ -181,7 +177,12 @@ class SlotPool:
             for stage in self._published.values():
                 stage.slot.close()
             self._published.clear()
-        self.drop_free()
+            self._drop_free()
+
+    def _drop_free(self) -> None:
+        for stage in self._free:
+            self._drop(stage)
+        self._free.clear()
 
     def _drop(self, stage: Stage) -> None:
         path = stage.slot.path

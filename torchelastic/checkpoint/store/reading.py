@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from torchelastic.checkpoint.shards.loading import read_into, read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, decode_manifest
-from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name
 
 
 def list_checkpoints(root: Path, *, kind: Kind | None = None, whole: bool = True) -> list[CheckpointInfo]:
@@ -201,6 +201,25 @@ def require_same(folder: Path, found: ShardRecord, record: ShardRecord) -> None:
         raise CorruptCheckpointError(
             f"{folder / record.file} is not what rank {record.rank} has written: it has {found.size_bytes} bytes and "
             f"the header {found.header_digest}, and should have {record.size_bytes} and {record.header_digest}"
+        )
+
+
+def require_shard(shard: ShardId, meta: Mapping[str, Any], where: str) -> None:
+    """Compares what a header states with the name under which the shard lies, where no manifest tells it.
+
+    Args:
+        shard: the name.
+        meta: of the header.
+        where: the file, for the error.
+
+    Raises:
+        CorruptCheckpointError: it is another shard.
+    """
+    found = {key: meta.get(key) for key in shard.stated}
+    if found != shard.stated:
+        raise CorruptCheckpointError(
+            f"{where} holds another shard than its name says, that of rank {found['rank']} of {found['checkpoint']}: "
+            "it was renamed or replaced"
         )
 
 

@@ -131,6 +131,11 @@ class ShardId:
     def __str__(self) -> str:
         return f"{self.name.folder_name}/{shard_file_name(self.rank, self.world_size)}"
 
+    @property
+    def stated(self) -> dict[str, str | int]:
+        """What the header of the shard says of its name, covered by its checksums; see `reading.require_shard`."""
+        return {"checkpoint": str(self.name), "rank": self.rank}
+
     @classmethod
     def parse(cls, text: str) -> ShardId:
         """The inverse of `str`. Raises: ValueError if it is none."""

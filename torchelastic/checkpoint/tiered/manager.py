@@ -21,7 +21,7 @@ from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
 from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
@@ -286,7 +286,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._reserve(name)
         try:
-            header, sources = lay_out({"checkpoint": str(name), "rank": peers.rank})
+            header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
             stage = self._stage_for(header)
             try:
                 stage.copy(sources)
