@@ -95,10 +95,11 @@ def measure_way(way: Way, payload: Payload, runs: int) -> dict[str, Any]:
             figures["load_x"].append(timed_ms(lambda: way.load(floor.targets)) / copy_ms)
         figures["lost_ms"].append(lost_ms(way, training))
         figures["lost_x"].append(figures["lost_ms"][-1] / copy_ms)
+    saved = payload.checksums()
     for target in floor.targets.values():
         target.zero_()
     way.load(floor.targets)
-    assert payload.equals(floor.targets), "what was loaded is not what was saved"
+    assert Payload(floor.targets, payload.size_bytes).checksums() == saved, "what was loaded is not what was saved"
     way.close()
     return {name: round(statistics.median(values), 2) for name, values in figures.items()} | {"runs": runs}
 

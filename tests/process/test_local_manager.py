@@ -29,6 +29,7 @@ from torchelastic.checkpoint.local.host_folder import HostFolder
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
+from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -235,6 +236,28 @@ def test_where_the_parts_lie_is_the_business_of_a_subclass() -> None:
     assert request is not None
     request.execute_sync()
     assert (manager.load()[0], manager.load()[1], len(manager.parts)) == (second, CkptID(2, 0, "session"), 1)
+
+
+def test_what_find_latest_has_read_is_loaded_without_reading_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps: list[Path] = []
+    real = ShardReader.map
+
+    def counted(reader: ShardReader) -> dict[str, torch.Tensor]:
+        maps.append(reader.path)
+        return real(reader)
+
+    monkeypatch.setattr(ShardReader, "map", counted)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        manager = LocalCheckpointManager(folder)
+        manager.save(state(1), 1)
+        assert (manager.find_latest(), value_of(manager), len(maps)) == (1, 1.0, 1)
+        assert (value_of(manager), len(maps)) == (1.0, 2), "a second load has tensors of its own"
+        assert manager.find_latest() == 1
+        newer = LocalCheckpointManager(folder)
+        newer.save(state(2), 2)
+        assert value_of(manager) == 2.0, "what was found before is not the newest any more"
+        newer.close()
+        manager.close()
 
 
 # What goes wrong

@@ -189,3 +189,11 @@ def test_what_cannot_be_saved_is_refused_each_time() -> None:
     for _ in range(2):
         with pytest.raises(TypeError, match="'loss' is a"):
             layout.lay_out({"loss": torch.nn.MSELoss()}, {})
+
+
+def test_a_tensor_whose_memory_was_freed_since_is_refused() -> None:
+    tree, layout = state(), RecurringLayout()
+    layout.lay_out(tree, {})
+    tree["optimizer"]["state"][0]["exp_avg"].untyped_storage().resize_(0)  # as FSDP does
+    with pytest.raises(TypeError, match="its memory was freed"):
+        layout.lay_out(tree, {})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from torchelastic.checkpoint.shards.disk import file_system_of
 from torchelastic.doctor import (
     accelerators,
     etcd_facts,
@@ -149,7 +150,7 @@ def _about_etcd(question: Question, url: RendezvousUrl) -> list[Check]:
 
     def check_hosts() -> Sequence[Finding]:
         facts = versions.compared()
-        facts.update((f"file system of {path}", folder.file_system_of(path) or "none") for path in question.folders)
+        facts.update((f"file system of {path}", file_system_of(path) or "none") for path in question.folders)
         return meeting.check(url, credentials(), question.hosts, question.wait_s, question.ports, facts, question.iface)
 
     found = [Check(etcd_rules.NAME, check_etcd, LIMIT_S, why_late="it does not answer", remedy="see whether it is up")]

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, file_system_of
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.text import bytes_text
 
@@ -187,14 +185,6 @@ def _has_locks(path: Path) -> bool:
 
     with path.open("wb") as file:
         return lock_file(file.fileno(), fcntl.LOCK_EX)
-
-
-def file_system_of(path: Path) -> str:
-    """The type of the file system that a path lies on; "" if nobody knows."""
-    real = path.resolve()
-    mounted = [one for one in psutil.disk_partitions(all=True) if real.is_relative_to(one.mountpoint)]
-    # what was mounted last hides what was there before
-    return max(mounted, key=lambda one: len(one.mountpoint)).fstype if mounted else ""
 
 
 def check(path: Path, needed_bytes: int | None) -> Sequence[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Used = TypeVar("Used")
+_Tensors = tuple[Header, Mapping[str, torch.Tensor]]
 
 #: For how long a peer may be silent in a transfer, at most.
 _MOST_SILENCE_S = 30.0
@@ -111,6 +112,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._round = 0
         self._entered = 0  # which of the formations has its epoch and round
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
+        self._checked: tuple[ShardId, _Tensors] | None = None  # what `find_latest` has read, for the `load` after it
         self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
@@ -177,6 +179,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         Files stay. The object can be used on, by all ranks.
         """
         self._dropped.detach()
+        self._checked = None
         _let_go(self._server, self._folder)
         self._server = self._folder = self._epoch = None
         super().close()
@@ -244,15 +247,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _prepare(self, state_dict: TensorAwareStateDict) -> _Prepared:
         # the others wait for `timeout_s` to hear how it went
+        self._checked = None  # its file may be used again
         self._files.wait_for_turn(self._timeout_s / 2)
         header, sources = encode(state_dict, self._layout)
-        stage = self._files.stage(header)
-        try:
-            stage.require_fitting(sources)
-        except BaseException:
-            self._files.pool.give_back(stage)
-            raise
-        return _Prepared(stage, header, sources)
+        return _Prepared(self._files.stage(header), header, sources)
 
     def _discard(self, prepared: Any) -> None:
         self._files.pool.give_back(prepared.stage)
@@ -263,9 +261,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         header = replace(header, meta={**header.meta, **header_meta(shard, self.session_id)})
         try:
             if is_async:
-                stage.copy(prepared.sources)
+                stage.copy(prepared.sources, just_laid_out=True)
             else:
-                header = header.with_checksums(stage.copy_and_hash(prepared.sources))
+                header = header.with_checksums(stage.copy_and_hash(prepared.sources, just_laid_out=True))
         except BaseException:
             self._files.pool.give_back(stage)
             raise
@@ -303,10 +301,23 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return self._files.held()
 
     def _load(self, shard: ShardId) -> TensorAwareStateDict:
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0] == shard:
+            return self._decoded(checked[1])
         return self._read(shard, keep=True)
 
     def _verify(self, shard: ShardId) -> None:
-        self._from_any(shard, _verified, keep=True).close()
+        self._checked = None
+
+        def use(reader: ShardReader) -> _Tensors | None:
+            with reader:
+                if shard.rank == self.rank and self._is_to_map(reader):
+                    return reader.header, reader.map()
+                reader.verify()
+                return None
+
+        found = self._from_any(shard, use, keep=True)
+        self._checked = None if found is None else (shard, found)
 
     def _make_copies_again(self, call: str, save: SaveId) -> None:
         lost = lost_copies(self._found[save], self._roots, self._peers.partners_of)
@@ -326,13 +337,19 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
-                # on tmpfs the file is memory already, and fresh memory for a copy costs more than the copy; but a
-                # file that is mapped keeps its room on tmpfs, after it was pruned too, as long as the state lives
-                is_mapped = is_in_memory(reader.path) and self._files.has_room_beside()
-                tensors = reader.map() if is_mapped else reader.read()
-                return decode(reader.header, tensors, allow_pickles=self._allow_pickles)
+                return self._decoded((reader.header, reader.map() if self._is_to_map(reader) else reader.read()))
 
         return self._from_any(shard, use, keep=keep)
+
+    def _is_to_map(self, reader: ShardReader) -> bool:
+        """On tmpfs the file is memory already, and fresh memory for a copy costs more than the copy.
+
+        But a file that is mapped keeps its room on tmpfs, after it was pruned too, as long as the state lives.
+        """
+        return is_in_memory(reader.path) and self._files.has_room_beside()
+
+    def _decoded(self, found: _Tensors) -> TensorAwareStateDict:
+        return decode(*found, allow_pickles=self._allow_pickles)
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then."""

@@ -174,11 +174,12 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self.state_dict: Any = mapped(lambda leaf: leaf, state_dict)
         self._is_hollow = False
-        self._devices: tuple[torch.device, ...] = tuple(tensor.device for tensor in self.tensors)
+        self._devices: Sequence[torch.device] | None = None  # None: each tensor is where it belongs
 
     def pop_tensors(self) -> list[torch.Tensor]:
         """See `TensorAwareStateDict`."""
         tensors = list(self.tensors)
+        self._remember_devices()
         self.state_dict = mapped(TensorPlaceholder.of, self.state_dict)
         self._is_hollow = True
         return tensors
@@ -214,11 +215,14 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         """See `TensorAwareStateDict`; what is on the CPU is copied too, so later training steps do not show."""
         self._require(hollow=False)
+        self._remember_devices()
         self._replace(lambda tensor: tensor.detach().to("cpu", non_blocking=non_blocking, copy=True))
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
         """See `TensorAwareStateDict`; each tensor goes back to its own device."""
         self._require(hollow=False)
+        if self._devices is None:
+            return
         device_of = {id(tensor): device for tensor, device in zip(self.tensors, self._devices, strict=True)}
         self._replace(lambda tensor: _moved(tensor, device_of[id(tensor)], non_blocking))
 
@@ -231,9 +235,15 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def from_tree(cls: type[BasicSelf], tree: Any, devices: Sequence[torch.device]) -> BasicSelf:
         """See `TensorAwareStateDict`."""
         made = cls(tree)
-        if len(devices) == len(made._devices):
+        now = [tensor.device for tensor in made.tensors]
+        if len(devices) == len(now) and list(devices) != now:
             made._devices = tuple(devices)
         return made
+
+    def _remember_devices(self) -> None:
+        """Before the tensors go elsewhere."""
+        if self._devices is None:
+            self._devices = tuple(tensor.device for tensor in self.tensors)
 
     def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces all tensors; one that is in two places is one afterwards too."""
@@ -263,8 +273,8 @@ def mapped(change: Callable[[Any], Any], value: Any, kind: type = torch.Tensor) 
         return dataclasses.replace(value, tensor=mapped(change, value.tensor, kind))
     if isinstance(value, dict):
         changed = copy.copy(value)  # keeps the type, and what is attached to it
-        for key, item in value.items():
-            changed[key] = mapped(change, item, kind)
+        for key, item in value.items():  # most are leaves: no call for them, there are thousands
+            changed[key] = change(item) if isinstance(item, kind) else mapped(change, item, kind)
         return changed
     if isinstance(value, list):
         return [mapped(change, item, kind) for item in value]
@@ -280,12 +290,12 @@ def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
         yield value
     elif isinstance(value, ShardOf):
         yield from leaves(value.tensor, kind)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item, kind)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item, kind)
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, kind):  # no generator for each leaf, there are thousands
+                yield item
+            else:
+                yield from leaves(item, kind)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:

@@ -60,14 +60,20 @@ def over_batches(
         return list(itertools.chain.from_iterable(each.result() for each in running))
 
 
+def checksum_of(data: memoryview) -> str:
+    """The checksum of a tensor's bytes: xxh3_64 as 16 hexadecimal digits."""
+    return f"{xxhash.xxh3_64_intdigest(data):016x}"
+
+
+def pieces_of(memory: memoryview, entries: Sequence[Entry], data_offset: int) -> list[memoryview]:
+    """The bytes of tensors that lie in memory where their entries say, behind `data_offset` bytes."""
+    begins = [data_offset + entry.offset_bytes for entry in entries]
+    return [memory[begin : begin + entry.size_bytes] for begin, entry in zip(begins, entries, strict=True)]
+
+
 def checksums_in(
     memory: memoryview, entries: Sequence[Entry], data_offset: int, threads: int | None = None
 ) -> list[str]:
-    """The checksums of tensors that lie in memory where their entries say, behind `data_offset` bytes."""
-    begins = [data_offset + entry.offset_bytes for entry in entries]
-    pieces = [memory[begin : begin + entry.size_bytes] for begin, entry in zip(begins, entries, strict=True)]
-
-    def work(batch: range) -> list[str]:
-        return [f"{xxhash.xxh3_64_intdigest(pieces[index]):016x}" for index in batch]
-
-    return over_batches(entries, work, threads)
+    """The checksums of such tensors."""
+    pieces = pieces_of(memory, entries, data_offset)
+    return over_batches(entries, lambda batch: [checksum_of(pieces[index]) for index in batch], threads)

@@ -111,6 +111,7 @@ class _Walk:
         self._leaves = cached.leaves
         self._allow_pickles = allow_pickles
         self._form_of = cached.forms
+        # numbers alone: as many tuples would set the garbage collector off, which costs more than all the rest
         self._at: dict[int, int] = {}
         self._also_at: dict[int, list[int]] = {}
         self._found = 0
@@ -163,31 +164,35 @@ class _Walk:
         return items if any(new is not old for new, old in zip(items, nodes, strict=True)) else nodes
 
     def _leaf(self, node: Plain, value: torch.Tensor) -> Plain:
+        """Asks a tensor for as little as will do: each question costs some 0.2 us, and there are thousands."""
         known = self._leaves.get(id(node))
-        if known is None or value.layout is not torch.strided:
+        if known is None:
             raise _ChangedError
         place, form, is_parameter, requires_grad = known
-        if (value.shape, value.stride(), value.dtype, value.device) != form:
+        try:
+            now, address = (value.shape, value.stride(), value.dtype, value.device), value.data_ptr()
+        except RuntimeError as error:  # it is not strided any more
+            raise _ChangedError from error
+        if now != form or (value.requires_grad and asks_for_gradients(value)) is not requires_grad:
             raise _ChangedError
-        if asks_for_gradients(value) is not requires_grad or (type(value) is torch.nn.Parameter) is not is_parameter:
+        if (type(value) is torch.nn.Parameter) is not is_parameter:
             raise _ChangedError
         before, self.tensors[place] = self.tensors[place], value
-        if value.is_conj() or value.is_neg() or (before is not None and before.data_ptr() != value.data_ptr()):
-            raise _ChangedError  # one tensor in two places has become two
         if before is None:
             self._found += 1
-            if value.numel():  # what is empty shares no memory
-                self._require_alone(value.data_ptr(), place, form)
+            if not address:
+                if value.numel():
+                    raise _ChangedError  # its memory was freed; what is empty has none, and shares none
+            elif (first := self._at.setdefault(address, place)) != place:
+                self._require_another(address, first, place)
+        elif before.data_ptr() != address or value.is_conj() or value.is_neg():
+            raise _ChangedError  # one tensor in two places has become two
         return node
 
-    def _require_alone(self, address: int, place: int, form: _Form) -> None:
-        """Two tensors have not become one: the same memory, seen in the same way."""
-        # numbers alone: as many tuples would set the garbage collector off, which costs more than all the rest
-        first = self._at.setdefault(address, place)
-        if first == place:
-            return
+    def _require_another(self, address: int, first: int, place: int) -> None:
+        """Two tensors have not become one: they see the same memory, in different ways."""
         others = self._also_at.setdefault(address, [first])
-        if any(self._form_of[other] == form for other in others):
+        if any(self._form_of[other] == self._form_of[place] for other in others):
             raise _ChangedError
         others.append(place)
 

@@ -23,15 +23,21 @@ from torchelastic.processes.file_locks import lock_file
 CREATE_ATTEMPTS, CREATE_PAUSE_S = 50, 0.01
 
 
+def file_system_of(path: Path) -> str:
+    """The type of the file system that a path lies on; "" if nobody knows."""
+    real = str(path.resolve())
+    mounted = [one for one in psutil.disk_partitions(all=True) if _is_below(real, one.mountpoint)]
+    # what was mounted last hides what was there before
+    return max(mounted, key=lambda one: len(one.mountpoint)).fstype if mounted else ""
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")  # as text: there may be hundreds of mounts
+
+
 def is_in_memory(path: Path) -> bool:
     """Whether a path lies on a file system that is memory (tmpfs, ramfs), so that its pages are never read again."""
-    partitions = [
-        partition
-        for partition in psutil.disk_partitions(all=True)
-        if path.resolve().is_relative_to(partition.mountpoint)
-    ]
-    # what was mounted last hides what was there before
-    return bool(partitions) and max(partitions, key=lambda one: len(one.mountpoint)).fstype in ("tmpfs", "ramfs")
+    return file_system_of(path) in ("tmpfs", "ramfs")
 
 
 class Disk:

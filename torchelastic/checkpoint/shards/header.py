@@ -176,9 +176,9 @@ def data_offset_bytes(header_bytes: int) -> int:
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
-    """A header as JSON; of the raw parts Python's own writes and reads more, such as numbers of any length."""
+    """A header as JSON; meta is raw since Python's own writes and reads more, such as numbers of any length."""
 
-    structure: msgspec.Raw
+    structure: Any
     meta: msgspec.Raw
     tensors: tuple[Entry, ...]
 
@@ -188,11 +188,8 @@ _DOCUMENT = msgspec.json.Decoder(_Document)
 
 def encode_header(header: Header) -> bytes:
     """The header as bytes; its length does not depend on the checksums."""
-    structure, meta = (
-        msgspec.Raw(json.dumps(plain, separators=(",", ":"), allow_nan=False).encode())
-        for plain in (header.structure, dict(header.meta))
-    )
-    return msgspec.json.encode(_Document(structure, meta, header.entries))
+    meta = json.dumps(dict(header.meta), separators=(",", ":"), allow_nan=False).encode()
+    return msgspec.json.encode(_Document(header.structure, msgspec.Raw(meta), header.entries))
 
 
 def encode_preamble(encoded_header: bytes, data_offset: int, data_bytes: int) -> bytes:
@@ -243,7 +240,7 @@ def header_of(encoded: bytes) -> Header:
     meta = json.loads(bytes(document.meta))
     if not isinstance(meta, dict):
         raise TypeError("what its writer has added is no object")
-    return Header(json.loads(bytes(document.structure)), document.tensors, MappingProxyType(meta))
+    return Header(document.structure, document.tensors, MappingProxyType(meta))
 
 
 @lru_cache(maxsize=4)  # finding the newest checkpoint and loading it read the same header several times

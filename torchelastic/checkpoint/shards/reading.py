@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksums_in, over_batches
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksum_of, checksums_in, over_batches
 from torchelastic.checkpoint.shards.header import (
     ALIGNMENT_BYTES,
     PREAMBLE_BYTES,
@@ -192,7 +192,7 @@ class ShardReader:
             pieces.append(buffer)
             position = entry.offset_bytes + entry.size_bytes
         self._read_into(pieces, self._data_offset + begin)
-        return [f"{xxhash.xxh3_64_intdigest(buffer):016x}" for buffer in buffers]
+        return [checksum_of(buffer) for buffer in buffers]
 
     def _copy_long(self, entry: Entry, buffer: memoryview | None) -> str:
         """One tensor in chunks, into a buffer of its length, or only for its checksum."""
@@ -268,8 +268,8 @@ def _mapped(memory: mmap.mmap, begin: int, entry: Entry) -> torch.Tensor:
     dtype = dtype_named(entry.dtype)
     if not entry.size_bytes:
         return torch.empty(entry.region.sizes, dtype=dtype)
-    row = torch.frombuffer(memory, dtype=torch.uint8, count=entry.size_bytes, offset=begin)
-    return row.view(dtype).view(entry.region.sizes)
+    row = torch.frombuffer(memory, dtype=dtype, count=entry.region.numel, offset=begin)
+    return row if len(entry.region.sizes) == 1 else row.view(entry.region.sizes)
 
 
 def _target(entry: Entry, given: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import xxhash
 
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksums_in, over_batches
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksum_of, checksums_in, over_batches, pieces_of
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
@@ -66,50 +66,55 @@ class Stage:
 
     def require_fitting(self, sources: Sequence[torch.Tensor]) -> None:
         """Raises ValueError where a source is of another dtype or shape than its place: torch would convert it."""
-        shapes, dtypes = self._expected
-        if [source.shape for source in sources] == shapes and [source.dtype for source in sources] == dtypes:
-            return
         if len(sources) != len(self.places):
             raise ValueError(f"{len(sources)} tensors were given for a shard of {len(self.places)}")
-        for source, place, entry in zip(sources, self.places, self.header.entries, strict=True):
-            if (source.shape, source.dtype) != (place.shape, place.dtype):
+        # one after the other: thousands of shapes that are kept set the garbage collector off, which costs far more
+        for source, (shape, dtype), entry in zip(sources, self._expected, self.header.entries, strict=True):
+            if source.shape != shape or source.dtype is not dtype:
                 raise ValueError(
-                    f"{entry.name!r} was laid out as a {place.dtype} of shape {tuple(place.shape)} and is now a "
-                    f"{source.dtype} of shape {tuple(source.shape)}: lay the state out again"
+                    f"{entry.name!r} was laid out as a {dtype} of shape {tuple(shape)} and is now a {source.dtype} of "
+                    f"shape {tuple(source.shape)}: lay the state out again"
                 )
 
     @cached_property
-    def _expected(self) -> tuple[list[torch.Size], list[torch.dtype]]:
-        return [place.shape for place in self.places], [place.dtype for place in self.places]
+    def _expected(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(place.shape, place.dtype) for place in self.places]
 
     def invalidate(self) -> None:
         """What the slot held before is no shard any more; call it before the first byte is copied."""
         self.slot.store(0, bytes(PREAMBLE_BYTES))
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, sources: Sequence[torch.Tensor], *, just_laid_out: bool = False) -> None:
         """Copies the tensors into the slot, in one pass; when it returns, the sources may change.
 
         Args:
             sources: as many as the header has entries, with their dtypes and shapes; on the CPU or on a GPU (then use
                 `torchelastic.checkpoint.shards.cuda.copy_beside`, which does not wait).
+            just_laid_out: they came with a header that fits this stage, so they are not compared with it once more.
 
         Raises:
             ValueError: a source is not what the entry says; nothing was copied.
         """
-        self.require_fitting(sources)
+        if not just_laid_out:
+            self.require_fitting(sources)
         self.invalidate()
         copy_all(self.places, sources)
 
-    def copy_and_hash(self, sources: Sequence[torch.Tensor], threads: int | None = None) -> list[str]:
+    def copy_and_hash(
+        self, sources: Sequence[torch.Tensor], threads: int | None = None, *, just_laid_out: bool = False
+    ) -> list[str]:
         """The same, and the checksums on the way: each piece is hashed while it is in the processor's cache."""
-        self.require_fitting(sources)
+        if not just_laid_out:
+            self.require_fitting(sources)
         self.invalidate()
+
+        written = self._written()
 
         def work(batch: range) -> list[str]:
             if len(batch) == 1:
-                return [self._copy_and_hash_long(batch[0], sources[batch[0]])]
+                return [self._copy_and_hash_long(batch[0], sources[batch[0]], written[batch[0]])]
             copy_all(self.places[batch.start : batch.stop], sources[batch.start : batch.stop])
-            return [self._hash(index) for index in batch]
+            return [checksum_of(written[index]) for index in batch]
 
         return over_batches(self.header.entries, work, threads)
 
@@ -130,20 +135,16 @@ class Stage:
         """All bytes of the shard, once it is sealed."""
         return self.slot.view()[: self.data_offset + self.header.data_bytes]
 
-    def _hash(self, index: int) -> str:
-        return f"{xxhash.xxh3_64_intdigest(self._bytes_of(index)):016x}"
+    def _written(self) -> list[memoryview]:
+        """The bytes of each tensor in the slot."""
+        return pieces_of(self.slot.view(), self.header.entries, self.data_offset)
 
-    def _bytes_of(self, index: int) -> memoryview:
-        entry = self.header.entries[index]
-        begin = self.data_offset + entry.offset_bytes
-        return self.slot.view()[begin : begin + entry.size_bytes]
-
-    def _copy_and_hash_long(self, index: int, source: torch.Tensor) -> str:
+    def _copy_and_hash_long(self, index: int, source: torch.Tensor, written: memoryview) -> str:
         """One tensor in chunks; one that is not in a row on the CPU is copied as a whole."""
         if not source.is_contiguous() or source.is_conj() or source.is_neg() or source.device.type != "cpu":
             copy_all([self.places[index]], [source])
-            return self._hash(index)
-        target, data, written = as_bytes(self.places[index]), as_bytes(source.detach()), self._bytes_of(index)
+            return checksum_of(written)
+        target, data = as_bytes(self.places[index]), as_bytes(source.detach())
         digest = xxhash.xxh3_64()
         for begin in range(0, data.numel(), CHUNK_BYTES):
             end = begin + CHUNK_BYTES

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.shards.batches import over_batches
+from torchelastic.checkpoint.shards.batches import checksum_of, over_batches
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
@@ -70,7 +69,7 @@ def write_shard(path: Path, flat: Flat, meta: Mapping[str, Any], *, disk: Disk =
     sources = [contiguous(named.tensor) for named in flat.tensors]
     header = lay_out(flat, meta)
     header = header.with_checksums(
-        over_batches(header.entries, lambda batch: [checksum_of(sources[index]) for index in batch])
+        over_batches(header.entries, lambda batch: [checksum_of(memory_of(sources[index])) for index in batch])
     )
     with _hidden_file(path.parent, disk) as (descriptor, hidden):
         _write_all(descriptor, header, sources, hidden, disk)
@@ -115,11 +114,6 @@ def share_lock(descriptor: int, path: Path) -> None:
     """Before a file is published: lets readers in, and still tells `pool.remove_left_overs` that the writer lives."""
     with explained("lock the checkpoint", path):
         lock_file(descriptor, fcntl.LOCK_SH)
-
-
-def checksum_of(tensor: torch.Tensor) -> str:
-    """The checksum of a contiguous CPU tensor's bytes: xxh3_64 as 16 hexadecimal digits."""
-    return f"{xxhash.xxh3_64_intdigest(memory_of(tensor)):016x}"
 
 
 def _write_all(descriptor: int, header: Header, sources: list[torch.Tensor], path: Path, disk: Disk) -> None:

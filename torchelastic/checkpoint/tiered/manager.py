@@ -289,7 +289,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
             stage = self._stage_for(header)
             try:
-                stage.copy(sources)
+                stage.copy(sources, just_laid_out=True)
             except BaseException:
                 self._pool.give_back(stage)
                 raise
