@@ -137,6 +137,8 @@ def _be_rank(
     end: Connection, rank: int, ranks: int, store: str, group_s: float, function: Callable[..., Any], arguments: Any
 ) -> None:
     warnings.simplefilter("ignore")
+    # after a fork torch makes a new thread pool at its first use, without a lock: two threads at once would fail
+    torch.set_num_threads(1)
     faulthandler.dump_traceback_later(ENDING_S - 5, file=2)
     try:
         timeout = timedelta(seconds=group_s)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -21,7 +23,7 @@ from torchelastic.checkpoint.memory.commit import StoredItem
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.loader import CheckpointLoader
 from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
-from torchelastic.checkpoint.shards.tensors import copyable, dtype_named
+from torchelastic.checkpoint.shards.tensors import copyable, dtype_named, memory_of
 
 #: Values of which nothing but torch's outer format differs.
 _PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
@@ -139,15 +141,14 @@ class MemoryStorageReader(StorageReader):
 
     def _read_items(self, shard: ShardReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         entries = {entry.name: entry for entry in shard.header.entries}
+        pickled = {self._stored(item).entry: item for item in items if item.type == LoadItemType.BYTE_IO}
         straight: dict[str, torch.Tensor] = {}
         commits: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
             name = self._stored(item).entry
             if name not in entries:
                 raise CorruptCheckpointError(f"the shard {shard.path} has no {name!r}, which its commit promises")
-            if item.type == LoadItemType.BYTE_IO:
-                content = shard.read_one(name)
-                planner.load_bytes(item, io.BytesIO(self._checked(content.numpy().tobytes(), name)))
+            if name in pickled:
                 continue
             target = planner.resolve_tensor(item).detach()
             entry = entries[name]
@@ -164,22 +165,35 @@ class MemoryStorageReader(StorageReader):
                     )
                 copyable(target).copy_(copyable(part))
             commits.append((item, target))
-        shard.read(straight, names=straight.keys())
+        found = shard.read(straight, names={*straight, *pickled})
+        for name, item in pickled.items():
+            self._load_bytes(planner, item, io.BytesIO(memory_of(found[name])), name)
         for item, target in commits:
             planner.commit_tensor(item, target)
 
-    def _checked(self, content: bytes, name: str) -> bytes:
-        """The same value as bytes that hold nothing but what `weights_only` accepts; planners run them unrestricted."""
+    def _load_bytes(self, planner: LoadPlanner, item: ReadItem, content: io.BytesIO, name: str) -> None:
+        """Gives a planner nothing but what `weights_only` accepts: it runs what it is given unrestricted."""
         if self._allow_pickles:
-            return content
+            planner.load_bytes(item, content)
+            return
         try:
-            value: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            value: Any = torch.load(content, map_location="cpu", weights_only=True)
         except (UnpicklingError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(
                 f"{name!r} in {self._id} is a pickle that may run code: save plain values instead, or, if you wrote "
                 "the checkpoint yourself, give MemoryStorageReader allow_pickles=True"
             ) from error
+        if type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+            # what that method does with the value; to encode it only for that takes as long as all the rest
+            assert isinstance(planner, DefaultLoadPlanner)
+            fqn = item.dest_index.fqn
+            if planner.flatten_state_dict:
+                set_element(planner.original_state_dict, planner.mappings[fqn], value)
+            else:
+                planner.state_dict[fqn] = value
+            return
         encoded = io.BytesIO()
         # the older format has no archive around it, and is written and read in half the time
         torch.save(value, encoded, _use_new_zipfile_serialization=type(value) not in _PLAIN)
-        return encoded.getvalue()
+        encoded.seek(0)
+        planner.load_bytes(item, encoded)
