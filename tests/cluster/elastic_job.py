@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import torchelastic
-from torchelastic.checkpoint import CheckpointManager, FileSystemCheckpointManager
+from torchelastic.checkpoint import CheckpointManager, FileSystemCheckpointManager, TieredCheckpointManager
 from torchelastic.checkpoint.policy import KeepLast, OnSignal
 from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, Tier
-from torchelastic.checkpoint.tiered import TieredCheckpointManager
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.lifetime import Lifetime, StoppedEarly
 from torchelastic.model import transfer

@@ -24,8 +24,8 @@ from tests.cluster.elastic_job import (
     hold_until,
     make_dataset,
 )
+from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.store import DiskTier
-from torchelastic.checkpoint.tiered import TieredCheckpointManager
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.p2p import agreement
 from torchelastic.sharded import FullShard, HybridShard, ShardedState, copies, handover, transfers

@@ -31,12 +31,8 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.memory.ids import is_commit
-from torchelastic.checkpoint.replication import (
-    ReplicaClient,
-    ReplicationError,
-    ReplicationManager,
-    ReplicationRetryConfig,
-)
+from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
+from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import Reception
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk

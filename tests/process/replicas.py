@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from unittest import mock
 
-from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer, protocol
+from torchelastic.checkpoint.replication import protocol
+from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
+from torchelastic.checkpoint.replication.receive import MemoryShelf
+from torchelastic.checkpoint.replication.server import ReplicaServer
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
@@ -153,8 +156,10 @@ def between_pieces(call: Callable[[], object]) -> Iterator[None]:
 
 PREAMBLE = """
 import sys, time
-from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer, protocol
-from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.replication import protocol
+from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.receive import MemoryShelf, digest_of
+from torchelastic.checkpoint.replication.server import ReplicaServer
 from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_pieces, content_of
 """
 

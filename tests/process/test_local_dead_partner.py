@@ -25,8 +25,10 @@ from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
-from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, topology
+from torchelastic.checkpoint.replication import topology
+from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
+from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics

@@ -21,14 +21,9 @@ from tests.process.memory_ranks import JOB, Member
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.replication import (
-    AuthenticationError,
-    PeerLostError,
-    ReplicaClient,
-    ReplicaRefusedError,
-    ReplicationError,
-    ReplicationRetryConfig,
-)
+from torchelastic.checkpoint.replication import ReplicationError, ReplicationRetryConfig
+from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.errors import AuthenticationError, PeerLostError, ReplicaRefusedError
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.store.received import sealed_bytes

@@ -19,14 +19,10 @@ from tests.process.replicas import (
     content_of,
     wait_until,
 )
-from torchelastic.checkpoint.replication import (
-    CorruptReplicaError,
-    PeerLostError,
-    PeerStalledError,
-    ReplicaServer,
-)
+from torchelastic.checkpoint.replication.errors import CorruptReplicaError, PeerLostError, PeerStalledError
 from torchelastic.checkpoint.replication.protocol import PIECE_BYTES
 from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.replication.server import ReplicaServer
 
 
 @pytest.fixture

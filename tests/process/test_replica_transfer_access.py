@@ -17,14 +17,13 @@ from tests.process.replicas import (
     client_of,
     content_of,
 )
-from torchelastic.checkpoint.replication import (
+from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     OutdatedRoundError,
     PeerLostError,
     ProtocolError,
-    ReplicaClient,
     ReplicaRefusedError,
-    ReplicaServer,
 )
 from torchelastic.checkpoint.replication.protocol import (
     PROTOCOL,
@@ -33,6 +32,7 @@ from torchelastic.checkpoint.replication.protocol import (
     greet_client,
     token_bytes,
 )
+from torchelastic.checkpoint.replication.server import ReplicaServer
 
 
 @pytest.fixture

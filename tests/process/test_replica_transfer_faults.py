@@ -28,17 +28,12 @@ from tests.process.replicas import (
     wait_until,
 )
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.replication import (
-    CorruptReplicaError,
-    PeerLostError,
-    PeerStalledError,
-    ReplicaClient,
-    ReplicaServer,
-    ReplicationError,
-)
-from torchelastic.checkpoint.replication.client import Transferred
+from torchelastic.checkpoint.replication import ReplicationError
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replication.errors import CorruptReplicaError, PeerLostError, PeerStalledError
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource
 

@@ -15,13 +15,14 @@ import torch
 import torchelastic
 from tests.process.tiered_work import digest, make_state, steps_of
 from torchelastic import metrics
+from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.shards import pool
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard
-from torchelastic.checkpoint.tiered import Alone, TieredCheckpointManager
+from torchelastic.group.peers import Alone
 
 Make = Callable[..., TieredCheckpointManager]
 

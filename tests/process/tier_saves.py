@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards import Extent, Region, flatten, read_tree, split_replicated
+from torchelastic.checkpoint.shards import flatten, read_tree
 from torchelastic.checkpoint.shards.header import Header, place
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import NamedTensor
 from torchelastic.checkpoint.store import Manifest, MemoryTier, SaveId, SealedShard, Tier, TierContext

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import torchelastic
+from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
-from torchelastic.checkpoint.tiered import TieredCheckpointManager
 from torchelastic.p2p.peers import GroupPeers
 
 #: Weights of several sizes: the longest row has 64 elements of 4 bytes, thrice (Adam keeps two more of each).

@@ -18,8 +18,6 @@ ROOT = Path(__file__).parents[2]
 PUBLIC_MODULES = (
     "torchelastic",
     "torchelastic.p2p",
-    "torchelastic.p2p.hangs",
-    "torchelastic.p2p.stragglers",
     "torchelastic.rendezvous",
     "torchelastic.data",
     "torchelastic.sharded",
@@ -28,13 +26,11 @@ PUBLIC_MODULES = (
     "torchelastic.checkpoint.api",
     "torchelastic.checkpoint.policy",
     "torchelastic.checkpoint.store",
-    "torchelastic.checkpoint.tiered",
     "torchelastic.checkpoint.memory",
     "torchelastic.checkpoint.replication",
     "torchelastic.checkpoint.local",
     "torchelastic.checkpoint.async_ckpt",
     "torchelastic.checkpoint.shards",
-    "torchelastic.checkpoint.training_state",
     "torchelastic.adapters.lightning",
     "torchelastic.adapters.transformers",
     "torchelastic.adapters.accelerate",
@@ -47,9 +43,6 @@ PUBLIC_MODULES = (
     "torchelastic.status",
     "torchelastic.testing",
 )
-
-#: Of modules without `__all__`: what docs tell to import from them.
-CHOSEN = {"torchelastic.p2p.hangs": ("HangPolicy",), "torchelastic.p2p.stragglers": ("StragglerPolicy",)}
 
 #: Signatures that are longer have a line for each argument.
 _LONGEST = 110
@@ -87,9 +80,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def exported(module: str) -> tuple[str, ...]:
-    """The public names of a module: its `__all__`, or those chosen above."""
-    if module in CHOSEN:
-        return CHOSEN[module]
+    """The public names of a module: its `__all__`."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return tuple(ast.literal_eval(node.value))

@@ -11,9 +11,8 @@ from torchelastic.checkpoint.replication import (
     ExchangePlanEntry,
     NoReplicasAvailableError,
     parse_group_sequence,
-    partners,
 )
-from torchelastic.checkpoint.replication.placement import holders_of, retrieve_plan
+from torchelastic.checkpoint.replication.placement import holders_of, partners, retrieve_plan
 
 # --- NVRx's rule ------------------------------------------------------------------------------------------------------
 

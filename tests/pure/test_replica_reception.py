@@ -8,14 +8,13 @@ import random
 import pytest
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication import (
+from torchelastic.checkpoint.replication.errors import (
     DamagedFrameError,
-    MemoryShelf,
     OutdatedRoundError,
     ReplicaBusyError,
     ReplicaRefusedError,
 )
-from torchelastic.checkpoint.replication.receive import Reception, digest_of, writable
+from torchelastic.checkpoint.replication.receive import MemoryShelf, Reception, digest_of, writable
 
 CONTENT = random.Random(3).randbytes(1000)
 

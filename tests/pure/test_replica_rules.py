@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.replication import (
+from torchelastic.checkpoint.replication.errors import (
     CorruptReplicaError,
     DamagedFrameError,
     OutdatedRoundError,

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.shards import Region, ShardOf, unflatten
+from torchelastic.checkpoint.shards import ShardOf, unflatten
 from torchelastic.checkpoint.shards.cached_tree import cached_tree_of, flatten_again
 from torchelastic.checkpoint.shards.header import NO_CHECKSUM, Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout, parts_of_rank
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.shards.tree import flatten
 

@@ -74,12 +74,12 @@ __all__ = [
 
 _HOME_OF_NAME = {
     "AtSteps": "torchelastic.checkpoint.policy",
-    "BCPState": "torchelastic.checkpoint.training_state",
+    "BCPState": "torchelastic.checkpoint.training_state.state",
     "Checkpoint": "torchelastic.checkpoint.api",
     "CheckpointError": "torchelastic.checkpoint.errors",
     "CheckpointManager": "torchelastic.checkpoint.api",
     "CorruptCheckpointError": "torchelastic.checkpoint.errors",
-    "DCPState": "torchelastic.checkpoint.training_state",
+    "DCPState": "torchelastic.checkpoint.training_state.state",
     "DiskTier": "torchelastic.checkpoint.store",
     "DurableTier": "torchelastic.checkpoint.store",
     "EverySeconds": "torchelastic.checkpoint.policy",
@@ -96,7 +96,7 @@ _HOME_OF_NAME = {
     "SaveDecision": "torchelastic.checkpoint.policy",
     "SaveMoment": "torchelastic.checkpoint.policy",
     "SavePolicy": "torchelastic.checkpoint.policy",
-    "TieredCheckpointManager": "torchelastic.checkpoint.tiered",
+    "TieredCheckpointManager": "torchelastic.checkpoint.tiered.manager",
     "YoungDaly": "torchelastic.checkpoint.policy",
     "get_checkpoint_manager": "torchelastic.checkpoint.api",
     "set_checkpoint_manager": "torchelastic.checkpoint.api",

@@ -13,21 +13,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.client import ReplicaClient
-    from torchelastic.checkpoint.replication.errors import (
-        AuthenticationError,
-        CorruptReplicaError,
-        DamagedFrameError,
-        NoReplicasAvailableError,
-        OutdatedRoundError,
-        PeerLostError,
-        PeerStalledError,
-        ProtocolError,
-        ReplicaBusyError,
-        ReplicaRefusedError,
-        ReplicationError,
-        TransferError,
-    )
+    from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
     from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
     from torchelastic.checkpoint.replication.manager import ReplicationManager
     from torchelastic.checkpoint.replication.placement import (
@@ -35,10 +21,7 @@ if TYPE_CHECKING:
         ExchangePlanEntry,
         PairwiseReplicationStrategy,
         parse_group_sequence,
-        partners,
     )
-    from torchelastic.checkpoint.replication.receive import MemoryShelf, ReplicaStore
-    from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.strategies import (
         CliqueReplicationStrategy,
         LazyCliqueReplicationStrategy,
@@ -49,14 +32,10 @@ if TYPE_CHECKING:
 
 #: The names of each module; to add one, name it here, above and below.
 _NAMES_OF_HOME = {
-    "client": "ReplicaClient",
-    "errors": "AuthenticationError CorruptReplicaError DamagedFrameError NoReplicasAvailableError OutdatedRoundError "
-    "PeerLostError PeerStalledError ProtocolError ReplicaBusyError ReplicaRefusedError ReplicationError TransferError",
+    "errors": "NoReplicasAvailableError ReplicationError",
     "group_wrapper": "GroupWrapper",
     "manager": "ReplicationManager",
-    "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence partners",
-    "receive": "MemoryShelf ReplicaStore",
-    "server": "ReplicaServer",
+    "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence",
     "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
     "ReplicationStrategy",
     "topology": "ReplicationRetryConfig",
@@ -64,34 +43,19 @@ _NAMES_OF_HOME = {
 _HOME_OF_NAME = {name: home for home, names in _NAMES_OF_HOME.items() for name in names.split()}
 
 __all__ = [
-    "AuthenticationError",
     "CliqueReplicationStrategy",
-    "CorruptReplicaError",
-    "DamagedFrameError",
     "ExchangePlan",
     "ExchangePlanEntry",
     "GroupWrapper",
     "LazyCliqueReplicationStrategy",
     "LazyReplicationStrategyBuilder",
-    "MemoryShelf",
     "NoReplicasAvailableError",
-    "OutdatedRoundError",
     "PairwiseReplicationStrategy",
-    "PeerLostError",
-    "PeerStalledError",
-    "ProtocolError",
-    "ReplicaBusyError",
-    "ReplicaClient",
-    "ReplicaRefusedError",
-    "ReplicaServer",
-    "ReplicaStore",
     "ReplicationError",
     "ReplicationManager",
     "ReplicationRetryConfig",
     "ReplicationStrategy",
-    "TransferError",
     "parse_group_sequence",
-    "partners",
 ]
 
 __getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

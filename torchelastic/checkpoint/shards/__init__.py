@@ -14,14 +14,11 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.shards.loading import read_into, read_tree
     from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
-    from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
     from torchelastic.checkpoint.shards.tensors import ShardOf
     from torchelastic.checkpoint.shards.tree import flatten, unflatten
     from torchelastic.checkpoint.shards.writing import save_tree
 
 __all__ = [
-    "Extent",
-    "Region",
     "ShardOf",
     "ShardReader",
     "flatten",
@@ -29,13 +26,10 @@ __all__ = [
     "read_into",
     "read_tree",
     "save_tree",
-    "split_replicated",
     "unflatten",
 ]
 
 _MODULE_OF_NAME = {
-    "Region": "regions",
-    "Extent": "regions",
     "ShardOf": "tensors",
     "ShardReader": "reading",
     "flatten": "tree",
@@ -43,7 +37,6 @@ _MODULE_OF_NAME = {
     "read_into": "loading",
     "read_tree": "loading",
     "save_tree": "writing",
-    "split_replicated": "regions",
     "unflatten": "tree",
 }
 

@@ -7,7 +7,9 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, partners
+from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.placement import partners
+from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
