@@ -49,7 +49,8 @@ def main() -> None:
 
 def measure(endpoint: str, script: Path, idle_s: float) -> dict[str, float]:
     command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", "--rdzv-endpoint", endpoint]
-    command += ["--rdzv-id", uuid.uuid4().hex, "--nproc-per-node", "1", str(script)]
+    # its worker trains nothing, so it comes to no step at which it could leave
+    command += ["--rdzv-id", uuid.uuid4().hex, "--nproc-per-node", "1", "--term-grace", "1", str(script)]
     bare = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     agent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
