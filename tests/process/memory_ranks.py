@@ -17,6 +17,7 @@ from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of, shard_o
 from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
+from torchelastic.checkpoint.restore import Pull
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
 from torchelastic.checkpoint.shards.tree import flatten
@@ -43,6 +44,11 @@ class Member:
 
     def meet(self) -> None:
         self.replication.all_gather("meet", None)
+
+
+def pull_of(each: Member) -> Pull:
+    """Fetches shards of the container from other ranks."""
+    return lambda one, holder, destination: each.replication.fetch(object_of(JOB, one), holder, destination)
 
 
 def base_of(root: str | Path, host: str) -> Path:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.memory.inventory import fetch
+from torchelastic.checkpoint.restore import fetch
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
@@ -136,7 +136,7 @@ def fetch_from_several(root: str, hosts: str, shard: ShardId, damaged: list[str]
         if rank == 2:
             path.unlink()
             try:
-                fetch(each.container, shard, [0, 1], each.replication)
+                fetch(each.container, shard, [0, 1], ranks.pull_of(each))
             except CorruptCheckpointError as error:
                 outcome = str(error)
         each.meet()
@@ -171,7 +171,7 @@ def fetch_twice_at_once(root: str, hosts: str, shard: ShardId) -> list[int]:
 
             each.replication.fetch = counted  # type: ignore[method-assign,assignment]
             with ThreadPoolExecutor(2) as threads:  # as two processes of this host
-                list(threads.map(lambda _: fetch(each.container, shard, [0], each.replication), range(2)))
+                list(threads.map(lambda _: fetch(each.container, shard, [0], ranks.pull_of(each)), range(2)))
             assert each.container.path_of(shard).exists()
         each.meet()
         return transfers

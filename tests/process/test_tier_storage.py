@@ -104,6 +104,10 @@ def test_a_host_that_dies_before_it_commits_has_its_shards_all_the_same(kind: st
     (newest,) = restorable([{"tier": tier.inventory()} for tier in following])
     shards = [following[each[0].rank].open(newest.save, shard) for shard, each in newest.sources.items()]
     assert require_whole(read_tree(shards)) == 2
+    (older,) = (place / "b" / name_at(2).folder_name).glob("*.shard")  # no manifest tells what it has to be
+    older.rename(older.with_name("shard-00000-of-00002.shard"))
+    with pytest.raises(CorruptCheckpointError, match="holds another shard than its name says, that of rank 1"):
+        following[1].open(name_at(2), 0)
     close(following)
 
 

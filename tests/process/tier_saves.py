@@ -16,6 +16,7 @@ from torchelastic.checkpoint.shards.regions import Extent, Region, split_replica
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import NamedTensor
 from torchelastic.checkpoint.store import Manifest, MemoryTier, SaveId, SealedShard, Tier, TierContext
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import agree_epoch
 
 RUN = "run"
@@ -54,7 +55,7 @@ def sealed(
         if region is not None:
             part = named.tensor[region.within(Region.whole(named.shape))]
             parts.append(NamedTensor(named.name, part, named.shape, region))
-    header = Header(flat.structure if rank == 0 else None, place(parts), {"rank": rank})
+    header = Header(flat.structure if rank == 0 else None, place(parts), ShardId(name, rank, world_size).stated)
     stage = (take or SlotPool(None).take)(header)
     stage.copy([part.tensor for part in parts])
     length = stage.seal(header)

@@ -1,19 +1,46 @@
-"""What is damaged is passed over: another copy of the shard is tried, then the next older checkpoint."""
+"""How a rank gets the shards that it wants: from another rank, checked, kept or not; what is damaged is passed over.
+
+Another copy of a damaged shard is tried, then the next older checkpoint. What is planned is in `restore_plan`.
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.replication.client import Transferred, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicationError
-from torchelastic.checkpoint.restore_plan import ShardSource
+from torchelastic.checkpoint.replication.receive import Destination
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource
+from torchelastic.checkpoint.shards.image import tensors_of
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.writing import HIDDEN
+from torchelastic.checkpoint.store.memory import MemoryTier
+from torchelastic.checkpoint.store.owner import locked
+from torchelastic.checkpoint.store.reading import open_stated, require_shard
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
+from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
 
+#: A save in the store, and who can read its shards, by the ranks that wrote them.
+StoredCandidate = Candidate[SaveId, int]
+#: Fetches a shard of a rank that has it; see `ReplicaClient.pull`.
+Pull = Callable[[ShardId, int, Destination], Transferred]
+
 Save = TypeVar("Save")
 Got = TypeVar("Got")
+
+#: For how long another process of this host is waited for that fetches the same shard.
+FETCHING_ELSEWHERE_S = 600.0
 
 
 def newest_readable(
@@ -54,3 +81,145 @@ def first_good_copy(shard: object, sources: Sequence[ShardSource], take: Callabl
             failures.append(f"rank {source.rank}: {error}")
             log.warning("%s is of no use at rank %d: %s", shard, source.rank, error)
     raise CorruptCheckpointError(f"no good copy of {shard} is left ({'; '.join(failures) or 'nobody holds one'})")
+
+
+def shards_of(candidate: StoredCandidate) -> list[ShardId]:
+    """All that a save consists of, by the ranks that wrote them."""
+    return [ShardId(candidate.save, rank, len(candidate.whole)) for rank in candidate.whole]
+
+
+# --- bringing shards to a rank ----------------------------------------------------------------------------------------
+
+
+def fetch(
+    tier: MemoryTier,
+    shard: ShardId,
+    holders: Sequence[int],
+    pull: Pull,
+    *,
+    instead_of: CheckpointError | None = None,
+) -> int:
+    """Fetches a shard into a tier of this host, where it counts like one that was put there. From any thread.
+
+    One process of a host fetches it; the others find it there. The holders are asked until a copy is good: a holder's
+    disk may have gone bad since it verified its copy.
+
+    Args:
+        tier: where it goes.
+        shard: which.
+        holders: the ranks that may give it, best first.
+        pull: asks one.
+        instead_of: why what lay there under its name is of no use; it is replaced. None: that is as good.
+
+    Returns:
+        How many bytes came; 0 if it was there by now.
+
+    Raises:
+        CorruptCheckpointError: nobody gives it, or all copies are damaged; or it cannot replace what lay there.
+        CheckpointError: there is no room for it.
+    """
+
+    def take(source: ShardSource) -> int:
+        return pull_into(tier.shelf.fetching(), str(shard), partial(pull, shard, source.rank), check)
+
+    def check(view: memoryview) -> None:
+        where = f"the copy of {shard}"
+        header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
+        require_shard(shard, header.meta, where)
+        if instead_of is not None:
+            tier.remove_damaged(shard)
+
+    root, disk = tier.shelf.root, tier.shelf.disk
+    lock = root / f"{HIDDEN}fetch-{shard.name}.{shard_file_name(shard.rank, shard.world_size)}"
+    try:
+        disk.make_folder(root)  # somebody may have removed it, with all that was in it
+        with locked(lock, FETCHING_ELSEWHERE_S):
+            is_wanted = instead_of is not None or not tier.path_of(shard).exists()
+            came = first_good_copy(shard, [ShardSource(rank) for rank in holders], take) if is_wanted else 0
+            disk.remove(lock)  # who waits for it has it open
+            return came
+    except CheckpointError as error:
+        if instead_of is None:
+            raise
+        raise CorruptCheckpointError(f"{instead_of}; and on other hosts: {error}") from error
+
+
+def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[tuple[int, int]]:
+    """Compares shards that lie in a tier with their checksums; what is damaged is removed, with a warning.
+
+    Args:
+        tier: where they are.
+        shards: which, all of one save.
+
+    Returns:
+        The ranks of the good ones, and their sizes in bytes.
+    """
+    good = []
+    for shard in shards:
+        try:
+            with tier.open(shard.name, shard.rank) as opened:
+                opened.verify()
+                good.append((shard.rank, opened.size_bytes))
+        except CorruptCheckpointError as error:
+            log.warning("%s is of no use and is removed: %s", shard, error)
+            tier.remove_damaged(shard)
+        except CheckpointError as error:
+            log.warning("%s cannot be read: %s", shard, error)
+    return good
+
+
+def fetched_into_memory(shard: ShardId, pull: Callable[[Destination], Any]) -> ShardReader:
+    """A shard of another rank in anonymous memory, which goes with its reader; its data are not checked yet.
+
+    Args:
+        shard: which.
+        pull: fetches it.
+
+    Raises:
+        CheckpointError: what `pull` raises, or what came is no shard.
+    """
+    descriptor = os.memfd_create("torchelastic-shard")
+
+    def destination(size_bytes: int) -> memoryview:
+        os.ftruncate(descriptor, size_bytes)
+        return memoryview(mmap.mmap(descriptor, size_bytes))
+
+    try:
+        pull(destination)
+        return open_stated(Path(f"/proc/self/fd/{descriptor}"), shard, f"the copy of {shard}")
+    finally:
+        os.close(descriptor)
+
+
+def make_copies(
+    tier: MemoryTier,
+    copies: Iterable[tuple[ShardId, Sequence[int]]],
+    pull: Pull,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Makes copies again that were lost; one that cannot be made costs a warning, and the next save makes its own.
+
+    Args:
+        tier: where they go.
+        copies: what this rank fetches, and who has it, best first.
+        pull: asks a holder.
+        is_wanted: whether the checkpoint still is the one to keep.
+
+    Returns:
+        Whether they are there, or not wanted any more.
+    """
+    failed = False
+    for shard, holders in copies:
+        if not is_wanted():
+            break
+        try:
+            came = fetch(tier, shard, holders, pull)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            if not is_wanted():
+                break
+            failed = True
+            publish_metric("torchelastic", "checkpoint.replication.failures", 1)
+            log.warning("there is no new copy of %s: %s", shard, str(error) or type(error).__name__)
+        else:
+            publish_metric("torchelastic", "checkpoint.replication.remade.bytes", came)
+    return not failed

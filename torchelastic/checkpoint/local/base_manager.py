@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
-from torchelastic.checkpoint.local.choice import LocalCandidate, shards_of
 from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.restore import newest_readable
+from torchelastic.checkpoint.restore import StoredCandidate, newest_readable, shards_of
 from torchelastic.checkpoint.restore_plan import Held, candidates
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.group.naming import listed
@@ -71,7 +70,7 @@ class BaseCheckpointManager(ABC):
         self._ranks = RankGroup(process_group, timeout_s)
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
-        self._found: dict[SaveId, LocalCandidate] = {}  # the newest first
+        self._found: dict[SaveId, StoredCandidate] = {}  # the newest first
         self._complete: set[SaveId] = set()
         self._unreadable: dict[SaveId, str] = {}  # and why
         self._pending: dict[SaveId, int] = {}  # begun and not finalised; how many later ones were finalised since

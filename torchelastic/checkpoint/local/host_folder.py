@@ -11,34 +11,25 @@ But a shard may be written by another process too, into a slot of this one and b
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import shutil
 import threading
 import time
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
-import torch
-
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.kinds import Kind
-from torchelastic.checkpoint.local.names import described
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.policy import KeepPolicy
-from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
-from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.memory import MemoryTier
-from torchelastic.checkpoint.store.reading import record_in, require_shard
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
+from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +68,6 @@ class HostFolder(MemoryTier):
         self.settle()
         return [ShardId(entry.name, rank, entry.world_size) for entry in self.inventory() for rank in entry.ranks]
 
-    def path_of(self, shard: ShardId) -> Path:
-        """Where a shard lies, or would."""
-        return self._root / shard.name.folder_name / shard_file_name(shard.rank, shard.world_size)
-
     def record_of(self, shard: ShardId) -> ShardRecord:
         """What the manifest says of an own shard that was just written.
 
@@ -90,45 +77,6 @@ class HostFolder(MemoryTier):
         """
         self._fence.check(*shard.name.token)
         return record_in(self.path_of(shard), shard.rank)
-
-    def open_copy(self, shard: ShardId, client: ReplicaClient | None, *, keep: bool) -> ShardReader:
-        """Opens one copy of a shard.
-
-        Args:
-            shard: which.
-            client: of a rank that has it, if that is on another host.
-            keep: what is fetched from another host is kept here, in place of a damaged copy; else it goes with its
-                reader.
-
-        Raises:
-            CorruptCheckpointError: this copy cannot be had; another one may.
-        """
-        try:
-            if client is not None and not keep:
-                reader = _fetched_into_memory(shard, client)
-            else:
-                if client is not None:
-                    self._fetch(shard, client)
-                reader = self.open(shard.name, shard.rank)
-        except CheckpointError as error:
-            raise CorruptCheckpointError(str(error)) from error
-        try:
-            require_shard(shard, reader.header.meta, f"what lies as {described(shard)}")
-        except CorruptCheckpointError:
-            reader.close()
-            raise
-        return reader
-
-    def _fetch(self, shard: ShardId, client: ReplicaClient) -> None:
-        """Gets a shard; it takes its name only when all of it is good, and then in place of whatever had it."""
-        name = str(shard)
-
-        def check(view: memoryview) -> None:
-            tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
-            self._retire(self.path_of(shard))
-
-        pull_into(self.shelf, name, partial(client.pull, name), check)
-        log.info("fetched %s from %s", described(shard), client.peer)
 
     def has_room_beside(self) -> bool:
         """Whether saving can go on beside what lies here, if all of that stays: each rank comes to two more slots."""
@@ -236,18 +184,3 @@ class HostFolder(MemoryTier):
                 self._drop(stage)
             self._in_flight.clear()
         super().close()
-
-
-def _fetched_into_memory(shard: ShardId, client: ReplicaClient) -> ShardReader:
-    """A shard in anonymous memory, which goes with its reader."""
-    descriptor = os.memfd_create("torchelastic-shard")
-
-    def destination(size_bytes: int) -> memoryview:
-        os.ftruncate(descriptor, size_bytes)
-        return memoryview(mmap.mmap(descriptor, size_bytes))
-
-    try:
-        client.pull(str(shard), destination)
-        return ShardReader(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,15 +17,16 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-from torchelastic.checkpoint.local.choice import elsewhere, lost_copies, nearness, shards_of
 from torchelastic.checkpoint.local.host_folder import HostFolder
 from torchelastic.checkpoint.local.names import CkptID, described, header_meta
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
+from torchelastic.checkpoint.replication.client import Transferred
+from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
-from torchelastic.checkpoint.restore import first_good_copy
-from torchelastic.checkpoint.restore_plan import ShardSource, plan_reads
+from torchelastic.checkpoint.restore import fetch, fetched_into_memory, first_good_copy, make_copies, shards_of
+from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, nearness, plan_reads
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
@@ -209,7 +211,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._dropped.detach()
         self._dropped = _when_dropped(self, self._server, self._folder, self._ranks)
         hosts, partners = self._peers.hosts, self._peers.partners
-        self._peers = replace(self._peers, partners_of=elsewhere(self._roots, self._peers.partners_of))
+        elsewhere = tuple(  # one host has one copy
+            tuple(other for other in partners if self._roots[other] != self._roots[rank])
+            for rank, partners in enumerate(self._peers.partners_of)
+        )
+        self._peers = replace(self._peers, partners_of=elsewhere)
         if self.repl_strategy is not None and not partners:
             log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
         clique = sorted([self.rank, *partners])
@@ -320,19 +326,15 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._checked = None if found is None else (shard, found)
 
     def _make_copies_again(self, call: str, save: SaveId) -> None:
-        lost = lost_copies(self._found[save], self._roots, self._peers.partners_of)
+        found = self._found[save]
+        lost, shards = lost_copies(found.sources, self._roots, self._peers.partners_of), shards_of(found)
 
-        def fetch() -> None:
-            for shard in lost.get(self.rank, ()):
-                try:
-                    self._verify(shard)
-                except CheckpointError as error:
-                    log.warning(
-                        "a copy of %s that was lost is not made again before the next save: %s", described(shard), error
-                    )
+        def fetch_own() -> None:
+            own = [shards[one] for one in lost.get(self.rank, ())]
+            make_copies(self._files, [(one, self._others(one)) for one in own], self._pull)
 
-        if lost:
-            self._ranks.run_on_all(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
+        if lost:  # nobody goes while others fetch from it
+            self._ranks.run_on_all(f"{call}, making lost copies again", fetch_own)
 
     def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
@@ -352,22 +354,53 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return decode(*found, allow_pickles=self._allow_pickles)
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
-        """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then."""
-        files, peers, roots = self._files, self._peers, self._roots
-        held = self._found[shard.name].sources
-        sources = plan_reads(held, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
-        here = [source for source in sources if roots[source.rank] == roots[self.rank]]
+        """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.
 
-        def take(source: ShardSource) -> Used:
-            client = None if source in here else peers.client(source.rank, peers.retry.timeout_seconds)
-            reader = files.open_copy(shard, client, keep=keep)
+        Args:
+            shard: which.
+            use: reads and checks.
+            keep: what is fetched from another host is kept here, in place of a damaged copy; else it goes with its
+                reader.
+        """
+
+        def opened(reader: ShardReader) -> Used:
             try:
                 return use(reader)
             except CorruptCheckpointError:
                 reader.close()
                 raise
 
-        return first_good_copy(described(shard), [*here[:1], *sources[len(here) :]], take)
+        def own() -> Used:
+            try:
+                reader = self._files.open(shard.name, shard.rank)
+            except CheckpointError as error:
+                raise CorruptCheckpointError(str(error)) from error
+            return opened(reader)
+
+        others, why = self._others(shard), None
+        if len(others) < len(self._found[shard.name].sources[shard.rank]):
+            try:
+                return own()
+            except CorruptCheckpointError as error:
+                log.warning("%s is of no use at rank %d: %s", described(shard), self.rank, error)
+                why = error
+        if keep:
+            fetch(self._files, shard, others, self._pull, instead_of=why)
+            return own()
+        return first_good_copy(
+            described(shard),
+            [ShardSource(other) for other in others],
+            lambda source: opened(fetched_into_memory(shard, partial(self._pull, shard, source.rank))),
+        )
+
+    def _others(self, shard: ShardId) -> tuple[int, ...]:
+        """The ranks with other folders that have a shard, nearest first."""
+        sources, roots = self._found[shard.name].sources, self._roots
+        nearest = plan_reads(sources, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
+        return tuple(source.rank for source in nearest if roots[source.rank] != roots[self.rank])
+
+    def _pull(self, shard: ShardId, holder: int, destination: Destination) -> Transferred:
+        return self._peers.client(holder, self._peers.retry.timeout_seconds).pull(str(shard), destination)
 
 
 def _when_dropped(

@@ -48,7 +48,6 @@ from torchelastic.checkpoint.store.reading import (
     open_shard,
     read_manifest,
     record_in,
-    require_shard,
     sizes_in,
 )
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -70,8 +69,8 @@ class Container(MemoryTier):
         name: its last part.
         pool: the slots of this process: what was taken there goes to `publish`, or is given back there.
         shelf: receives shards and commits from other hosts.
-        slots: who holds which of the pool's.
         fence: who may complete checkpoints here.
+        slots: who holds which of the pool's.
         run_id: of the job that has the folder.
 
     Raises:
@@ -90,14 +89,14 @@ class Container(MemoryTier):
         disk: Disk = REAL_DISK,
         registry: ContainerRegistry | None = None,
     ) -> None:
-        self.root = Path(os.fspath(root)).absolute()
-        if not is_part(self.root.name):
+        folder = Path(os.fspath(root)).absolute()
+        if not is_part(folder.name):
             raise ValueError(
-                f"the container {self.root} cannot be used: its last part names the job to the other hosts; use "
+                f"the container {folder} cannot be used: its last part names the job to the other hosts; use "
                 "letters, digits and _.=@+,- there, at most 128, the first of them no dot"
             )
-        super().__init__(self.root, name=self.root.name, disk=disk)
-        self.disk, self.fence = disk, self._fence
+        super().__init__(folder, name=folder.name, disk=disk)
+        self.root, self.disk, self.fence = folder, disk, self._fence
         self.run_id = self.fence.enter(known_run_id() or "")
         self.shelf = ContainerShelf(self)
         self.slots = Slots(self)
@@ -109,10 +108,6 @@ class Container(MemoryTier):
     def folder_of(self, step: int) -> Path:
         """The container of one step; it need not be there."""
         return self.root / CheckpointContainerId.format_version_container(step)
-
-    def path_of(self, shard: ShardId) -> Path:
-        """Where a shard lies, or would."""
-        return self.root / str(shard)
 
     # --- who may write ------------------------------------------------------------------------------------------------
 
@@ -207,16 +202,6 @@ class Container(MemoryTier):
         with self._lock:
             return super().inventory()
 
-    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
-        """See `Tier`; what its header states is compared with its name, too."""
-        shard = super().open(name, shard_rank)
-        try:
-            require_shard(ShardId.parse(f"{name}/{shard.path.name}"), shard.header.meta, str(shard.path))
-        except BaseException:
-            shard.close()
-            raise
-        return shard
-
     def read_commit(self, shard: ShardId) -> Commit:
         """The commit of a save. Raises: CorruptCheckpointError if it is not here, or damaged."""
         with self.open(shard.name, shard.rank) as opened:
@@ -294,11 +279,6 @@ class Container(MemoryTier):
 
     def _retire(self, path: Path) -> None:
         self.remove_object(path)
-
-    def remove_damaged(self, shard: ShardId) -> None:
-        """Removes a shard that proved damaged, also where another process holds it: nobody can use it."""
-        self.remove_object(self.path_of(shard))
-        self.disk.remove(self.path_of(shard))
 
     def _remove_if_empty(self, name: SaveId) -> None:
         super()._remove_if_empty(name)

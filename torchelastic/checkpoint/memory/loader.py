@@ -6,8 +6,10 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,29 +17,31 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.choice import (
-    MemoryCandidate,
-    RecoveryPlan,
-    Roster,
-    listed_in,
-    recovery_plan,
-    require_whole,
-    verification_share,
-)
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import (
     CheckpointContainerId,
     CheckpointObjectId,
     newest_of_step,
+    object_of,
     parse_object,
     parts_of,
 )
-from torchelastic.checkpoint.memory.inventory import fetch, make_replicas, verify
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.replication.client import Transferred
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.topology import root_id
-from torchelastic.checkpoint.restore import newest_readable
+from torchelastic.checkpoint.restore import (
+    Pull,
+    StoredCandidate,
+    fetch,
+    make_copies,
+    newest_readable,
+    shards_of,
+    verify,
+)
+from torchelastic.checkpoint.restore_plan import Held, RestorePlan, ShardSource, candidates, restore_plan
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
@@ -67,6 +71,31 @@ class CheckpointLoader(ABC):
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
     ) -> CheckpointContainerId | None:
         """The newest checkpoint that can be loaded; None if there is none. Collective."""
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What there is.
+
+    Attributes:
+        container: on this host.
+        folders: of each rank, what identifies the folder that it uses.
+        candidates: all saves, newest first; each rank of a folder can read what is in it.
+    """
+
+    container: Container
+    folders: tuple[str, ...]
+    candidates: list[StoredCandidate]
+
+
+def _first_ranks(folders: Sequence[str]) -> set[int]:
+    """Of those that use a folder, the one that acts for all."""
+    return {folders.index(folder) for folder in folders}
+
+
+def _held_by(rank: int, candidate: StoredCandidate) -> list[int]:
+    """The shards in the folder of a rank."""
+    return [shard for shard, sources in candidate.sources.items() if ShardSource(rank) in sources]
 
 
 class DefaultCheckpointLoader(CheckpointLoader):
@@ -100,7 +129,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._objects = checkpoint_object_manager
         self._replication = replication_manager
         self._lock = threading.Lock()
-        self._plans: dict[tuple[str, SaveId], RecoveryPlan] = {}
+        self._plans: dict[tuple[str, SaveId], RestorePlan[SaveId, int]] = {}
         self._making: Future[bool] | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -122,7 +151,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         save = container.save_of(step)
         if save is None:
             shard = self._commit_elsewhere(container, step)
-            fetch(container, shard, self._holders(container, shard), self._replication)
+            self._fetch(container, shard)
             container.complete(container.read_commit(shard), by_all=True)
         else:
             shard = container.commit_shard(save)
@@ -142,7 +171,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         container, shard = self._shard_of(checkpoint_id, file)
         if not container.path_of(shard).exists():
             log.info("fetching %s from another host", shard)
-            fetch(container, shard, self._holders(container, shard), self._replication)
+            self._fetch(container, shard)
         return container.open(shard.name, shard.rank)
 
     def repair(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
@@ -164,11 +193,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _replace(self, container: Container, shard: ShardId, error: CheckpointError) -> None:
         """Removes a damaged shard, and fetches another copy. Raises: CorruptCheckpointError if there is none."""
-        try:
-            container.remove_damaged(shard)
-            fetch(container, shard, self._holders(container, shard), self._replication)
-        except CheckpointError as other:
-            raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
+        container.remove_damaged(shard)  # first: there may be no room for both
+        self._fetch(container, shard, error)
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
@@ -192,30 +218,29 @@ class DefaultCheckpointLoader(CheckpointLoader):
             CheckpointError: a rank cannot use its container; names it.
         """
         call = f"get_latest_complete_checkpoint(.../{Path(checkpoint_base_container).name})"
-        container, roster, listings = self._survey(checkpoint_base_container, call)
+        found = self._survey(checkpoint_base_container, call)
 
-        def read(candidate: MemoryCandidate) -> CheckpointContainerId:
-            plan = self._verified_plan(container, candidate, roster, listings, call)
-            if failures := self._execute(container, plan, call, gives_up_newer=True):
-                raise CorruptCheckpointError("; ".join(failures[:4]))
-            self._finish(container, plan)
-            return CheckpointContainerId(container.folder_of(candidate.save.step))
+        def read(candidate: StoredCandidate) -> CheckpointContainerId:
+            plan = self._verified_plan(found, candidate, call)
+            self._bring(found.container, plan, call, gives_up_newer=True)
+            self._finish(found.container, plan)
+            return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
-        def pass_over(candidate: MemoryCandidate, error: CorruptCheckpointError) -> None:
+        def pass_over(candidate: StoredCandidate, error: CorruptCheckpointError) -> None:
             if self._replication.rank == 0:
                 log.warning("step %d cannot be recovered: %s", candidate.save.step, error)
 
-        return newest_readable(listed_in(listings, roster), read, pass_over)
+        return newest_readable([one for one in found.candidates if one.is_committed], read, pass_over)
 
     def get_candidate_checkpoints(
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
     ) -> list[CheckpointContainerId]:
         """The checkpoints of which every object is on some host, newest first; nothing is verified. Collective."""
         call = f"get_candidate_checkpoints(.../{Path(checkpoint_base_container).name})"
-        container, roster, listings = self._survey(checkpoint_base_container, call)
+        found = self._survey(checkpoint_base_container, call)
         return [
-            CheckpointContainerId(container.folder_of(candidate.save.step))
-            for candidate in listed_in(listings, roster)
+            CheckpointContainerId(found.container.folder_of(candidate.save.step))
+            for candidate in found.candidates
             if candidate.is_complete
         ]
 
@@ -224,24 +249,31 @@ class DefaultCheckpointLoader(CheckpointLoader):
     ) -> dict[int, list[CheckpointObjectId]]:
         """Of each rank, which shards of a checkpoint are on its host; the last one is the commit. Collective."""
         base, step = parts_of(checkpoint_id)
-        _, roster, listings = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
+        found = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
+        saves = [candidate for candidate in reversed(found.candidates) if candidate.save.step == step]
         return {
             rank: [
-                CheckpointObjectId(f"{base}/{ShardId(entry.name, shard, entry.world_size)}")
-                for entry in sorted(listings[folder], key=lambda entry: entry.name)
-                if entry.name.step == step
-                for shard in entry.ranks
+                CheckpointObjectId(f"{base}/{shards_of(candidate)[shard]}")
+                for candidate in saves
+                for shard in _held_by(rank, candidate)
             ]
-            for rank, folder in enumerate(roster.folders)
+            for rank in range(len(found.folders))
         }
 
     def retrieve_checkpoint(
-        self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId, plan: RecoveryPlan
+        self,
+        checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId,
+        plan: RestorePlan[SaveId, int],
     ) -> bool:
-        """Fetches what a plan says, of `choice.recovery_plan`; whether all ranks could. Collective."""
+        """Fetches what a plan says, of `restore_plan.restore_plan`; whether all ranks could. Collective."""
         container = self._objects.container(checkpoint_base_container)
-        call = f"retrieve_checkpoint({container.name}, {plan.commit.name.step})"
-        return not self._execute(container, plan, call, gives_up_newer=False)
+        call = f"retrieve_checkpoint({container.name}, {plan.candidate.save.step})"
+        try:
+            self._bring(container, plan, call, gives_up_newer=False)
+        except CorruptCheckpointError as error:
+            log.warning("%s: %s", call, error)
+            return False
+        return True
 
     def wait_for_replicas(self, timeout_s: float) -> bool:
         """Waits until this rank has made the replicas that were missing at the last recovery. Not a collective.
@@ -253,98 +285,99 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
-    def _survey(
-        self, base: str | os.PathLike[str] | CheckpointContainerId, call: str
-    ) -> tuple[Container, Roster, Mapping[str, Sequence[TierEntry]]]:
+    def _survey(self, base: str | os.PathLike[str] | CheckpointContainerId, call: str) -> _Survey:
         """Where everybody is, and what there is by names; the first rank of each folder lists it when all have come."""
-
-        def look() -> list[str]:
-            host = self._replication.host_of(self._replication.rank)
-            return [host, root_id(self._objects.container(base).root)]
-
-        told = self._replication.run_on_all(f"{call}, looking", look)
+        folders = tuple(
+            self._replication.run_on_all(f"{call}, looking", lambda: root_id(self._objects.container(base).root))
+        )
         container = self._objects.container(base)
-        roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
-        is_first = roster.is_first(self._replication.rank)
+        is_first = self._replication.rank in _first_ranks(folders)
 
         def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
             return [one.as_plain() for one in container.inventory()] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
-        found = {
-            folder: [TierEntry.from_plain(told) for told in lists[ranks[0]]] for folder, ranks in roster.sharers.items()
-        }
-        return container, roster, found
+        held = [[TierEntry.from_plain(told).held("") for told in each] for each in lists]
+        return _Survey(container, folders, candidates([held[folders.index(folder)] for folder in folders]))
 
-    def _verified_plan(
-        self,
-        container: Container,
-        candidate: MemoryCandidate,
-        roster: Roster,
-        listings: Mapping[str, Sequence[TierEntry]],
-        call: str,
-    ) -> RecoveryPlan:
+    def _verified_plan(self, found: _Survey, candidate: StoredCandidate, call: str) -> RestorePlan[SaveId, int]:
         """How to recover a checkpoint from its good copies. Raises: CorruptCheckpointError if there are too few."""
-        require_whole(candidate)
-        commit = ShardId(candidate.save, len(candidate.whole) - 1, len(candidate.whole))
-        rank = self._replication.rank
-        folder = roster.folders[rank]
-        share = verification_share(listings[folder], candidate.save, roster.sharers[folder], rank)
-        shards = [ShardId(commit.name, shard, commit.world_size) for shard in share]
+        candidate.require_whole()
+        rank, shards, folders = self._replication.rank, shards_of(candidate), found.folders
+        sharers = [other for other, folder in enumerate(folders) if folder == folders[rank]]
+        share = _held_by(rank, candidate)[sharers.index(rank) :: len(sharers)]
         told = self._replication.run_on_all(
-            f"{call}, verifying step {commit.name.step}", lambda: verify(container, shards)
+            f"{call}, verifying step {candidate.save.step}",
+            lambda: verify(found.container, [shards[one] for one in share]),
         )
-        verified: dict[str, dict[int, int]] = {}
-        for other, good in enumerate(told):
-            verified.setdefault(roster.folders[other], {}).update(dict(good))
-        return recovery_plan(commit, verified, roster, self._replication.copies)
+        good: dict[str, dict[int, int]] = defaultdict(dict)
+        for folder, each in zip(folders, told, strict=True):
+            good[folder].update(each)
+        (verified,) = candidates([[Held(candidate.save, candidate.whole, good[folder])] for folder in folders])
+        firsts, commit = _first_ranks(folders), shards[-1].rank
+        wanted = {
+            each: [*([each] if each < commit else []), *([commit] if each in firsts else [])]
+            for each in range(len(folders))
+        }
+        return restore_plan(
+            verified,
+            wanted,
+            folders=folders,
+            hosts=self._replication.hosts,
+            size_bytes={shard: size_bytes for each in good.values() for shard, size_bytes in each.items()},
+            losses=self._replication.copies,
+        )
 
-    def _fetch_own(self, container: Container, plan: RecoveryPlan) -> list[str]:
-        """Fetches what this rank is to fetch; why it could not what it could not."""
-        failed = []
-        for one in plan.fetches:
-            if one.receiver != self._replication.rank:
-                continue
-            try:
-                fetch(container, one.shard, one.holders, self._replication)
-                publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", one.size_bytes)
-            except CheckpointError as error:
-                log.warning("%s could not be fetched: %s", one.shard, error)
-                failed.append(f"rank {one.receiver} could not fetch {one.shard}: {error}"[:500])
-        return failed
-
-    def _execute(self, container: Container, plan: RecoveryPlan, call: str, *, gives_up_newer: bool) -> list[str]:
-        """Has all ranks fetch what they need; why those could not that could not.
+    def _bring(self, container: Container, plan: RestorePlan[SaveId, int], call: str, *, gives_up_newer: bool) -> None:
+        """Has all ranks fetch what they want. Raises: CorruptCheckpointError, on all of them, if one cannot.
 
         It is completed when all is there: a host that has a checkpoint removes older ones.
         """
-        call, rank = f"{call}, fetching step {plan.commit.name.step}", self._replication.rank
+        shards, rank = shards_of(plan.candidate), self._replication.rank
+        commit = shards[-1]
+        call = f"{call}, fetching step {commit.name.step}"
 
-        def complete() -> list[str]:
-            if rank in plan.firsts:
+        def fetch_own() -> None:
+            for one in plan.fetches:
+                if one.receiver != rank:
+                    continue
+                try:
+                    came = fetch(container, shards[one.shard], one.holders, self._pull(container))
+                except CheckpointError as error:  # without room for it, there may be some for an older one
+                    raise CorruptCheckpointError(f"could not fetch {shards[one.shard]}: {error}") from error
+                publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", came)
+
+        def complete() -> None:
+            if commit.rank in plan.wanted[rank]:
                 if gives_up_newer:
-                    container.give_up_newer(plan.commit.name)
-                container.complete(container.read_commit(plan.commit), by_all=True)
-            return []
+                    container.give_up_newer(commit.name)
+                container.complete(container.read_commit(commit), by_all=True)
 
-        told = self._replication.run_on_all(call, lambda: self._fetch_own(container, plan))
-        if not any(told):
-            told = self._replication.run_on_all(f"{call}, its commit", complete)
-        return [text for each in told for text in each]
+        self._replication.run_on_all(call, fetch_own)
+        self._replication.run_on_all(f"{call}, its commit", complete)
 
-    def _finish(self, container: Container, plan: RecoveryPlan) -> None:
+    def _finish(self, container: Container, plan: RestorePlan[SaveId, int]) -> None:
         """Everybody has what is needed: lost replicas are made again."""
-        rank, save = self._replication.rank, plan.commit.name
+        save, shards, rank = plan.candidate.save, shards_of(plan.candidate), self._replication.rank
         self._plans = {(container.name, save): plan}
-        own = [one for one in plan.replicas if one.receiver == rank]
+        own = [(shards[one.shard], one.holders) for one in plan.copies if one.receiver == rank]
         is_wanted = partial(container.has_committed, save)
-        self._making = begun(partial(make_replicas, container, own, self._replication, is_wanted))
+        self._making = begun(partial(make_copies, container, own, self._pull(container), is_wanted))
+
+    def _fetch(self, container: Container, shard: ShardId, instead_of: CheckpointError | None = None) -> None:
+        fetch(container, shard, self._holders(container, shard), self._pull(container), instead_of=instead_of)
+
+    def _pull(self, container: Container) -> Pull:
+        def pull(shard: ShardId, holder: int, destination: Destination) -> Transferred:
+            return self._replication.fetch(object_of(container.name, shard), holder, destination)
+
+        return pull
 
     def _holders(self, container: Container, shard: ShardId) -> list[int]:
         """Who may have a shard: those known to have it, else one rank of each other host; not all ask the same."""
         rank, world_size = self._replication.rank, self._replication.world_size
         plan = self._plans.get((container.name, shard.name))
-        known: Sequence[int] = plan.holders.get(shard.rank, ()) if plan is not None else ()
+        known = [source.rank for source in plan.candidate.sources.get(shard.rank, ())] if plan is not None else []
         if not known:
             hosts = self._replication.hosts
             known = [hosts.index(host) for host in sorted(set(hosts)) if host != hosts[rank]]

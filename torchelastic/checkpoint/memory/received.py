@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
-import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,6 @@ from torchelastic.checkpoint.memory.ids import is_commit, object_of, parse_objec
 from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import write_whole
-from torchelastic.checkpoint.store.reading import require_shard
 from torchelastic.checkpoint.store.received import ReceivedShards
 from torchelastic.checkpoint.store.save_id import ShardId
 
@@ -41,13 +38,6 @@ class ContainerShelf(ReceivedShards):
         super().__init__(container.root, container.disk)
         self._container = container
         self._commits: dict[str, mmap.mmap] = {}
-        self._fetch = ""
-
-    def fetching(self) -> ContainerShelf:
-        """The same for one shard that this process has asked for; others may push it, or fetch it too, meanwhile."""
-        shelf = copy.copy(self)
-        shelf._fetch = f"{secrets.token_hex(4)}:"
-        return shelf
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
         """See `ReplicaStore`."""
@@ -56,7 +46,7 @@ class ContainerShelf(ReceivedShards):
             return memoryview(memory)
         if not self.is_warm(size_bytes):
             self._container.tidy()  # who saves does too, but another process cannot free the slots of this one
-        return self.take(self._fetch + object_id, size_bytes)
+        return super().destination(object_id, size_bytes)
 
     def received(self, object_id: str, digest: str | None) -> None:
         """See `ReplicaStore`.
@@ -67,23 +57,23 @@ class ContainerShelf(ReceivedShards):
         """
         memory = self._commits.pop(self._fetch + object_id, None)
         if memory is None:
-            self.publish(self._fetch + object_id, self._path_of(object_id), digest)
+            super().received(object_id, digest)
             return
-        path, where = self._path_of(object_id), f"the copy of {object_id}"
+        path, where = self.path_of(object_id), f"the copy of {object_id}"
         header, tensors = tensors_of(torch.frombuffer(memory, dtype=torch.uint8), where)
         commit = commit_from(header.meta, unflatten(header.structure, tensors))
         if str(commit.shard) != object_id:
             raise CorruptCheckpointError(f"{where} is the commit of {commit.name}")
-        self._disk.make_folder(path.parent)
-        write_whole(path, [memoryview(memory)], self._disk)
+        self.disk.make_folder(path.parent)
+        write_whole(path, [memoryview(memory)], self.disk)
         if not self._fetch:
             self._container.complete(commit)
             self._container.tidy()
 
-    def abandon(self, key: str) -> None:
+    def abandon(self, object_id: str) -> None:
         """See `ReplicaStore`."""
-        if self._commits.pop(self._fetch + key, None) is None:
-            super().abandon(self._fetch + key)
+        if self._commits.pop(self._fetch + object_id, None) is None:
+            super().abandon(object_id)
 
 
 class ReceivedObjects:
@@ -143,17 +133,6 @@ class ReceivedObjects:
                 "the same name"
             )
         return container.shelf, str(shard)
-
-
-def verify_received(view: memoryview, shard: ShardId) -> None:
-    """Compares every tensor of a shard in memory with its checksum, and its header with the name.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or another shard.
-    """
-    where = f"the copy of {shard}"
-    header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
-    require_shard(shard, header.meta, where)
 
 
 def _room_for_commit(object_id: str, size_bytes: int) -> mmap.mmap:

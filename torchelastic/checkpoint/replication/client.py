@@ -240,7 +240,7 @@ def pull_into(
     object_id: str,
     pull: Callable[[Destination], Transferred],
     check: Callable[[memoryview], None] | None = None,
-) -> None:
+) -> int:
     """Fetches an object onto a shelf of this process, on which it is seen when all of it is good.
 
     Args:
@@ -248,6 +248,9 @@ def pull_into(
         object_id: its name.
         pull: fetches it from who has it: `ReplicaClient.pull`, for example.
         check: raises CheckpointError if this is not what was wanted.
+
+    Returns:
+        How long it is, in bytes.
 
     Raises:
         CheckpointError: there is no room for it, or what `check`, the shelf and `pull` raise.
@@ -266,3 +269,4 @@ def pull_into(
     except BaseException:
         shelf.abandon(object_id)
         raise
+    return pulled.size_bytes

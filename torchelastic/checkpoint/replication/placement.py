@@ -1,4 +1,4 @@
-"""Who keeps copies of whose shards, which copies are missing, and who gives a shard back to whom. Pure.
+"""Who keeps copies of whose shards, and who gives a shard back to whom. Pure.
 
 Every rank computes the same from the same tables, so nobody has to be asked. A *failure domain* is what is lost at
 once: a host, or whatever else its ranks are named after (a rack, a spot pool).
@@ -6,7 +6,6 @@ once: a host, or whatever else its ranks are named after (a rack, a spot pool).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -164,58 +163,6 @@ class PairwiseReplicationStrategy:
     def get_destination_addresses(self, global_rank: int) -> list[str]:
         """The addresses of `get_destination_ranks`."""
         return [self._addresses[rank] for rank in self.get_destination_ranks(global_rank)]
-
-
-@dataclass(frozen=True)
-class Copy(Generic[Id]):
-    """One shard to be copied from a rank that holds it to one that does not."""
-
-    sender: int
-    receiver: int
-    shard: Id
-    size_bytes: int
-
-
-def missing_copies(held: Mapping[int, Mapping[Id, int]], domains: Sequence[str], *, losses: int) -> list[Copy[Id]]:
-    """Plans the fewest bytes after which any `losses` hosts may be lost and every shard is left somewhere.
-
-    A shard survives every such loss exactly if `losses` + 1 hosts hold it, so each lacks a number of copies of its own
-    and the sum is the least there is. The largest shards are placed first, each copy with the rank that receives least
-    so far; senders take turns.
-
-    Args:
-        held: for each rank the shards that it holds, with their sizes in bytes.
-        domains: the failure domain of each rank. Those that hold nothing may receive.
-        losses: how many hosts may be lost at once. With fewer hosts than that and one more, each gets a copy: a job
-            that goes on with one host must not fail over this.
-
-    Returns:
-        The copies, sorted by receiver and shard.
-    """
-    hosts_wanted = min(losses + 1, len(set(domains)))
-    sizes = {shard: size_bytes for shards in held.values() for shard, size_bytes in shards.items()}
-    holders = {shard: [rank for rank in sorted(held) if shard in held[rank]] for shard in sizes}
-    received = [(0, rank) for rank in range(len(domains))]  # a heap: who has received least is first
-    wanted: dict[int, list[Id]] = {}
-    for shard in sorted(sizes, key=lambda shard: (-sizes[shard], shard)):
-        hosts = {domains[rank] for rank in holders[shard]}
-        passed_over = []
-        while len(hosts) < hosts_wanted:
-            received_bytes, rank = heapq.heappop(received)
-            if domains[rank] not in hosts:
-                hosts.add(domains[rank])
-                wanted.setdefault(rank, []).append(shard)
-                received_bytes += sizes[shard]
-            passed_over.append((received_bytes, rank))
-        for entry in passed_over:
-            heapq.heappush(received, entry)
-    sources = {shard: [ShardSource(rank) for rank in ranks] for shard, ranks in holders.items()}
-    reads = plan_reads(sources, wanted, size_bytes=sizes)
-    return [
-        Copy(reads[receiver][shard][0].rank, receiver, shard, sizes[shard])
-        for receiver in sorted(wanted)
-        for shard in sorted(wanted[receiver])
-    ]
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,15 @@ class MemoryTier(FolderTier):
         self.shelf.destination(shard_id, data.nbytes)[:] = data
         self.shelf.received(shard_id, None)
 
+    def path_of(self, shard: ShardId) -> Path:
+        """Where a shard lies, or would."""
+        return self._root / str(shard)
+
+    def remove_damaged(self, shard: ShardId) -> None:
+        """Removes a shard that proved damaged, also where another process holds it: nobody can use it."""
+        self._retire(self.path_of(shard))
+        self._disk.remove(self.path_of(shard))
+
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:
         return super()._may_remove(name, rank, path) or self.pool.holds(path) or self.shelf.holds(path)
 

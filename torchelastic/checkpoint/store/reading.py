@@ -167,12 +167,29 @@ def open_in(root: Path, name: SaveId, rank: int) -> ShardReader:
         manifest = read_manifest(folder)
     except CorruptCheckpointError:
         for file in sizes_in(folder):
-            if (parse_shard_file_name(file) or (None,))[0] == rank:
-                return ShardReader(folder / file)
+            parsed = parse_shard_file_name(file)
+            if parsed is not None and parsed[0] == rank:
+                return open_stated(folder / file, ShardId(name, *parsed), str(folder / file))
         raise CorruptCheckpointError(f"the shard of rank {rank} is not in {folder}") from None
     if rank >= manifest.world_size:
         raise CorruptCheckpointError(f"{folder} has {manifest.world_size} shards, and none of rank {rank}")
     return open_shard(folder, manifest.shards[rank])
+
+
+def open_stated(path: Path, shard: ShardId, where: str) -> ShardReader:
+    """Opens a shard of which no manifest tells; it has to state its name itself.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or another shard.
+        CheckpointError: it cannot be read.
+    """
+    reader = ShardReader(path)
+    try:
+        require_shard(shard, reader.header.meta, where)
+    except BaseException:
+        reader.close()
+        raise
+    return reader
 
 
 def open_shard(folder: Path, record: ShardRecord) -> ShardReader:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import mmap
 import os
+import secrets
 import threading
 from pathlib import Path
+from typing import TypeVar
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.disk import Disk
@@ -16,94 +19,68 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name, shard_file_name
 from torchelastic.processes.file_locks import lock_file
 
+Shelf = TypeVar("Shelf", bound="ReceivedShards")
+
 
 class ReceivedShards:
     """A `ReplicaStore` on a folder of checkpoints in memory; may be used by several threads.
 
-    The id of an object is the text of its `ShardId`; an object is the whole shard. What is on its way has a key, as a
-    rule the same; what is published is known by its path.
+    The id of an object is the text of its `ShardId`; an object is the whole shard. What is published is known by its
+    path.
 
     Args:
         root: the folder.
         disk: what touches files.
+
+    Attributes:
+        root: the folder.
+        disk: as given.
     """
 
     def __init__(self, root: Path, disk: Disk) -> None:
-        self._root = root
-        self._disk = disk
+        self.root = root
+        self.disk = disk
         self._pool = SlotPool(root, disk=disk)
         self._lock = threading.Lock()
         self._incoming: dict[str, tuple[Stage, int]] = {}
         self._published: dict[Path, str | None] = {}  # and the digest that its sender gave
+        self._fetch = ""
+
+    def fetching(self: Shelf) -> Shelf:
+        """The same for one shard that this process has asked for; others may push it, or fetch it too, meanwhile."""
+        shelf = copy.copy(self)
+        shelf._fetch = f"{secrets.token_hex(4)}:"
+        return shelf
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
-        """See `ReplicaStore`."""
+        """See `ReplicaStore`. What was begun under this name is abandoned."""
         ShardId.parse(object_id)
-        self._disk.make_folder(self._root)  # somebody may have removed it, with all that was in it
-        return self.take(object_id, size_bytes)
-
-    def received(self, object_id: str, digest: str | None) -> None:
-        """See `ReplicaStore`, and `publish`."""
-        self.publish(object_id, self._path_of(object_id), digest)
-
-    def source(self, object_id: str) -> memoryview | None:
-        """The bytes of a shard that is here, whoever put it; None if it is not."""
-        return sealed_bytes(self._path_of(object_id))
-
-    def digest(self, object_id: str) -> str | None:
-        """What was given to `received`; None if the shard is not here, or is this host's own."""
-        path = self._path_of(object_id)
-        with self._lock:
-            return self._published.get(path) if path.exists() else None
-
-    def ids(self) -> list[str]:
-        """All shards that are here, whoever put them."""
-        found = []
-        for path in self._root.glob("step-*/shard-*.shard"):
-            name, parsed = SaveId.find(path.parent.name), parse_shard_file_name(path.name)
-            if name is not None and parsed is not None:
-                found.append(str(ShardId(name, *parsed)))
-        return sorted(found)
-
-    def _path_of(self, object_id: str) -> Path:
-        shard = ShardId.parse(object_id)
-        return self._root / shard.name.folder_name / shard_file_name(shard.rank, shard.world_size)
-
-    def is_warm(self, size_bytes: int) -> bool:
-        """Whether so many bytes can be received without new memory."""
-        return self._pool.is_warm(_row_of(size_bytes))
-
-    def take(self, key: str, size_bytes: int) -> memoryview:
-        """Where so many bytes are to be received; what was begun under this key is abandoned.
-
-        Raises:
-            CheckpointError: there is no room for them.
-        """
-        self.abandon(key)
+        self.disk.make_folder(self.root)  # somebody may have removed it, with all that was in it
+        self.abandon(object_id)
         stage = self._pool.take(_row_of(size_bytes))
         with self._lock:
-            self._incoming[key] = (stage, size_bytes)
+            self._incoming[self._fetch + object_id] = (stage, size_bytes)
         return stage.slot.view()[:size_bytes]
 
-    def publish(self, key: str, path: Path, digest: str | None) -> None:
-        """Gives what was received its name, or abandons it. What has that name already stays, being the same shard.
+    def received(self, object_id: str, digest: str | None) -> None:
+        """See `ReplicaStore`. What has that name already stays, being the same shard.
 
         Args:
-            key: as given to `take`.
-            path: of the shard from now on.
+            object_id: as given to `destination`.
             digest: what `digest` is to return; None if the sender gave none.
 
         Raises:
             CorruptCheckpointError: what was received is no whole shard.
             CheckpointError: it cannot be published.
         """
+        path = self.path_of(object_id)
         with self._lock:
-            stage, size_bytes = self._incoming.pop(key)
+            stage, size_bytes = self._incoming.pop(self._fetch + object_id)
             try:
                 if _shard_bytes(stage.slot.view()[:size_bytes]) != size_bytes:
                     raise CorruptCheckpointError(f"what was received as {path.name} is longer than its shard")
                 if not path.exists():
-                    self._disk.make_folder(path.parent)
+                    self.disk.make_folder(path.parent)
                     self._pool.publish(stage, path)
                     self._published[path] = digest
                     return
@@ -112,12 +89,40 @@ class ReceivedShards:
                 raise
             self._pool.give_back(stage)
 
-    def abandon(self, key: str) -> None:
-        """What is on its way under this key, if anything, will not be completed."""
+    def abandon(self, object_id: str) -> None:
+        """See `ReplicaStore`."""
         with self._lock:
-            stage, _ = self._incoming.pop(key, (None, 0))
+            stage, _ = self._incoming.pop(self._fetch + object_id, (None, 0))
         if stage is not None:
             self._pool.give_back(stage)
+
+    def source(self, object_id: str) -> memoryview | None:
+        """The bytes of a shard that is here, whoever put it; None if it is not."""
+        return sealed_bytes(self.path_of(object_id))
+
+    def digest(self, object_id: str) -> str | None:
+        """What was given to `received`; None if the shard is not here, or is this host's own."""
+        path = self.path_of(object_id)
+        with self._lock:
+            return self._published.get(path) if path.exists() else None
+
+    def ids(self) -> list[str]:
+        """All shards that are here, whoever put them."""
+        found = []
+        for path in self.root.glob("step-*/shard-*.shard"):
+            name, parsed = SaveId.find(path.parent.name), parse_shard_file_name(path.name)
+            if name is not None and parsed is not None:
+                found.append(str(ShardId(name, *parsed)))
+        return sorted(found)
+
+    def path_of(self, object_id: str) -> Path:
+        """Where a shard lies, or would."""
+        shard = ShardId.parse(object_id)
+        return self.root / shard.name.folder_name / shard_file_name(shard.rank, shard.world_size)
+
+    def is_warm(self, size_bytes: int) -> bool:
+        """Whether so many bytes can be received without new memory."""
+        return self._pool.is_warm(_row_of(size_bytes))
 
     def retire(self, path: Path) -> bool:
         """Removes a shard if it was received here, and keeps its slot for the next; false if it is not ours.

@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.restore import newest_readable
-from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, plan_reads
+from torchelastic.checkpoint.restore import StoredCandidate, newest_readable
+from torchelastic.checkpoint.restore_plan import ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 #: How many damaged checkpoints an error names.
 _SHOWN = 5
-
-TierCandidate = Candidate[SaveId, int]
 
 
 @dataclass(frozen=True, order=True)
@@ -153,7 +151,7 @@ class Restoring:
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
         return inventories, [text for _, texts in said for text in texts]
 
-    def _note_incomplete(self, entries: Sequence[TierEntry], found: Sequence[TierCandidate]) -> None:
+    def _note_incomplete(self, entries: Sequence[TierEntry], found: Sequence[StoredCandidate]) -> None:
         """What was published once and cannot be put together any more is damage, as far as this group can tell."""
         for candidate in found:
             why = [entry.damage for entry in entries if entry.name == candidate.save and entry.damage]
@@ -175,7 +173,7 @@ class Restoring:
 
     # --- one checkpoint -----------------------------------------------------------------------------------------------
 
-    def restore_one(self, candidate: TierCandidate) -> Restored:
+    def restore_one(self, candidate: StoredCandidate) -> Restored:
         """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
         faults: list[FailedRead] = []
         while True:
@@ -190,7 +188,7 @@ class Restoring:
                 log.warning("%s: %s", candidate.save, fault.why)
             faults += new_faults
 
-    def _reads(self, candidate: TierCandidate, faults: Sequence[FailedRead]) -> list[Read]:
+    def _reads(self, candidate: StoredCandidate, faults: Sequence[FailedRead]) -> list[Read]:
         """Who reads each shard from where, in the order of the shards, passing over what has failed."""
         bad = {(fault.read.shard_rank, ShardSource(fault.read.reader, fault.read.tier)) for fault in faults}
         # what is damaged in a shared place is so for whoever reads it
@@ -222,7 +220,7 @@ class Restoring:
         return fault.is_damage and self._tiers[fault.read.tier].is_shared
 
     def _open(
-        self, candidate: TierCandidate, reads: Sequence[Read], stack: ExitStack
+        self, candidate: StoredCandidate, reads: Sequence[Read], stack: ExitStack
     ) -> tuple[dict[tuple[int, str], ShardReader], list[FailedRead]]:
         """What this rank reads, for itself or for others, by shard and tier."""
         opened: dict[tuple[int, str], ShardReader] = {}
@@ -269,7 +267,7 @@ class Restoring:
         return stack.enter_context(ShardReader(f"/proc/self/fd/{descriptor}"))
 
     def _take(
-        self, candidate: TierCandidate, reads: Sequence[Read], shards: dict[Read, ShardReader]
+        self, candidate: StoredCandidate, reads: Sequence[Read], shards: dict[Read, ShardReader]
     ) -> tuple[Restored | None, list[FailedRead]]:
         content, kind, faults, why = None, None, [], ""
         try:
@@ -286,7 +284,7 @@ class Restoring:
         return None if told else Restored(candidate.save, _tiers_of(reads), kind, content), told
 
     def _told(
-        self, candidate: TierCandidate, faults: Sequence[FailedRead], why: str = "", kind: str | None = None
+        self, candidate: StoredCandidate, faults: Sequence[FailedRead], why: str = "", kind: str | None = None
     ) -> tuple[list[FailedRead], str | None]:
         """What has failed on any rank, and the kind that one has read; raises on all of them if one says why."""
         self._peers.barrier()  # a download may take its time
