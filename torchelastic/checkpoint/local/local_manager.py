@@ -309,21 +309,20 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _load(self, shard: ShardId) -> TensorAwareStateDict:
         checked, self._checked = self._checked, None
         if checked is not None and checked[0] == shard:
-            return self._decoded(checked[1])
+            return decode(*checked[1], allow_pickles=self._allow_pickles)
         return self._read(shard, keep=True)
 
     def _verify(self, shard: ShardId) -> None:
         self._checked = None
 
-        def use(reader: ShardReader) -> _Tensors | None:
+        def use(reader: ShardReader) -> None:
             with reader:
                 if shard.rank == self.rank and self._is_to_map(reader):
-                    return reader.header, reader.map()
-                reader.verify()
-                return None
+                    self._checked = shard, (reader.header, reader.map())
+                else:
+                    reader.verify()
 
-        found = self._from_any(shard, use, keep=True)
-        self._checked = None if found is None else (shard, found)
+        self._from_any(shard, use, keep=True)
 
     def _make_copies_again(self, call: str, save: SaveId) -> None:
         found = self._found[save]
@@ -339,7 +338,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
-                return self._decoded((reader.header, reader.map() if self._is_to_map(reader) else reader.read()))
+                tensors = reader.map() if self._is_to_map(reader) else reader.read()
+                return decode(reader.header, tensors, allow_pickles=self._allow_pickles)
 
         return self._from_any(shard, use, keep=keep)
 
@@ -349,9 +349,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
         But a file that is mapped keeps its room on tmpfs, after it was pruned too, as long as the state lives.
         """
         return is_in_memory(reader.path) and self._files.has_room_beside()
-
-    def _decoded(self, found: _Tensors) -> TensorAwareStateDict:
-        return decode(*found, allow_pickles=self._allow_pickles)
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.
