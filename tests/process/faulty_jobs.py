@@ -50,6 +50,9 @@ class Nursery:
     """Forks jobs."""
 
     def __init__(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
         context = fork_server()
         self._end, there = context.Pipe()
         self._process = context.Process(target=_be_nursery, args=(there,))
@@ -76,9 +79,14 @@ class Nursery:
         Returns:
             How each has ended; behind them, the ranks of the job that ran while one was stopped.
         """
-        self._end.send((function, arguments, ranks, group_s, stop))
-        assert self._end.poll(4 * ENDING_S), "the processes do not end"
-        answer = self._end.recv()
+        try:
+            self._end.send((function, arguments, ranks, group_s, stop))
+            assert self._end.poll(4 * ENDING_S), "the processes do not end"
+            answer = self._end.recv()
+        except BaseException:  # a time limit of pytest, say: the answer that is still to come is no other test's
+            self.close()
+            self._open()
+            raise
         assert not isinstance(answer, str), answer
         ended: list[Ended] = answer
         return ended

@@ -127,6 +127,7 @@ def test_a_rank_killed_during_a_save_and_a_lost_host_leave_the_step_or_the_one_b
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # some fifty jobs, each with two others behind it
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("hosts", "victim"), [("ab", 0), ("ab", 1), ("abc", 0), ("abc", 1), ("abc", 2)])
 def test_a_rank_killed_at_any_call_and_a_lost_host_leave_the_step_or_the_one_before(

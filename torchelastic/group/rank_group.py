@@ -19,7 +19,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
 from torchelastic.group.naming import describe_calls, listed
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
-from torchelastic.processes.background import in_background
+from torchelastic.processes.background import done_here, in_background
 
 #: Of how many failing ranks an error tells the reason.
 _EXPLAINED_RANKS = 4
@@ -99,7 +99,7 @@ class RankGroup:
             CheckpointError: another rank failed; names it. The own failure is raised as it is, if it is no damage.
             OutOfStepError: see `all_gather`.
         """
-        running = begun(work) if is_long else _finished(work)
+        running = in_background(work, "rank-group-work") if is_long else done_here(work)
         while True:
             is_done = bool(wait([running], self.timeout_s / 4).done)
             answers = self.all_gather(call, _told(running) if is_done else {"busy": True})
@@ -184,20 +184,6 @@ class RankGroup:
     def _raise_lost(self, lost: Sequence[int], call: str, error: RuntimeError) -> NoReturn:
         self._broken = f"a rank was lost: {describe_lost(lost)} ({error})"
         raise OutOfStepError(f"the ranks could not agree on {call}, because {self._broken}") from error
-
-
-def begun(work: Callable[[], Answer], *, is_waited_for: bool = False) -> Future[Answer]:
-    """Runs it on a thread of its own; arguments as of `in_background`."""
-    return in_background(work, "rank-group-work", is_waited_for=is_waited_for)
-
-
-def _finished(work: Callable[[], Answer]) -> Future[Answer]:
-    future: Future[Answer] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
-        future.set_exception(error)
-    return future
 
 
 def _told(ended: Future[Any]) -> dict[str, Any]:

@@ -32,6 +32,16 @@ def in_background(call: Callable[[], T], name: str, *, is_waited_for: bool = Fal
     return future
 
 
+def done_here(call: Callable[[], T]) -> Future[T]:
+    """The same on the calling thread, which returns when it has ended; what it raises is raised where that is asked."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:  # noqa: BLE001 - whoever waits gets it
+        future.set_exception(error)
+    return future
+
+
 def side_by_side(calls: Mapping[str, Callable[[], T]], timeouts_s: Mapping[str, float]) -> dict[str, Future[T]]:
     """Run the calls at the same time, and return those that ended; the others are left behind.
 

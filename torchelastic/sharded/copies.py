@@ -26,7 +26,7 @@ from torchelastic.checkpoint.shards.cuda import Pending, copy_beside
 from torchelastic.checkpoint.shards.header import Header, encode_header, header_of, placed
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.group.rank_group import begun
+from torchelastic.processes.background import in_background
 from torchelastic.sharded.offers import Layout, Version, layout_of
 from torchelastic.text import bytes_text
 
@@ -256,7 +256,7 @@ class Copies:
             pending.wait()
             return _exchanged(own, form.text, partners, self._others, self._forms_of_others)
 
-        self._exchange = _Exchange(own, begun(exchange))
+        self._exchange = _Exchange(own, in_background(exchange, "sharded-copies"))
 
     def wait_until_copied(self) -> None:
         """Return when the parts may be changed: a copy from a GPU goes on beside the step until its optimizer."""

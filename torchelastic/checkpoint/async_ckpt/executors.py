@@ -153,16 +153,6 @@ def settle(future: Future[Any], result: object) -> None:
             future.set_result(result)
 
 
-def ended(work: Callable[[], T]) -> Future[T]:
-    """Does it here and now; how that has ended."""
-    future: Future[T] = Future()
-    try:
-        settle(future, work())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-        settle(future, error)
-    return future
-
-
 def failed(error: BaseException) -> Future[float]:
     """Work that has failed with this error."""
     future: Future[float] = Future()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchelastic.checkpoint.async_ckpt.agreement import CallAgreement, group_in_use
-from torchelastic.checkpoint.async_ckpt.executors import ended
+from torchelastic.processes.background import done_here
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class AsyncRequest(NamedTuple):
             AsyncCheckpointError: the work failed on some rank, or the ranks do not run the same call; the finalize
                 functions were called on no rank. Where it failed here, the original exception is the cause.
         """
-        CallAgreement().require_success(group_in_use(None), self.call_idx, ended(self.work))
+        CallAgreement().require_success(group_in_use(None), self.call_idx, done_here(self.work))
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True, *, alone: bool = False) -> int:
@@ -125,7 +125,7 @@ class AsyncRequest(NamedTuple):
             BaseException: what a finalize function raised; those after it were not called.
         """
         if validate_matching_call_idx:
-            CallAgreement().require_success(group_in_use(None), self.call_idx, ended(lambda: 0.0))
+            CallAgreement().require_success(group_in_use(None), self.call_idx, done_here(lambda: 0.0))
         for finalize_fn in self.finalize_fns:
             if alone and isinstance(finalize_fn, CollectiveFinalize):
                 finalize_fn.alone()

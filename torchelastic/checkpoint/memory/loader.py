@@ -45,8 +45,8 @@ from torchelastic.checkpoint.restore_plan import Held, RestorePlan, ShardSource,
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
-from torchelastic.group.rank_group import begun
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
 
@@ -362,7 +362,9 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._plans = {(container.name, save): plan}
         own = [(shards[one.shard], one.holders) for one in plan.copies if one.receiver == rank]
         is_wanted = partial(container.has_committed, save)
-        self._making = begun(partial(make_copies, container, own, self._pull(container), is_wanted))
+        self._making = in_background(
+            partial(make_copies, container, own, self._pull(container), is_wanted), "replica-copies"
+        )
 
     def _fetch(self, container: Container, shard: ShardId, instead_of: CheckpointError | None = None) -> None:
         fetch(container, shard, self._holders(container, shard), self._pull(container), instead_of=instead_of)

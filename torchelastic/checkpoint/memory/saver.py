@@ -32,7 +32,7 @@ from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, sta
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
-from torchelastic.group.rank_group import begun
+from torchelastic.processes.background import in_background
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -290,7 +290,7 @@ class DefaultCheckpointSaver:
             with ShardReader(Path(str(object_id))) as shard, shard.view() as content:
                 return push(name, content)
 
-        return [begun(push_shard)]
+        return [in_background(push_shard, "replica-push")]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ from torchelastic.checkpoint.replication.topology import (
     destinations,
     meet,
 )
-from torchelastic.group.rank_group import Answer, RankGroup, begun
+from torchelastic.group.rank_group import Answer, RankGroup
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.background import in_background
 from torchelastic.processes.identity import host_id
 
 Made = TypeVar("Made")
@@ -285,7 +286,7 @@ class ReplicationManager:
         if not self.partners or self._objects is None:
             return []
         object_id = self._objects.names_of(buffer_io.object_id)
-        return [begun(partial(self._push_published, rank, object_id)) for rank in self.partners]
+        return [in_background(partial(self._push_published, rank, object_id), "replica-push") for rank in self.partners]
 
     def sync_bulk_retrieve(
         self,

@@ -34,7 +34,8 @@ from torchelastic.checkpoint.training_state.reading import Loaded, read
 from torchelastic.checkpoint.training_state.shard import ShardMaker
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.group.program_peers import ProgramPeers
-from torchelastic.group.rank_group import RankGroup, begun
+from torchelastic.group.rank_group import RankGroup
+from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class BCPState:
             return
         self._running = running
         # the interpreter does not end before it is published, nor rank 0, which may have the store, before the others
-        begun(manager.end_run, is_waited_for=True)
+        in_background(manager.end_run, "checkpoint-end", is_waited_for=True)
 
     def wait(self) -> None:
         """Returns when the save in the background is published. Called on all ranks.
