@@ -44,6 +44,7 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # else its thread waits in accept(), and the port stays open with it
         self._listener.close()
         self.cut()
 
