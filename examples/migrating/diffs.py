@@ -17,7 +17,6 @@ DOCS = SCRIPTS.parents[1] / "docs" / "migrating"
 PAGES = {
     "ddp": "ddp.md",
     "torchelastic_0_1": "torchelastic-0.1.md",
-    "torchrun": "torchrun.md",
 }
 
 _BLOCK = re.compile(r"^```diff\n.*?^```\n", flags=re.MULTILINE | re.DOTALL)

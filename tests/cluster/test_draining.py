@@ -60,7 +60,8 @@ def check_left(job: Job, *pids: int) -> None:
     ends = {event["pid"]: event for event in job.of("finished") if event["rank"] < 0}
     assert set(ends) == set(pids)
     (step,) = {event["step"] for event in ends.values()}
-    assert job.output().count(f"drained after step {step}; the others go on") == len(pids)
+    assert job.output().count("drained; the others go on") == len(pids)
+    assert job.output().count(f"left the run in order after step {step}") == len(pids)
     assert not [event for event in job.of("started") if event["restart"] > 0]
 
 

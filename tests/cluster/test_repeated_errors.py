@@ -168,8 +168,8 @@ state.steps += 1
     sound, broken = ((job.folder / f"agent-{number}.txt").read_text() for number in (0, 1))
     assert "failed for good; the others are fewer than min_workers=2: the run ends" in sound
     (cause,) = [line for line in sound.splitlines() if line.startswith("first, ")]
-    assert "of another host has ended (fact)" in cause
-    assert "its launcher there says why" in cause
+    assert "of another launcher has ended (fact)" in cause
+    assert "see that launcher's output" in cause
     ending = broken[broken.rindex("worker 0 failed: ") :]
     assert ("RuntimeError: this host is broken" if "error" in why else "killed by SIGKILL") in ending
 

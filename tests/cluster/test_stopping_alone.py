@@ -51,7 +51,7 @@ def test_on_sigterm_one_leaves_at_a_step_and_the_other_trains_on(job: Stopping, 
     (left,) = job.of("finished", pid=leaves.pid)
     assert left["rank"] == -1
     assert GATE < left["step"] <= GATE + 2, "told in one step, and read in the next"
-    assert job.output().count(f"drained after step {left['step']}; the others go on") == 1
+    assert job.output().count("drained; the others go on") == 1
     (stayed,) = job.of("finished", pid=stays.pid)
     assert stayed["step"] == STEPS
     assert not job.of("told to save"), "the run goes on, so there was no deadline for it"

@@ -52,7 +52,8 @@ class Source:
             )
             for one in host.workers
         )  # fmt: skip
-        event = EventLine(at_s=NOW_S + n, host=host.host, kind="save", text=f"saved step {n}, stood still for 12 ms")
+        saved = f"saved step {n}, training stopped for 12 ms"
+        event = EventLine(at_s=NOW_S + n, host=host.host, kind="save", text=saved)
         total = tuple(amount * len(workers) for amount in spent)
         seen = replace(host.seen, amounts=total, worker_ns=sum(total), committed=n * len(workers))
         events = (*host.events, event) if n % 10 == 0 else host.events

@@ -244,8 +244,8 @@ def test_events_of_journals_come_by_time_from_all_folders(tmp_path: Path, capsys
     assert lines == [
         "a: 2 workers: started",
         "b: 2 workers: started",
-        "a/0.0 (rank 0): saved step 10, stood still for 250 ms",
-        "b/0.0 (rank 0): saved step 10, stood still for 250 ms",
+        "a/0.0 (rank 0): saved step 10, training stopped for 250 ms",
+        "b/0.0 (rank 0): saved step 10, training stopped for 250 ms",
         "a/0.0 (rank 0): lost, signal 9",
         "b/0.0 (rank 0): lost, signal 9",
     ]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchelastic.checkpoint
 import torchelastic.checkpoint.policy as policies
 from torchelastic.checkpoint.policy import (
     AtSteps,
@@ -332,3 +335,10 @@ def test_or_and_and_as_words_are_refused_since_they_would_drop_a_policy() -> Non
         EverySteps(5) or OnSignal()
     with pytest.raises(TypeError, match="unsupported operand"):
         EverySteps(5) | cast(Any, 5)
+
+
+def test_every_policy_of_the_page_on_checkpoints_is_behind_its_front_door() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^\| `(\w+)\(", page, flags=re.MULTILINE)) & set(policies.__all__)
+    assert len(names) > 10
+    assert names - set(torchelastic.checkpoint.__all__) == set()

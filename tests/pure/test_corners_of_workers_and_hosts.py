@@ -122,7 +122,7 @@ def test_a_loss_elsewhere_that_came_second_is_told_after_what_came_first() -> No
     report = report_of([second, first])
     assert report is not None
     assert report.text().splitlines() == [
-        f"first, {first.who} has ended (fact): its launcher there says why",
+        f"first, {first.who} has ended (fact): see that launcher's output",
         f"then {second.who} is silent (guess) (rank 3, round 4, step 5)",
     ]
 

@@ -199,7 +199,7 @@ def test_a_loss_on_another_host_is_the_first_cause_of_what_it_broke_here() -> No
     told = gathered.last_words()
     assert told is not None
     assert told.text().splitlines() == [
-        f"first, {THEIRS} of another host has ended (fact) (rank 1, round 3): its launcher there says why",
+        f"first, {THEIRS} of another launcher has ended (fact) (rank 1, round 3): see that launcher's output",
         f"then worker 0 failed: exit code 1 (rank 10, round 3, step 12): {RESET[1]}",
     ]
     assert told.to_plain()["first"]["member"] == THEIRS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from torchelastic.ledger.events import Counted, LedgerEvent
+
 ROOT = Path(__file__).parents[2]
 _PUBLISHED = re.compile(r"_?publish(?:_metric)?\(\s*(?:\"torchelastic\"|_GROUP),\s*f?\"([a-z_.{}]+)\"", re.DOTALL)
 
@@ -28,3 +30,10 @@ def test_every_metric_stands_on_the_page_on_observing() -> None:
     names = names_in_the_code()
     assert len(names) > 10
     assert [name for name in sorted(names) if not is_told(name, page)] == []
+
+
+def test_every_kind_of_event_of_the_json_log_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `start`, ")]
+    kinds = {event.kind for event in LedgerEvent.__subclasses__() if event is not Counted}
+    assert set(re.findall(r"`(\w+)`", row.split(" | ")[0])) == kinds

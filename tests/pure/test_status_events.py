@@ -53,7 +53,7 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         ),
         (Restore(at_ns=0, step=7, source="peer", took_ns=1500 * MS), "in sync at step 7 from a peer, 1.50 s"),
         (ReForm(at_ns=0, phases_ns={"a": 3 * MS, "b": 5 * MS}), "trains again after 8 ms (a 3 ms, b 5 ms)"),
-        (Save(at_ns=0, step=7, tier="disk", stall_ns=12 * MS), "saved step 7 to disk, stood still for 12 ms"),
+        (Save(at_ns=0, step=7, tier="disk", stall_ns=12 * MS), "saved step 7 to disk, training stopped for 12 ms"),
         (Drain(at_ns=0, step=9), "left the run in order after step 9"),
         (Straggler(at_ns=0, relative_percent=61.7), "slow: 62 % of the best"),
         (StoreOutage(at_ns=0), "etcd is away, training goes on"),
@@ -76,7 +76,7 @@ def test_every_kind_of_event_but_counts_is_told() -> None:
 def test_what_four_workers_tell_of_one_moment_is_one_line_with_the_longest_of_them() -> None:
     events = [(10.0 + rank / 10, save(f"a/{rank}", 7, stall_ms=100 - rank)) for rank in range(4)]
     [line] = lines_of("a", events)
-    assert line.text == "4 workers: saved step 7, stood still for 100 ms"
+    assert line.text == "4 workers: saved step 7, training stopped for 100 ms"
     assert (line.at_s, line.worker, line.rank, line.step) == (10.0, "", -1, 7)
 
 

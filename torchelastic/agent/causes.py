@@ -139,7 +139,7 @@ class Undone:
 
 @dataclass(frozen=True, kw_only=True)
 class LostElsewhere:
-    """A member on another host is lost, as the round's document told.
+    """A member of another launcher, of another host or an earlier one of this host, is lost; the round reports it.
 
     Attributes:
         at_s: when this host heard of it.
@@ -160,7 +160,7 @@ class LostElsewhere:
     @property
     def who(self) -> str:
         """Its name in a line."""
-        return f"{self.member} of another host"
+        return f"{self.member} of another launcher"
 
 
 Trouble = FailedWorker | Undone | LostElsewhere
@@ -188,7 +188,7 @@ class FailureReport:
             log = f", log {first.log}" if first.log else ""
             lines = [f"{first.who} failed: {first.how}{where}{log}", *first.why]
         else:
-            host_says = "its launcher there says why"
+            host_says = "see that launcher's output"
             lines = [f"first, {first.who} {first.how} ({first.certainty}){where}: {host_says}"]
         return "\n".join([*lines, *(_one_line(other) for other in self.others)])
 

@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     )
     from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
     from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
-    from torchelastic.checkpoint.policy.keeping import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy
+    from torchelastic.checkpoint.policy.keeping import (
+        KeepAll,
+        KeepBest,
+        KeepEvery,
+        KeepEverySeconds,
+        KeepLast,
+        KeepPolicy,
+    )
     from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
     from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly
@@ -58,6 +65,7 @@ __all__ = [
     "KeepAll",
     "KeepBest",
     "KeepEvery",
+    "KeepEverySeconds",
     "KeepLast",
     "KeepPolicy",
     "MemoryTier",
@@ -88,6 +96,7 @@ _HOME_OF_NAME = {
     "KeepAll": "torchelastic.checkpoint.policy",
     "KeepBest": "torchelastic.checkpoint.policy",
     "KeepEvery": "torchelastic.checkpoint.policy",
+    "KeepEverySeconds": "torchelastic.checkpoint.policy",
     "KeepLast": "torchelastic.checkpoint.policy",
     "KeepPolicy": "torchelastic.checkpoint.policy",
     "MemoryTier": "torchelastic.checkpoint.store",

@@ -66,7 +66,7 @@ exit codes: 0 the job has finished, 1 it has not, 2 invalid arguments, 128 + N e
 _DOCTOR_EXAMPLES = """examples:
   torchelastic doctor
   torchelastic doctor --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --checkpoint-dir /mnt/checkpoints --state-size 30GiB
-  srun --nodes 4 torchelastic doctor --rdzv-endpoint etcd-host:2379 --nnodes 4       # the hosts look at each other too
+  srun --nodes 4 torchelastic doctor --rdzv-endpoint etcd-host:2379 --nnodes 4       # the hosts check each other too
 
 exit codes: 0 nothing is wrong, 1 an error was found (with --strict also a warning), 2 invalid arguments
 """
@@ -128,7 +128,7 @@ def _add_run(commands: _Commands) -> None:
     add_option(parser, "orphan-timeout", what, metavar="S")
     what = "meet the other hosts over this network: an interface or a subnet (default: the one that leads to etcd)"
     add_option(parser, "iface", what, metavar="NAME|SUBNET[,..]")
-    what = "this host ends so long after the launcher has begun: scripts that look for deadlines save and stop before"
+    what = "this host ends so long after the start of the launcher: scripts with a deadline source save and stop before"
     add_option(parser, "time-limit", what, **_SECONDS)
     what = "what to do in a run that was finished before: fail (default), or succeed with exit code 0"
     add_option(parser, "if-finished", what, choices=("fail", "succeed"), default="fail")
@@ -212,7 +212,7 @@ def _add_status(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     parser = _added(commands, "top", "status:top", "watch a run, live in the terminal", _TOP_EXAMPLES)
     _add_address(parser)
-    what = "between two pictures (default 1 s; hosts of large runs tell less often)"
+    what = "between two updates (default 1 s; hosts of large runs report less often)"
     add_option(parser, "interval", what, default=1.0, **_SECONDS)
     parser.set_defaults(json=False)
 
@@ -232,7 +232,7 @@ def _add_report(commands: _Commands) -> None:
     parser = _added(commands, "report", "report:report", what, _REPORT_EXAMPLES)
     what = "folders with journals of the run, or files of journals"
     parser.add_argument("journals", type=Path, nargs="+", metavar="PATH", help=what)
-    what = "the file to write; - is the screen [report.html; with --json -]"
+    what = "the file to write; - is standard output [report.html; with --json -]"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
     add_option(parser, "json", "the same content as one JSON object, for programs", **_FLAG)
     what = "losses by step: CSV or JSON lines with step and loss, or a folder of them"
@@ -247,11 +247,11 @@ def _add_simulate_esi(commands: _Commands) -> None:
     what = "run a job as on instances that end at a known time: end it, start it again, tell what was lost"
     parser = _added(commands, "simulate-esi", "simulate_esi:simulate_esi", what, _SIMULATE_ESI_EXAMPLES)
     add_option(parser, "cmd", "the job: one line for the shell", required=True, metavar="COMMAND")
-    add_option(parser, "timeout", "how long an instance lives, up to SIGTERM", required=True, **_SECONDS)
+    add_option(parser, "timeout", "from the start of an instance to SIGTERM", required=True, **_SECONDS)
     add_option(parser, "grace", "from SIGTERM to SIGKILL (default 30 s)", default=30.0, **_SECONDS)
     what = "start it again so often (default 100, but not after 3 failures in a row)"
     add_option(parser, "max-restarts", what, type=int, metavar="N")
-    add_option(parser, "pause", "between two lives (default 0 s)", default=0.0, **_SECONDS)
+    add_option(parser, "pause", "between two starts (default 0 s)", default=0.0, **_SECONDS)
     what = "a job that exits with this wants to be started again; may be given several times (default 75)"
     add_option(parser, "requeue-code", what, type=int, action="append", metavar="N")
     add_option(parser, "json", "the report as one line of JSON, the last one on stdout", **_FLAG)

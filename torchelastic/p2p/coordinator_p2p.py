@@ -363,8 +363,8 @@ class CoordinatorP2P(Coordinator):
     def _go(self) -> None:
         """This worker was asked to leave the run, and has left it: it is no rank of it any more."""
         self._leaves_last = self._state_status is StateStatus.COMPLETE and self.rendezvous.leaves_last()
-        others = "those who stay are too few to go on" if self._leaves_last else "the others go on"
-        log.warning("drained after step %d; %s", self._committed_steps, others)
+        others = "too few workers are left to go on" if self._leaves_last else "the others go on"
+        log.warning("drained; %s", others)  # lines of the log say after which step of the state
         self.rank, self.world_size = -1, 0
         self._hang_up()
 

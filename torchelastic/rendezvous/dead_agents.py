@@ -77,7 +77,7 @@ async def declare_dead(keys: Keys, predecessor: Predecessor) -> int:
         chunk = tombstones[start : start + MAX_WRITES]
         reported += len(chunk) if (await txn((is_as_read,), chunk)).succeeded else 0
     if reported:
-        log.warning("an earlier agent of this host has ended without a word: its %d workers count as lost", reported)
+        log.warning("an earlier agent of this host was killed or crashed: its %d workers count as lost", reported)
     if predecessor.all_ended:
         await revoke_lease(predecessor.lease_id)
         await txn((is_as_read,), (Delete(predecessor.record.key),))

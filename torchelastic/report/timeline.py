@@ -160,7 +160,7 @@ def _saves(saves: Sequence[SaveRow], scale: Scale, top: float) -> Iterator[Eleme
     for column, here in columns.items():
         steps = f"step {here[0].step}" if len(here) == 1 else f"{len(here)} saves, steps {here[0].step}-{here[-1].step}"
         longest_ns = max(save.longest_ns for save in here)
-        about = f"saved {steps}, training stood still for {duration(longest_ns)} at most"
+        about = f"saved {steps}, training stopped for {duration(longest_ns)} at most"
         x = column * 2 + 1
         yield node("line", node("title", about), class_="save", x1=x, x2=x, y1=top, y2=top + 11)
 

@@ -181,7 +181,7 @@ def _text(event: LedgerEvent) -> str:
             return "committed its first step"
         case Save():
             tier = f" to {event.tier}" if event.tier else ""
-            return f"saved step {event.step}{tier}, stood still for {duration(event.stall_ns)}"
+            return f"saved step {event.step}{tier}, training stopped for {duration(event.stall_ns)}"
         case Drain():
             return f"left the run in order after step {event.step}"
         case Straggler():

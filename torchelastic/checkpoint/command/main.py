@@ -61,14 +61,14 @@ def command_parser() -> argparse.ArgumentParser:
     """What understands the words after `torchelastic checkpoint`."""
     parser: argparse.ArgumentParser = CommandParser(
         prog="torchelastic checkpoint",
-        description="Looks after checkpoints.",
+        description="List, verify, prune and convert checkpoints.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     listed = _add(verbs, "ls", "list the checkpoints at a path, newest first")
     listed.set_defaults(execute=_ls)
-    shown = _add(verbs, "show", "tell what a checkpoint holds; of several, the newest complete one")
+    shown = _add(verbs, "show", "show what a checkpoint holds; of several, the newest complete one")
     shown.add_argument("--newest", action="store_true", help="of several, the newest complete one (as without it)")
     shown.add_argument("--tensors", action="store_true", help="list every tensor: name, dtype, shape, size, shards")
     shown.add_argument("--values", action="store_true", help="print everything that is no tensor, as a tree")
