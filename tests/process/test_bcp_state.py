@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.process import training_state_jobs as jobs
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.training_state_jobs import Job
 from torchelastic.checkpoint import (
     BCPState,
@@ -42,10 +42,7 @@ def folder() -> Iterator[Path]:
         yield Path(made) / "checkpoints"
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(2) as made:
-        yield made
+CREW_SIZE = 2
 
 
 def saved_twice(folder: Path) -> Job:

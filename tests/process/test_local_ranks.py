@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
@@ -25,11 +24,7 @@ from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(4) as started:
-        yield started
+CREW_SIZE = 4
 
 
 # What the ranks do

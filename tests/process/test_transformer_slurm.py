@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from examples.transformer_slurm import compare_weights, training
 from examples.transformer_slurm.model import next_token_loss
 from tests.process.forked_ranks import Ended, run_ranks, values
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.transformer_jobs import (
     LATEST,
     PARTS,
@@ -28,11 +27,7 @@ from tests.process.transformer_jobs import (
     losses,
 )
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as crew:
-        yield crew
+CREW_SIZE = 3
 
 
 # ------------------------------------------------------------------------------------------------- the same losses

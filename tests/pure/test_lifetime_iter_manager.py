@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -287,31 +286,6 @@ def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplo
 
 
 # the rest
-
-
-def test_the_loop_of_the_seed_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With velastic's arguments and names, and no `should_stop`: it trains on, and is asked to save once."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MLP_VARIABLE, str(time.time() + 15.2))
-    max_iters, use_compile = 20, False
-    saves: list[int] = []
-
-    def save_checkpoint() -> None:
-        saves.append(iter_mngr.iter_count)
-
-    iter_mngr = IterManager(total_iters=max_iters, use_torch_compile=use_compile)
-    iter_num = 0
-    while True:
-        iter_mngr.iter()
-        if iter_mngr.should_save_ckpt():
-            save_checkpoint()
-        time.sleep(0.02)
-        iter_num += 1
-        if iter_num > max_iters:
-            break
-    assert len(saves) == 1
-    assert (tmp_path / ".velastic" / "manager_state.json").exists()
-    assert iter_mngr.avg_iter_time <= iter_mngr.max_iter_time
 
 
 def test_the_exit_code_asks_for_another_life_if_it_was_told_to_stop(folder: Path) -> None:
