@@ -1,4 +1,4 @@
-"""Requests, and requests on their way to a worker: without a worker."""
+"""Requests, what ranks conclude from a round, and requests on their way to a worker: without a worker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.async_ckpt.executors import settle
+from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
+from torchelastic.checkpoint.async_ckpt.executors import failed, settle
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
+
+RUNNING: Future[float] = Future()
+DONE: Future[float] = Future()
+DONE.set_result(1.0)
+FAILED = failed(ValueError("no"))
 
 
 def keep(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -76,6 +82,19 @@ def test_what_is_staged_takes_the_place_of_the_second_argument() -> None:
 def test_something_staged_that_has_no_place_is_refused(args: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"takes the place of async_fn_args\[1\]"):
         AsyncRequest(keep, args, [], preload_fn=lambda: "staged").check()
+
+
+def verdict(*said: tuple[int, Future[float]]) -> CallVerdict:
+    rows = [encode(index, work, rank, len(said)) for rank, (index, work) in enumerate(said)]
+    return decode([max(column) for column in zip(*rows, strict=True)], len(said))
+
+
+def test_what_the_ranks_conclude() -> None:
+    assert verdict((1, DONE), (1, DONE)) == CallVerdict(True, True, None)
+    assert verdict((1, DONE), (1, RUNNING)) == CallVerdict(True, False, None)
+    assert verdict((1, DONE), (1, FAILED)) == CallVerdict(True, False, 1)
+    assert verdict((1, RUNNING), (1, RUNNING), (1, FAILED), (1, FAILED)) == CallVerdict(True, False, 2)
+    assert verdict((1, FAILED), (1, RUNNING)) == CallVerdict(True, False, 0)
 
 
 def there_and_back(*args: Any, pool: MemoryPool | None = None) -> tuple[Parcel, tuple[Any, ...]]:

@@ -81,10 +81,6 @@ def test_epoch_round_and_generation_decide_what_is_newer_and_not_the_step(a: Sav
     assert age_a == age_b or (a < b) == (age_a < age_b)
 
 
-def test_a_save_after_going_back_is_newer_than_the_step_that_was_given_up() -> None:
-    assert SaveId(1, 6, 1, step=50) > SaveId(1, 5, 9, step=100)
-
-
 def test_a_manifest_is_read_as_it_was_written() -> None:
     read = decode_manifest(encode_manifest(manifest()))
     assert read.shards == (record(0), record(1))

@@ -154,14 +154,6 @@ def test_less_time_never_turns_stopping_into_going_on(
         assert less.stops
 
 
-@given(times, steps, tiers, reserves)
-def test_it_is_a_value(remaining_s: float, step: object, some: list[SaveTarget], reserve_s: float) -> None:
-    one = decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
-    assert one == decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
-    assert hash(one)
-    assert one.because
-
-
 def test_a_tier_knows_its_saves_or_says_that_it_does_not() -> None:
     unknown = SaveTarget.of("disk", [], if_unknown_s=10.0)
     assert (unknown.bound.seconds, unknown.bound.is_assured) == (10.0, False)

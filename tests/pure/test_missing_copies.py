@@ -36,32 +36,11 @@ def after(held: Held, copies: list[Copy[str]]) -> Held:
     return found
 
 
-def test_plain_data_parallelism_needs_nothing() -> None:
-    held = {rank: {"model": 100, "optimizer": 200} for rank in range(4)}
-    assert missing_copies(held, "aabb", losses=1) == []
-
-
-def test_only_what_no_other_host_holds_is_copied() -> None:
-    held = {rank: {"model": 1000, f"optimizer{rank}": 10} for rank in range(4)}
-    copies = missing_copies(held, "aabb", losses=1)
-    assert {copy.shard for copy in copies} == {f"optimizer{rank}" for rank in range(4)}
-    assert received_bytes(copies) == {0: 10, 1: 10, 2: 10, 3: 10}
-
-
-def test_two_copies_on_one_host_do_not_count_twice() -> None:
-    assert missing_copies({0: {"x": 5}, 1: {"x": 5}}, "aab", losses=1) == [Copy(0, 2, "x", 5)]
-
-
 def test_who_holds_nothing_may_receive_and_senders_take_turns() -> None:
     held = {0: {"x": 5, "y": 5}, 1: {"x": 5, "y": 5}}
     copies = missing_copies(held, "abc", losses=2)
     assert [(copy.receiver, copy.shard) for copy in copies] == [(2, "x"), (2, "y")]
     assert {copy.sender for copy in copies} == {0, 1}
-
-
-def test_with_fewer_hosts_than_asked_for_each_gets_a_copy() -> None:
-    assert missing_copies({0: {"x": 4}}, "aa", losses=1) == []
-    assert missing_copies({0: {"x": 4}}, "ab", losses=2) == [Copy(0, 1, "x", 4)]
 
 
 def test_a_large_world_shares_the_receiving() -> None:
