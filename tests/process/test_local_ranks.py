@@ -131,27 +131,6 @@ def lose(root: Path, host: int) -> None:
 # Saving and losing
 
 
-def test_a_rank_whose_files_are_removed_under_it_gets_its_part_from_the_clique(crew: Crew, tmp_path: Path) -> None:
-    assert succeeded(crew.run(lose_and_load, tmp_path, ranks=2)) == [(True, 5), (True, 5)]
-
-
-def lose_and_load(root: Path) -> tuple[bool, int]:
-    rank = dist.get_rank()
-    manager = manager_at(root, repl_strategy=cliques())
-    for iteration in (4, 5):
-        manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration)
-    if rank == 1:
-        shutil.rmtree(manager.local_ckpt_dir)
-    dist.barrier()
-    found = manager.find_latest()
-    state, ckpt_id = manager.load()
-    is_right = is_state_of(state.to_tree(), rank, 5) and ckpt_id.rank == rank
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 6)), 6)
-    dist.barrier()
-    manager.close()
-    return is_right, found
-
-
 def test_a_lost_clique_means_an_older_checkpoint_or_none(crew: Crew, tmp_path: Path) -> None:
     succeeded(crew.run(save, tmp_path, [3, 7], 2, False, 2, ranks=4))
     for host in (0, 1):

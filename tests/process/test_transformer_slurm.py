@@ -125,14 +125,6 @@ def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(kind: tuple
     _sweep(1, 17 if kind else 67, corpus, *kind)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_a_job_killed_at_any_call_to_the_disk_goes_on(kind: tuple[str, ...], ranks: int, corpus: Path) -> None:
-    _sweep(ranks, 3 if kind else 5, corpus, *kind)
-
-
 def _sweep(ranks: int, every: int, corpus: Path, *more: str) -> None:
     """Kills a rank at every `every`-th call that its disk gets in a life."""
     distributed = ["--distributed"] if ranks > 1 else []

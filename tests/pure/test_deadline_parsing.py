@@ -20,7 +20,7 @@ from torchelastic.lifetime.sources.files import parse_termination, pre_stop_noti
 from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds, request
 from torchelastic.lifetime.sources.notice import Event, InvalidAnswerError, Notice, Notices
 from torchelastic.lifetime.sources.signals import parse_signals, signal_notice
-from torchelastic.lifetime.sources.slurm import interval_s, parse_end_time
+from torchelastic.lifetime.sources.slurm import parse_end_time
 
 NOON_S = 1_795_262_400.0  # Sat, 21 Nov 2026 12:00:00 GMT
 HTML = "<html><body>Welcome to this hotel's network</body></html>"
@@ -266,22 +266,6 @@ def test_nonsense_from_squeue_is_an_error(output: str) -> None:
         parse_end_time(output, "42")
 
 
-def test_all_processes_together_ask_the_controller_once_a_second_at_most() -> None:
-    assert interval_s(1) == interval_s(60) == 60.0
-    assert interval_s(4096) == interval_s(4096, 50.0) == 4096.0
-
-
-def test_near_the_end_it_is_asked_more_often_as_it_may_have_been_moved() -> None:
-    assert [interval_s(8, left_s) for left_s in (7200.0, 120.0, 50.0, 20.0, 3.0, -9.0)] == [
-        60.0,
-        60.0,
-        25.0,
-        10.0,
-        10.0,
-        10.0,
-    ]
-
-
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,14 +299,6 @@ def test_sigterm_always_means_itself() -> None:
     notice = signal_notice("it", signal.SIGTERM, 1000.0, 30.0, 1010.0)
     assert notice is not None
     assert notice.at_s == 1030.0
-
-
-def test_the_grace_is_what_the_user_says_else_what_torchrun_was_told_else_half_a_minute() -> None:
-    torchrun = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90"}
-    assert term_grace_s({**torchrun, "TORCHELASTIC_TERM_GRACE_S": " 600 "}) == 600.0
-    assert term_grace_s(torchrun) == 90.0
-    assert term_grace_s({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "a while"}) == 30.0
-    assert term_grace_s({}) == 30.0
 
 
 @pytest.mark.parametrize("text", ["a while", "-3", "nan", "inf"])
