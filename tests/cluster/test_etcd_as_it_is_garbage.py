@@ -161,15 +161,23 @@ def test_garbage_in_place_of_the_round_does_not_stop_a_change_of_membership(
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_garbage_in_place_of_the_stores_name_costs_no_round(etcd: EtcdServer, run_id: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "leader"),
+    [("incarnation", 0), ("leader", 0), ("leader", 2)],
+    ids=["the store's name", "the leader's name", "the leader's name, which begins a new session"],
+)
+def test_garbage_in_place_of_a_name_costs_no_round_and_leaves_the_run_with_a_leader(
+    etcd: EtcdServer, run_id: str, key: str, leader: int, kind: str
+) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.scribble(scene.records.keys.incarnation, GARBAGE[kind])
-        await scene.start_over()
-        await asyncio.sleep(TTL_S)
+        scene.scribble(getattr(scene.records.keys, key), GARBAGE[kind])
+        await scene.start_over()  # by the last host
+        if key == "incarnation":
+            await asyncio.sleep(TTL_S)
         scene.assert_nobody_noticed()
         await scene.change_members()
 
-    in_a_scene(etcd, run_id, scenario)
+    in_a_scene(etcd, run_id, scenario, leader)
 
 
 @pytest.mark.parametrize("kind", VALUES)
@@ -186,30 +194,6 @@ def test_garbage_at_the_keys_of_agents_costs_no_round(etcd: EtcdServer, run_id: 
         await scene.change_members()
 
     in_a_scene(etcd, run_id, scenario)
-
-
-@pytest.mark.parametrize("kind", VALUES)
-def test_garbage_in_place_of_the_leaders_name_costs_no_round(etcd: EtcdServer, run_id: str, kind: str) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.scribble(scene.records.keys.leader, GARBAGE[kind])
-        await scene.start_over()
-        scene.assert_nobody_noticed()
-        await scene.change_members()
-
-    in_a_scene(etcd, run_id, scenario)
-
-
-@pytest.mark.parametrize("kind", VALUES)
-def test_garbage_in_place_of_the_leaders_name_does_not_leave_the_run_without_one_when_it_begins_a_new_session(
-    etcd: EtcdServer, run_id: str, kind: str
-) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.scribble(scene.records.keys.leader, GARBAGE[kind])
-        await scene.start_over()  # the leader this time
-        scene.assert_nobody_noticed()
-        await scene.change_members()
-
-    in_a_scene(etcd, run_id, scenario, leader=2)
 
 
 def test_keys_that_are_no_text_under_the_prefix_disturb_nobody(etcd: EtcdServer, run_id: str) -> None:

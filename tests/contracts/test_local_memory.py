@@ -56,7 +56,9 @@ def begun(folder: Path, disk: FaultyDisk) -> tuple[LocalCheckpointManager, Async
 
 
 @pytest.mark.parametrize("call", ["sync", "sync_folder"])
-def test_what_a_write_in_the_background_has_begun_goes_when_it_fails(tmp_path: Path, call: str) -> None:
+def test_what_a_write_in_the_background_has_begun_goes_when_it_fails_and_the_next_save_counts(
+    tmp_path: Path, call: str
+) -> None:
     """Before and after it has its name; without another call of the manager, which may never come."""
     disk = FaultyDisk()
     manager, request = begun(tmp_path / "undisturbed", disk)
@@ -68,4 +70,7 @@ def test_what_a_write_in_the_background_has_begun_goes_when_it_fails(tmp_path: P
     with pytest.raises(CheckpointError, match="Input/output error"):
         request.execute_sync()
     assert [*(tmp_path / "disturbed").rglob("*.shard"), *(tmp_path / "disturbed").rglob(".tmp-*")] == []
+    assert manager.find_latest() == -1
+    manager.save(BasicTensorAwareStateDict({"weights": torch.ones(1000)}), 8)
+    assert manager.load()[1].iteration == 8
     manager.close()

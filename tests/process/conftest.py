@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,12 +13,24 @@ from examples.imagenet import digits
 from tests.process.deadline_clocks import NOON_S, Clocks
 from tests.process.metadata_servers import Cloud, serving
 
+if TYPE_CHECKING:
+    from tests.process.local_ranks import Crew
+
 
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     digits.write_digits(root)
     return root
+
+
+@pytest.fixture(scope="module")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """Processes that become the ranks of all tests of a file: as many as its `CREW_SIZE` says."""
+    from tests.process.local_ranks import crew_of  # torch, which not every file of this folder needs
+
+    with crew_of(request.module.CREW_SIZE) as made:
+        yield made
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -28,13 +27,6 @@ SMALL_PIECE_BYTES = 65536
 
 def content_of(seed: int, size_bytes: int = SIZE_BYTES) -> bytes:
     return random.Random(seed).randbytes(size_bytes)
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited in vain until {what}"
-        time.sleep(0.005)
 
 
 class RecordingShelf(MemoryShelf):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]  # typeshed does not know it
@@ -20,6 +19,7 @@ import torch
 
 from tests.process import async_work
 from tests.process.async_work import PATIENCE_S, wait_for
+from tests.waiting import is_gone, wait_until
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest, abort_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -33,20 +33,6 @@ def persistent() -> Iterator[AsyncCallsQueue]:
 
 def never() -> None:
     raise AssertionError("finalised although the work had failed")
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
 
 
 def run(queue: AsyncCallsQueue, function: Callable[..., object], *args: Any) -> None:
@@ -221,7 +207,7 @@ def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> N
     if then == "stay":
         trainer.kill()
     assert trainer.wait(PATIENCE_S) == (-signal.SIGKILL if then == "stay" else 0)
-    wait_until(lambda: is_gone(worker), "the worker ends")
+    wait_until(lambda: is_gone(worker), PATIENCE_S, "the worker ends")
 
 
 def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.process import training_state_jobs as jobs
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.training_state_jobs import Job
 from torchelastic.checkpoint import (
     BCPState,
@@ -30,7 +30,6 @@ from torchelastic.checkpoint import (
 from torchelastic.checkpoint.errors import FencedError
 from torchelastic.checkpoint.store import SealedShard, ShardRecord, Tier, list_checkpoints, open_checkpoint
 from torchelastic.checkpoint.store.fence import OwnedError
-from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 ROOT = Path(__file__).parents[2]
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -42,10 +41,7 @@ def folder() -> Iterator[Path]:
         yield Path(made) / "checkpoints"
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(2) as made:
-        yield made
+CREW_SIZE = 2
 
 
 def saved_twice(folder: Path) -> Job:
@@ -95,23 +91,6 @@ def test_what_is_saved_in_the_background_are_the_values_at_the_call(folder: Path
     extra = again.resume()
     assert extra is not None
     assert again.digest() == digest == extra["digest"]
-
-
-def test_a_background_save_that_fails_is_told_by_wait_and_the_next_one_counts(folder: Path) -> None:
-    disk = FaultyDisk(full_at(32))  # a job's first save makes 26 calls, each of the others 18
-    job = Job(folder, disk=disk)
-    job.train(1)
-    job.state.save()
-    job.train(1)
-    job.state.save(sync=False)
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        job.state.wait()
-    disk.require_struck()
-    assert [info.damage for info in list_checkpoints(folder)] == [None]
-    job.state.wait()  # told once
-    job.state.save(sync=False)
-    job.state.wait()
-    assert Job(folder, seed=2).resume()["iteration"] == 2  # type: ignore[index]
 
 
 def flip(path: Path) -> None:
@@ -223,14 +202,24 @@ class BrokenOnce(DiskTier):
         return super().put(shard)
 
 
-def test_whatever_a_place_raises_in_the_background_is_told_once_and_the_next_save_counts(folder: Path) -> None:
+@pytest.mark.parametrize("told_by", ["wait", "save"])
+def test_whatever_a_place_raises_in_the_background_is_told_once_and_the_next_save_counts(
+    folder: Path, told_by: str
+) -> None:
     job = Job(folder, tiers=[BrokenOnce(folder)])
     for _ in range(2):
         job.train(1)
         job.state.save(sync=False)
+    if told_by == "wait":
+        with pytest.raises(ConnectionError, match="the place is gone"):
+            job.state.wait()
+        job.state.wait()
     job.train(1)
-    with pytest.warns(RuntimeWarning, match="the save before failed on this rank: the place is gone"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         job.state.save()
+    told = [one for one in caught if "the save before failed on this rank: the place is gone" in str(one.message)]
+    assert len(told) == (told_by == "save")
     assert [info.name.step for info in list_checkpoints(folder)] == [3, 1]
 
 

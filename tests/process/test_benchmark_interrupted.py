@@ -18,7 +18,6 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100.0
 WORKERS = "benchmarks.job"
-BUSY = "while True: pass"
 
 
 @pytest.fixture
@@ -74,19 +73,6 @@ def test_killed_it_takes_agent_workers_and_etcd_with_it(benchmark: subprocess.Po
     left = interrupt(benchmark, signal.SIGKILL)
     assert benchmark.returncode == -signal.SIGKILL
     wait_until(lambda: not running(left), what="their end")
-
-
-@pytest.mark.long
-def test_interrupted_while_workers_are_killed_under_load_nothing_is_left(
-    benchmark: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    def has_recovered() -> bool:
-        return any(b'"recovered"' in path.read_bytes() for path in tmp_path.glob("*/events-*.jsonl"))
-
-    wait_until(has_recovered, what="the first recovery")
-    assert running(descendants(benchmark), BUSY), "there was no load"
-    assert interrupt(benchmark, signal.SIGTERM) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_load_is_busy_and_ends_with_an_error_in_its_block() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.file_system import FileSystemCheckpoint
@@ -134,10 +136,33 @@ def test_a_key_that_is_no_file_name_is_refused(manager: FileSystemCheckpointMana
     assert names(tmp_path) == []
 
 
-def test_a_stream_is_written_once(manager: FileSystemCheckpointManager) -> None:
+def test_a_stream_is_written_once(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
     checkpoint = write(manager.create_checkpoint())
     with pytest.raises(ValueError, match="was opened for writing before"):
         checkpoint.open_output_stream("default")
+    (staged,) = tmp_path.glob(".tmp-*")
+    (staged / "other").write_bytes(b"of somebody else")
+    with pytest.raises(CheckpointError, match="could not create a stream"):
+        checkpoint.open_output_stream("other")
+
+
+@pytest.mark.parametrize("as_zip", [True, False], ids=["zip", "older"])
+def test_what_torch_saves_comes_back_checked_whatever_it_does_with_the_stream(
+    manager: FileSystemCheckpointManager, as_zip: bool
+) -> None:
+    """The older format writes storages through the descriptor; and some go back and write again."""
+    weight = torch.randn(300, 400)
+    checkpoint = manager.create_checkpoint()
+    with checkpoint.open_output_stream("default") as stream:
+        torch.save({"weight": weight, "step": 3}, stream, _use_new_zipfile_serialization=as_zip)
+    with checkpoint.open_output_stream("again") as stream:
+        stream.write(b"length unknown, data")
+        stream.seek(0)
+        stream.write(b"length 0004")
+    checkpoint.commit()
+    found = manager.get_latest_checkpoint()
+    assert read(found, "again") == b"length 0004own, data"
+    assert torch.equal(torch.load(io.BytesIO(read(found)), weights_only=True)["weight"], weight)
 
 
 def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_passed_over(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,11 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.process.deadline_clocks import PATIENCE_S, Clocks
-from tests.process.sigterm_cases import ENDED_BY_SIGTERM, Rendezvous, exit_code_of
+from tests.process.sigterm_cases import ENDED_BY_SIGTERM, exit_code_of
 from torchelastic.lifetime import DeadlineAt, nearest
 from torchelastic.lifetime.deadline import unsure_since_s
 from torchelastic.lifetime.sources import SignalNotices, SlurmDeadline, close_all, detect
-from torchelastic.p2p.termination import leave_on_sigterm
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
@@ -137,41 +135,6 @@ def test_the_first_interrupt_is_a_notice_and_the_second_interrupts(clocks: Clock
     assert notices.remaining_s(clocks.now_s) == 30.0
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(INT)
-
-
-def test_draining_and_a_notice_go_together_and_a_second_sigterm_still_ends_the_process() -> None:
-    def process() -> None:
-        signal.signal(TERM, signal.SIG_DFL)
-        rendezvous, clocks = Rendezvous(), Clocks()
-        leave_on_sigterm(rendezvous)
-        notices = SignalNotices({TERM: 30.0}, clock=clocks.clock)
-        signal.raise_signal(TERM)
-        assert rendezvous.left.wait(PATIENCE_S)
-        assert notices.remaining_s(clocks.now_s) == 30.0
-        clocks.pass_s(6.0)
-        signal.raise_signal(TERM)
-        time.sleep(PATIENCE_S)
-
-    assert exit_code_of(process) == ENDED_BY_SIGTERM
-
-
-def test_a_forked_child_ends_on_sigterm_as_ever() -> None:
-    context = multiprocessing.get_context("fork")
-    has_begun = context.Event()
-
-    def sleep() -> None:
-        has_begun.set()
-        time.sleep(PATIENCE_S)
-
-    signal.signal(TERM, signal.SIG_DFL)
-    notices = SignalNotices({TERM: 30.0})
-    child = context.Process(target=sleep)
-    child.start()
-    assert has_begun.wait(PATIENCE_S)
-    child.terminate()
-    child.join(PATIENCE_S)
-    assert child.exitcode == ENDED_BY_SIGTERM
-    notices.close()
 
 
 def test_on_another_thread_nothing_is_installed_and_it_is_said(clocks: Clocks) -> None:

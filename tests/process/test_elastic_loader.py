@@ -91,13 +91,6 @@ def test_steps_go_over_the_ends_of_epochs_and_stop_after_the_last(workers: int) 
     assert next(loader, "end") == "end"
 
 
-def test_each_epoch_has_its_own_order() -> None:
-    loader = make(20, 20, epochs=2, shuffle=True)
-    first, second = (batch.tolist() for batch in loader)
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
-
-
 def test_a_rolled_back_step_gets_the_same_batches_again_without_a_reset(workers: int) -> None:
     loader = make(40, 2, num_workers=workers)
     next(loader)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,7 @@ from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, IterManager, RankMi
 SKEW_S = 0.5
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(2) as ranks:
-        yield ranks
+CREW_SIZE = 2
 
 
 def skewed_clock() -> float:

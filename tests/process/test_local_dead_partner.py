@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, Failed, succeeded
 from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
@@ -116,10 +116,7 @@ class RelayedServer(ReplicaServer):
         self.address = (self.address[0], self.port)
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(2) as started:
-        yield started
+CREW_SIZE = 2
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import re
 import shutil
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.errors import CheckpointError, FencedError
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import (
     BaseCheckpointManager,
     BasicTensorAwareStateDict,
@@ -25,13 +23,10 @@ from torchelastic.checkpoint.local import (
     LocalCheckpointManager,
     TensorAwareStateDict,
 )
-from torchelastic.checkpoint.local.host_folder import HostFolder
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
 from torchelastic.checkpoint.shards import ShardReader
-from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 
@@ -307,25 +302,6 @@ def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over_and_go
     assert iterations(manager) == [5, 7]
 
 
-def test_a_manager_that_is_replaced_in_the_moment_before_its_manifest_writes_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record_of = HostFolder.record_of
-
-    def record_and_be_replaced(folder: HostFolder, shard: ShardId) -> ShardRecord:
-        record = record_of(folder, shard)
-        monkeypatch.undo()
-        LocalCheckpointManager(tmp_path, keep=3).save(state(3), 3)
-        return record
-
-    manager = LocalCheckpointManager(tmp_path, keep=3)
-    manager.save(state(1), 1)
-    monkeypatch.setattr(HostFolder, "record_of", record_and_be_replaced)
-    with pytest.raises(FencedError, match="was replaced"):
-        manager.save(state(2), 2)
-    assert (value_of(LocalCheckpointManager(tmp_path)), iterations(manager)) == (3.0, [1, 3])
-
-
 @pytest.mark.parametrize("what", ["the files", "the folder"])
 def test_a_manager_goes_on_after_somebody_has_removed_its_files(tmp_path: Path, what: str) -> None:
     manager = LocalCheckpointManager(tmp_path / "root", keep=2)
@@ -338,47 +314,6 @@ def test_a_manager_goes_on_after_somebody_has_removed_its_files(tmp_path: Path, 
     assert (value_of(manager), iterations(manager)) == (4.0, [4])
     manager.save(state(5), 5)
     assert iterations(manager) == [4, 5]
-
-
-class FullDisk(Disk):
-    is_full = False
-
-    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        if self.is_full:
-            raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        super().allocate(descriptor, size_bytes, path)
-
-    def sync(self, descriptor: int, path: Path) -> None:
-        if self.is_full:
-            raise CheckpointError(errno.EIO, os.strerror(errno.EIO), str(path))
-        super().sync(descriptor, path)
-
-
-def save_through(
-    queue: AsyncCallsQueue, manager: LocalCheckpointManager, wrapped: BasicTensorAwareStateDict, is_async: bool
-) -> None:
-    request = manager.save(wrapped, 3, is_async=is_async)
-    assert request is not None
-    queue.schedule_async_request(request)
-    queue.maybe_finalize_async_calls(blocking=True)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_write_that_fails_leaves_nothing_of_itself(tmp_path: Path, is_async: bool) -> None:
-    disk = FullDisk()
-    manager = LocalCheckpointManager(tmp_path, disk=disk)
-    for iteration in (1, 2):
-        manager.save(state(iteration), iteration)
-    disk.is_full = True
-    with AsyncCallsQueue(worker="thread", timeout_s=20) as queue:
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            save_through(queue, manager, state(3), is_async)
-        assert (manager.find_latest(), iterations(manager)) == (2, [2])
-        disk.is_full = False
-        manager.save(state(4), 4)
-    assert (value_of(manager), iterations(manager)) == (4.0, [4])
-    manager.close()
-    assert hidden(manager) == []
 
 
 def test_a_request_that_nobody_runs_is_given_up(

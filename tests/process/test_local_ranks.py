@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
@@ -25,11 +24,7 @@ from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(4) as started:
-        yield started
+CREW_SIZE = 4
 
 
 # What the ranks do
@@ -134,27 +129,6 @@ def lose(root: Path, host: int) -> None:
 
 
 # Saving and losing
-
-
-def test_a_rank_whose_files_are_removed_under_it_gets_its_part_from_the_clique(crew: Crew, tmp_path: Path) -> None:
-    assert succeeded(crew.run(lose_and_load, tmp_path, ranks=2)) == [(True, 5), (True, 5)]
-
-
-def lose_and_load(root: Path) -> tuple[bool, int]:
-    rank = dist.get_rank()
-    manager = manager_at(root, repl_strategy=cliques())
-    for iteration in (4, 5):
-        manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration)
-    if rank == 1:
-        shutil.rmtree(manager.local_ckpt_dir)
-    dist.barrier()
-    found = manager.find_latest()
-    state, ckpt_id = manager.load()
-    is_right = is_state_of(state.to_tree(), rank, 5) and ckpt_id.rank == rank
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 6)), 6)
-    dist.barrier()
-    manager.close()
-    return is_right, found
 
 
 def test_a_lost_clique_means_an_older_checkpoint_or_none(crew: Crew, tmp_path: Path) -> None:

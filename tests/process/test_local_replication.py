@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
 from torchelastic.checkpoint.replication.placement import ExchangePlan
@@ -20,11 +19,7 @@ from torchelastic.checkpoint.replication.strategies import (
     default_jump,
 )
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(4) as started:
-        yield started
+CREW_SIZE = 4
 
 
 def state_of(rank: int) -> dict[str, Any]:

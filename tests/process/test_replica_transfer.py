@@ -17,8 +17,8 @@ from tests.process.replicas import (
     between_pieces,
     client_of,
     content_of,
-    wait_until,
 )
+from tests.waiting import wait_until
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, PeerLostError, PeerStalledError
 from torchelastic.checkpoint.replication.protocol import PIECE_BYTES
 from torchelastic.checkpoint.replication.receive import digest_of
@@ -107,7 +107,7 @@ def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingSh
     assert shelf.ids() == []
     assert shelf.abandoned == ["x"]
     wait_until(
-        lambda: not [t for t in threading.enumerate() if t.name.startswith("replica-")], "its threads have ended"
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("replica-")], what="its threads have ended"
     )
 
 
@@ -117,4 +117,4 @@ def test_content_that_changes_while_it_is_sent_is_not_published(server: ReplicaS
     with between_pieces(lambda: content.__setitem__(-1, 0)), pytest.raises(CorruptReplicaError, match=words):
         client_of(server).push("x", content, token_round=1)
     assert shelf.ids() == []
-    wait_until(lambda: shelf.abandoned == ["x"], "it is given back")
+    wait_until(lambda: shelf.abandoned == ["x"], what="it is given back")

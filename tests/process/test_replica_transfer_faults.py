@@ -25,8 +25,8 @@ from tests.process.replicas import (
     content_of,
     end,
     start,
-    wait_until,
 )
+from tests.waiting import wait_until
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
@@ -72,11 +72,11 @@ def test_what_a_killed_sender_has_begun_is_given_back_and_may_come_from_another(
     shelf = RecordingShelf()
     with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
         with running(PUSHES_SLOWLY, server.address[1]) as sender:
-            wait_until(lambda: has_begun(shelf), "some pieces have arrived")
+            wait_until(lambda: has_begun(shelf), what="some pieces have arrived")
             assert shelf.ids() == []
             sender.send_signal(signal.SIGKILL)
             assert sender.wait(PATIENCE_S) == -signal.SIGKILL
-        wait_until(lambda: shelf.abandoned == ["x"], "the destination is given back")
+        wait_until(lambda: shelf.abandoned == ["x"], what="the destination is given back")
         assert shelf.ids() == []
         client_of(server).push("x", content_of(1), token_round=2)
         assert shelf.bytes_of("x") == content_of(1)
@@ -95,7 +95,7 @@ def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:
     with running(SERVES_SLOWLY) as first, holder(content_of(1)) as second:
 
         def kill_in_the_middle() -> None:
-            wait_until(lambda: any(back[1_000_000:1_000_100]), "some pieces have arrived")
+            wait_until(lambda: any(back[1_000_000:1_000_100]), what="some pieces have arrived")
             first.kill()
 
         slow = ReplicaClient(("127.0.0.1", port_of(first)), TOKEN, retry_s=0)
@@ -143,7 +143,7 @@ def test_a_sender_that_stops_blocks_nobody_for_long() -> None:
         ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_transfers=1, timeout_s=1.0) as server,
         running(PUSHES_SLOWLY, server.address[1]) as sender,
     ):
-        wait_until(lambda: has_begun(shelf), "some pieces have arrived")
+        wait_until(lambda: has_begun(shelf), what="some pieces have arrived")
         sender.send_signal(signal.SIGSTOP)
         client_of(server, retry_s=PATIENCE_S).push("y", content_of(2), token_round=1)
         assert shelf.ids() == ["y"]

@@ -175,24 +175,6 @@ def test_journals_of_several_runs_need_a_choice_and_can_be_compared(
     assert reported(capsys, logs, *words[:-2])["run_id"] == "monday"
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.csv", "step,loss\n0,2.0\n1,1.0\n1,3.0\n2,nan\n3,x\n"),
-        (
-            "a.jsonl",
-            '{"step": 0, "loss": 2.0}\n{"step": 1, "train_loss": 2}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo',
-        ),
-    ],
-)
-def test_losses_are_read_from_csv_and_json_lines(tmp_path: Path, name: str, text: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    curve = read_losses(path)
-    assert [(point.step, point.mean) for point in curve.points] == [(0, 2.0), (1, 2.0)]
-    assert curve.left_out == 1
-
-
 def test_losses_of_the_imagenet_example_are_read_from_its_folder_of_events(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,26 +88,6 @@ def test_a_tier_that_is_read_only_is_named_and_can_be_read(make: Callable[[Path]
     assert str(small) in str(raised.value)
 
 
-def test_a_limit_on_file_sizes_is_an_error_and_no_signal(tmp_path: Path) -> None:
-    import resource
-    import signal
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as the interpreter does by itself
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE_BYTES, hard))
-    try:
-        for make in (
-            lambda: save_tree(tmp_path / "new", state(2 * SIZE_BYTES)),
-            lambda: Slot(2 * SIZE_BYTES, tmp_path / "slot"),
-        ):
-            with pytest.raises(CheckpointError, match="raise the limit on file sizes"):
-                make()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_lies_in_memory_is_known(tmp_path: Path) -> None:
     assert is_in_memory(Path("/dev/shm"))
     assert is_in_memory(Path("/dev/shm") / "not" / "there" / "yet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -11,15 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from torchelastic.sharded import HybridShard, ShardedState, handover
 from torchelastic.sharded.copies import Copies
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(2) as made:
-        yield made
+CREW_SIZE = 2
 
 
 def build(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

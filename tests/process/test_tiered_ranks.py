@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.process import tiered_work as work
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    """Four processes for all tests."""
-    with crew_of(4) as crew:
-        yield crew
+CREW_SIZE = 4
 
 
 @pytest.fixture

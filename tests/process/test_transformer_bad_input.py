@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.process import transformer_jobs as jobs
@@ -138,10 +136,3 @@ def test_shards_that_do_not_fit_are_refused(corpus: Path) -> None:
     assert "was trained with --stream-shards 2: give the same, or begin another run" in told
     told = fail(command(corpus, "run", 6, *LATEST, "--stream-shards", "1"))
     assert "logical_shards is 1 here but 2 in the saved state" in told
-
-
-def test_a_column_that_is_not_there_is_named_beside_those_that_are(corpus: Path) -> None:
-    pq.write_table(pa.table({"content": ["some text"]}), corpus / "other.parquet")
-    told = fail([*command(corpus, "run", 3), "--dataset", str(corpus / "other.parquet")])
-    assert "has no column 'text'; it has 'content': say --text-column" in told
-    assert "no such file; make one" in fail([*command(corpus, "run", 3), "--dataset", "nowhere.parquet"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from examples.transformer_slurm import compare_weights, training
 from examples.transformer_slurm.model import next_token_loss
 from tests.process.forked_ranks import Ended, run_ranks, values
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.transformer_jobs import (
     LATEST,
     PARTS,
@@ -28,11 +27,7 @@ from tests.process.transformer_jobs import (
     losses,
 )
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as crew:
-        yield crew
+CREW_SIZE = 3
 
 
 # ------------------------------------------------------------------------------------------------- the same losses
@@ -128,14 +123,6 @@ def test_a_run_may_change_its_kind_of_checkpoint(corpus: Path) -> None:
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(kind: tuple[str, ...], corpus: Path) -> None:
     _sweep(1, 17 if kind else 67, corpus, *kind)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_a_job_killed_at_any_call_to_the_disk_goes_on(kind: tuple[str, ...], ranks: int, corpus: Path) -> None:
-    _sweep(ranks, 3 if kind else 5, corpus, *kind)
 
 
 def _sweep(ranks: int, every: int, corpus: Path, *more: str) -> None:

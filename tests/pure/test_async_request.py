@@ -10,7 +10,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
-from torchelastic.checkpoint.async_ckpt.executors import check_priorities, failed, settle
+from torchelastic.checkpoint.async_ckpt.executors import failed, settle
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
 RUNNING: Future[float] = Future()
@@ -44,12 +44,6 @@ def test_everything_is_done_in_order_without_a_queue() -> None:
     assert done == [((1, 2), {}), "first", "second"]
 
 
-def test_keywords_are_passed_on() -> None:
-    done: list[Any] = []
-    AsyncRequest(lambda *args, **kwargs: done.append((args, kwargs)), (1,), [], {"k": 2}).execute_sync()
-    assert done == [((1,), {"k": 2})]
-
-
 def test_a_failure_is_finalised_by_nobody_and_has_the_original_as_cause() -> None:
     done: list[str] = []
     original = KeyError("disk")
@@ -80,10 +74,6 @@ def test_what_is_added_to_the_original_of_a_frozen_request_is_not_lost() -> None
     assert done == ["late"]
 
 
-def test_finalising_returns_the_index() -> None:
-    assert AsyncRequest(None, (), [], call_idx=7).execute_finalize_fns() == 7
-
-
 def test_what_is_staged_takes_the_place_of_the_second_argument() -> None:
     assert AsyncRequest(keep, (1, 2, 3), [], preload_fn=lambda: "staged").staged_args() == (1, "staged", 3)
 
@@ -105,17 +95,6 @@ def test_what_the_ranks_conclude() -> None:
     assert verdict((1, DONE), (1, FAILED)) == CallVerdict(True, False, 1)
     assert verdict((1, RUNNING), (1, RUNNING), (1, FAILED), (1, FAILED)) == CallVerdict(True, False, 2)
     assert verdict((1, FAILED), (1, RUNNING)) == CallVerdict(True, False, 0)
-
-
-@pytest.mark.parametrize("indexes", [(2, 1), (1, 2), (5, 5, 4), (0, 3)])
-def test_ranks_at_different_calls_are_not_in_step(indexes: tuple[int, ...]) -> None:
-    assert not verdict(*((index, DONE) for index in indexes)).is_in_step
-
-
-@pytest.mark.parametrize(("cpu", "io"), [(20, None), (-21, None), (0, 4), (0, -1)])
-def test_priorities_that_do_not_exist_are_refused(cpu: int, io: int | None) -> None:
-    with pytest.raises(ValueError, match="priority is"):
-        check_priorities(cpu, io)
 
 
 def there_and_back(*args: Any, pool: MemoryPool | None = None) -> tuple[Parcel, tuple[Any, ...]]:
@@ -141,14 +120,6 @@ def test_tensors_arrive_with_their_bits_shapes_and_types() -> None:
         assert torch.equal(before.to_dense().to(torch.complex64), after.to_dense().to(torch.complex64))
 
 
-def test_the_copy_is_a_snapshot_and_the_live_tensor_stays_private() -> None:
-    live = torch.zeros(1000)
-    _, (copied,) = there_and_back({"weight": live})
-    live += 1
-    assert copied["weight"].sum() == 0
-    assert not live.is_shared()  # type: ignore[no-untyped-call]
-
-
 def test_tensors_that_share_storage_still_do_and_are_copied_once() -> None:
     live = torch.zeros(1000)
     parcel, (whole, part) = there_and_back(live, live[500:])
@@ -156,16 +127,6 @@ def test_tensors_that_share_storage_still_do_and_are_copied_once() -> None:
     assert parcel.memory.size_bytes < 2 * live.nbytes
     whole += 1
     assert part.sum() == 500
-
-
-def test_finalize_functions_stay_with_the_trainer() -> None:
-    parcel, _ = there_and_back(1)
-    assert unpack(parcel).finalize_fns == []
-
-
-def test_what_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(TypeError, match=r"cannot be sent to a worker process: .*lambda.*module"):
-        there_and_back(lambda: None)
 
 
 def test_memory_is_used_again_only_when_it_was_given_back() -> None:
@@ -180,13 +141,6 @@ def test_memory_is_used_again_only_when_it_was_given_back() -> None:
     assert larger is not first
     pool.give_back(larger)
     assert pool.take(100) is larger, "the one that had become too small is still kept"
-
-
-def test_without_reuse_memory_is_always_new() -> None:
-    pool = MemoryPool(reuse=False)
-    memory = pool.take(100)
-    pool.give_back(memory)
-    assert pool.take(100) is not memory
 
 
 def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> None:

@@ -57,17 +57,6 @@ def steps_saved(
 # --- every n steps ----------------------------------------------------------------------------------------------------
 
 
-def test_every_steps_saves_at_the_multiples_of_the_run() -> None:
-    assert steps_saved(EverySteps(10), BEGAN, 35) == [10, 20, 30]
-    assert steps_saved(EverySteps(10, offset=3), BEGAN, 35) == [3, 13, 23, 33]
-    assert steps_saved(EverySteps(1), BEGAN, 4) == [1, 2, 3, 4]
-
-
-def test_a_restored_run_goes_on_with_the_same_steps() -> None:
-    restored = replace(BEGAN, step=18, last_saved_step=17, last_saved_s=9.0)
-    assert steps_saved(EverySteps(10), restored, 25) == [20, 30, 40]
-
-
 def test_a_step_that_was_skipped_while_a_save_ran_is_made_up_for_at_once() -> None:
     assert steps_saved(EverySteps(10), BEGAN, 40, save_steps=13) == [10, 23, 36]
 
@@ -130,11 +119,6 @@ def test_a_clock_that_was_set_neither_stops_the_saves_nor_causes_one_after_each_
     assert saved[0] <= set_back.step + 2.0 * seconds / step_s + 1, "blocked for more than two periods"
     gaps = [later - earlier for earlier, later in pairwise(saved)]
     assert all(gap >= seconds / step_s * (1 - 1e-6) for gap in gaps)
-
-
-def test_a_clock_that_went_back_a_little_causes_no_save() -> None:
-    decision = EverySeconds(10.0).decide(replace(SAVED, now_s=49.0))
-    assert (decision.save, decision.numbers["due_in_s"]) == (False, 11.0)
 
 
 def test_a_clock_that_was_set_back_far_is_given_as_the_reason() -> None:

@@ -36,14 +36,6 @@ def test_names_of_other_things_belong_to_nobody(name: str) -> None:
     assert decode_staging_name(name) is None
 
 
-def test_the_folder_of_a_dead_neighbour_is_abandoned_at_once() -> None:
-    assert is_abandoned(NEIGHBOUR, HERE, process_lives=False, idle_s=0.0)
-
-
-def test_the_folder_of_a_living_neighbour_is_not_abandoned() -> None:
-    assert not is_abandoned(NEIGHBOUR, HERE, process_lives=True, idle_s=ABANDONED_AFTER_S)
-
-
 @pytest.mark.parametrize("owner", [OTHER_HOST, OTHER_CONTAINER])
 def test_a_process_number_of_elsewhere_proves_nothing(owner: Owner) -> None:
     assert not is_abandoned(owner, HERE, process_lives=False, idle_s=ABANDONED_AFTER_S)

@@ -14,19 +14,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
 from torchelastic.checkpoint.local.names import header_meta
-from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, leaves
+from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.memory.commit import StoredItem, records_of, storage_data_of
 from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.plans import RankReport, collect_reports, tensor_bytes
 from torchelastic.checkpoint.memory.room import Free, held_bytes
 from torchelastic.checkpoint.memory.staging import result_of
-from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
+from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.policy.arguments import text
-from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.shards.header import (
     data_offset_bytes,
     decode_header,
@@ -121,23 +119,6 @@ def test_a_name_is_a_text_that_is_not_empty(value: str, error: type[Exception]) 
     assert text("tier", "disk", "name the tier") == "disk"
     with pytest.raises(error, match=r"tier is .*: name the tier"):
         text("tier", value, "name the tier")
-
-
-def test_a_step_whose_beginning_nobody_saw_is_not_timed() -> None:
-    class Spy(SavePolicy):
-        steps_s: list[float | None] = []  # noqa: RUF012  # one spy
-
-        def decide(self, moment: SaveMoment) -> SaveDecision:
-            self.steps_s.append(moment.step_s)
-            return SaveDecision(False, "spying")
-
-    clock, spy = FakeClock(100.0), Spy()
-    schedule = SaveSchedule(spy, clock)
-    for step in (1, 2):
-        clock.sleep(3.0)
-        schedule.step_ended()
-        schedule.decide(step, wanted=False, saving=False, is_full=False, stop_requested=False)
-    assert spy.steps_s == [None, 3.0]
 
 
 # --- replicas and tiers -----------------------------------------------------------------------------------------------
@@ -258,12 +239,6 @@ def test_a_state_that_was_read_for_other_devices_keeps_those_it_has() -> None:
         assert [tensor.device.type for tensor in made.tensors] == [expected]
 
 
-def test_a_device_that_is_not_here_leaves_a_tensor_where_it_is() -> None:
-    made = BasicTensorAwareStateDict.from_tree({"w": torch.zeros(2)}, [torch.device("xpu")])
-    made.restore_tensor_device()
-    assert [tensor.device.type for tensor in leaves(made.to_tree(), torch.Tensor)] == ["cpu"]
-
-
 def test_a_tensor_goes_back_to_the_accelerator_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is played: where a tensor is sent is written down."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
@@ -277,10 +252,3 @@ def test_a_tensor_goes_back_to_the_accelerator_that_is_here(monkeypatch: pytest.
     for device in ("xpu", "cuda"):
         BasicTensorAwareStateDict.from_tree({"w": torch.zeros(2)}, [torch.device(device)]).restore_tensor_device()
     assert moved == [(torch.device("xpu"), True)]
-
-
-def test_a_request_without_work_does_none() -> None:
-    done: list[int] = []
-    AsyncRequest(None, (), []).work()
-    AsyncRequest(done.append, (3,), []).work()
-    assert done == [3]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from tests.pure.managed_loops import Job
 from tests.pure.status_runs import a_host
 from torchelastic.agent.causes import LostElsewhere, report_of
 from torchelastic.checkpoint.policy.costs import Bound
@@ -18,7 +16,7 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
-from torchelastic.lifetime.bounds import guess, step_bound
+from torchelastic.lifetime.bounds import guess
 from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
@@ -190,17 +188,6 @@ def test_however_much_an_exchange_costs_there_is_one_in_time_if_steps_become_a_h
 def test_ranks_with_different_tiers_do_not_agree() -> None:
     with pytest.raises(ValueError, match="the ranks were given different tiers"):
         sample("disk").agreed(sample("disk", "memory").numbers())
-
-
-def test_a_bound_for_any_share_is_one_that_a_sample_gives() -> None:
-    bound = step_bound([1.0, 2.0, 3.0], 1e-9)
-    assert bound is not None
-    assert 0.0 <= bound.seconds <= 3.0
-
-
-def test_an_iteration_manager_says_how_long_it_leaves_for_a_save(tmp_path: Path) -> None:
-    job = Job(tmp_path / ".velastic", None, total_iters=50, save_ckpt_time=4)
-    assert job.manager.save_ckpt_time == 4.0
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

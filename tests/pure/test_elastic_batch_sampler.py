@@ -122,17 +122,6 @@ def test_shares_are_contiguous_and_level(samples: int, world_size: int) -> None:
     assert bounds[-1][1] == samples
 
 
-def test_64_samples_over_3_ranks_are_22_21_and_21() -> None:
-    shares = []
-    for rank in range(3):
-        sampler = ElasticBatchSampler(640, 64)
-        sampler.set_world(rank, 3)
-        shares.append(sampler.shares(4))
-    assert [len(share.load) for share in shares] == [22, 21, 21]
-    order = epoch_order(640, 0, 0, shuffle=True).tolist()
-    assert [index for share in shares for index in share.load] == order[4 * 64 : 5 * 64]
-
-
 def test_weighted_local_means_are_the_global_mean_also_with_padding_and_accumulation() -> None:
     values = torch.randn(21, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weighted = 0.0
@@ -175,15 +164,6 @@ def test_a_running_iterator_does_not_notice_later_changes() -> None:
     sampler.commit()
     sampler.set_world(1, 2)
     assert list(iterator) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_one_commit_may_end_several_epochs() -> None:
-    sampler = ElasticBatchSampler(5, 3, epochs=4)
-    shares = [sampler.consume() for _ in range(5)]
-    assert [(share.epoch, share.number) for share in shares] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
-    assert sampler.pending == tuple(shares)
-    sampler.commit()
-    assert (sampler.epoch, sampler.cursor, sampler.finished) == (2, 3, False)
 
 
 def test_after_the_last_epoch_there_is_nothing_to_consume() -> None:

@@ -80,11 +80,6 @@ def test_a_job_is_started_again_until_its_restarts_are_used_up(life: Life) -> No
     assert what_next([life] * 3, 2) == Verdict(False, 1, "not finished after 2 restarts: that is --max-restarts")
 
 
-def test_without_restarts_there_is_one_life() -> None:
-    verdict = what_next([KILLED], 0)
-    assert (verdict.goes_on, verdict.exit_code) == (False, 1)
-
-
 def test_a_job_that_has_finished_is_not_started_again_even_in_its_last_life() -> None:
     assert what_next([KILLED, KILLED, FINISHED], 2) == Verdict(False, 0, "finished in life 3")
 
@@ -127,11 +122,6 @@ def test_where_the_next_life_says_nothing_the_last_save_counts() -> None:
     assert [one["steps_lost"] for one in report["lives"]] == [2, None, None, None, 0]
     assert report["steps_lost"] == 2
     assert report_document(lives[1:2], DONE)["steps_lost"] is None
-
-
-def test_a_job_that_has_finished_has_given_up_nothing() -> None:
-    report = report_document([STOPPED, FINISHED], DONE)
-    assert (report["used_s"], report["given_up_s"], report["steps_lost"]) == (2.0, 4.0, 0)
 
 
 def test_exits_are_described_for_people() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchelastic.agent.control_sequences import last_state, plain_text, shown_of, without_sequences
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker_environment import memory_variables, terminal_variables, thread_variables
+from torchelastic.agent.worker_environment import memory_variables, terminal_variables
 
 RED, OFF = "\x1b[31m", "\x1b[0m"
 
@@ -144,22 +144,6 @@ def test_workers_know_of_colours_and_width_unless_the_user_says_otherwise(
 ) -> None:
     assert terminal_variables(given_, nproc, os.terminal_size((100, 40))) == wanted
     assert terminal_variables(given_, nproc, None) == {}
-
-
-@pytest.mark.parametrize(
-    ("given_", "nproc", "cores", "wanted"),
-    [
-        ({}, 1, 16, {}),
-        ({}, 4, 16, {"OMP_NUM_THREADS": "4"}),
-        ({}, 3, 16, {"OMP_NUM_THREADS": "5"}),
-        ({}, 4, 2, {"OMP_NUM_THREADS": "1"}),
-        ({"OMP_NUM_THREADS": "7"}, 4, 16, {}),
-    ],
-)
-def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(
-    given_: dict[str, str], nproc: int, cores: int, wanted: dict[str, str]
-) -> None:
-    assert thread_variables(given_, nproc, cores) == wanted
 
 
 @pytest.mark.parametrize(

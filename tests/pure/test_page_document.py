@@ -52,22 +52,6 @@ def test_only_what_has_changed_is_sent() -> None:
 
 
 # RFC 7396, Appendix A, without those whose patch or target is no object
-@pytest.mark.parametrize(
-    ("target", "patch", "result"),
-    [
-        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
-        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
-        ({"a": "b"}, {"a": None}, {}),
-        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
-        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
-        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
-        ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
-    ],
-)
-def test_patches_are_those_of_the_standard(target: Any, patch: Any, result: Any) -> None:
-    assert applied(target, patch) == result
-
-
 # --- documents --------------------------------------------------------------------------------------------------------
 
 

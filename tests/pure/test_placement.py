@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from torchelastic.checkpoint.replication import (
     ExchangePlan,
-    ExchangePlanEntry,
     NoReplicasAvailableError,
     parse_group_sequence,
 )
@@ -117,13 +116,6 @@ def test_any_world_has_holders_of_every_shard(hosts: list[str], jump: int, facto
 # --- retrieval --------------------------------------------------------------------------------------------------------
 
 
-def test_an_own_copy_is_preferred() -> None:
-    plan = retrieve_plan({0: ["a"], 1: ["a"], 2: ["a"]}, {1: ["a"]}, rank=1)
-    assert plan.entries == (ExchangePlanEntry(sender=1, receiver=1, id_="a"),)
-    assert plan.required_ids() == {"a"}
-    assert plan.required_ids(0) == set()
-
-
 def test_senders_are_balanced() -> None:
     available = {0: ["a", "b", "c", "d"], 1: ["a", "b", "c", "d"]}
     plan = retrieve_plan(available, {2: ["a"], 3: ["b"], 4: ["c"], 5: ["d"]})
@@ -134,16 +126,6 @@ def test_senders_are_balanced() -> None:
 def test_what_has_one_holder_goes_first() -> None:
     plan = retrieve_plan({0: ["a", "b"], 1: ["a"]}, {2: ["a"], 3: ["b"]})
     assert [(entry.sender, entry.receiver) for entry in plan.entries] == [(1, 2), (0, 3)]
-
-
-def test_ids_of_checkpoints_are_tuples() -> None:
-    mine, yours = (10, 0, "session"), (10, 1, "session")
-    plan = retrieve_plan({0: [mine, yours], 1: []}, {0: [mine], 1: [yours]})
-    assert plan.entries == (ExchangePlanEntry(0, 0, mine), ExchangePlanEntry(0, 1, yours))
-
-
-def test_who_wants_nothing_gets_nothing() -> None:
-    assert retrieve_plan({0: ["a"]}, {0: [], 1: []}).entries == ()
 
 
 def test_everything_that_is_missing_is_named() -> None:

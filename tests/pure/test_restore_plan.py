@@ -68,17 +68,6 @@ def test_who_has_which_rank_changes_nothing_but_who_reads(group: Found, chance: 
     assert [what(candidate) for candidate in candidates(permuted)] == [what(one) for one in candidates(group)]
 
 
-def test_shards_that_no_rank_can_have_written_make_nothing_complete() -> None:
-    (found,) = candidates([[Held(1, range(2), {0, 2, -1})]])
-    assert found.missing == [1]
-    assert not found.is_complete
-
-
-def test_worlds_of_two_sizes_are_never_put_together() -> None:
-    found = candidates([[Held(1, range(2), {0}), Held(1, range(3), {1, 2})]])
-    assert [(candidate.missing, candidate.is_complete) for candidate in found] == [([0], False), ([1], False)]
-
-
 # --- from whom --------------------------------------------------------------------------------------------------------
 
 

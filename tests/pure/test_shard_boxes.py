@@ -58,16 +58,6 @@ def test_uncovered_is_what_no_piece_has_and_each_element_once(case: tuple[tuple[
     assert np.array_equal(mask(shape, uncovered(wanted, pieces)), expected)
 
 
-def test_every_pair_of_blocks_of_a_small_cube() -> None:
-    spans = [(begin, end) for begin in range(3) for end in range(begin + 1, 4)]
-    blocks = [Region((a, c, 0), (b - a, d - c, 2)) for a, b in spans for c, d in spans]
-    blocks += [Region((0, a, b), (1, 1, c - b)) for a in range(3) for b, c in ((0, 1), (1, 2))]
-    masks = [mask((3, 3, 2), [block]) for block in blocks]
-    for wanted, in_wanted in zip(blocks, masks, strict=True):
-        for piece, in_piece in zip(blocks, masks, strict=True):
-            assert np.array_equal(mask((3, 3, 2), uncovered(wanted, [piece])), in_wanted * (1 - in_piece))
-
-
 @given(shapes_with_boxes())
 def test_a_box_within_another_selects_the_same_elements(case: tuple[tuple[int, ...], list[Region]]) -> None:
     shape, (outer, other, *_) = case

@@ -48,10 +48,6 @@ def test_where_nothing_moved_or_no_floor_was_measured_there_is_no_ratio(kind: st
     assert document["beyond_one_step_and_transfer_ms"]["median"] == 300.0
 
 
-def test_no_kill_is_no_figure() -> None:
-    assert moves_document([], []) == {}
-
-
 def block(event: str, way: str, number: int, t: float, copies: int) -> Event:
     return {"e": event, "way": way, "number": number, "t": t, "copies": copies}
 

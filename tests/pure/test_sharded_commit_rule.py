@@ -49,9 +49,6 @@ def offer(phase: Phase, *holdings: OfferedState, layouts: Sequence[Layout] = (),
     return Offer(phase, holdings, tuple(layouts), generation, 0, {}, "host")
 
 
-LIVE = (Phase.UNTOUCHED, Phase.READY, Phase.DONE, Phase.NONE)
-
-
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_the_latest_state_that_is_whole_is_taken(data: st.DataObject) -> None:
@@ -116,13 +113,6 @@ def test_states_of_one_step_from_two_groups_are_never_mixed() -> None:
     assert describe_missing(nothing.missing) == "w[0:6]"
 
 
-def test_a_ready_rank_of_an_older_group_does_not_complete() -> None:
-    left, right = chunks(2)
-    done = offer(Phase.DONE, OfferedState(AFTER, 0, is_live=True), layouts=[left])
-    stale = offer(Phase.READY, OfferedState(Version(1, 5, 0), 0, is_live=True), layouts=[right], generation=1)
-    assert isinstance(choose([done, stale], {"w"}), NoWholeState)
-
-
 def test_a_state_without_its_companions_is_passed_over() -> None:
     whole = layout(0, ROWS)
     bare = offer(Phase.NONE, OfferedState(AFTER, 0, has_companions=False), OfferedState(BEFORE, 0), layouts=[whole])
@@ -154,18 +144,6 @@ def test_what_goes_with_the_parts_comes_from_a_rank_that_has_committed_the_step(
         choice = choose(offers, {"w"})
         assert isinstance(choice, ChosenState)
         assert choice.source == source
-
-
-def test_nothing_is_whole_where_a_parameter_is_not_there_at_all() -> None:
-    held = offer(Phase.UNTOUCHED, OfferedState(TRAINED, 0, is_live=True), layouts=[layout(0, ROWS)])
-    nothing = choose([held], {"w", "b"})
-    assert isinstance(nothing, NoWholeState)
-    assert nothing.missing == {"b": ()}
-    assert describe_missing(nothing.missing) == "b"
-
-
-def test_new_workers_have_nothing() -> None:
-    assert choose([offer(Phase.NONE), offer(Phase.NONE)], {"w"}) == NoWholeState(None, {})
 
 
 def test_what_is_whole_in_copies_alone() -> None:

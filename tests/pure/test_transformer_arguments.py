@@ -97,11 +97,6 @@ def test_the_8b_preset_is_llama_3() -> None:
     assert embeddings + shape.layers * block + shape.dim == 8_030_261_248  # as its model card says: 8.03 B
 
 
-def test_sizes_override_the_preset() -> None:
-    shape = parse_options(["--dataset", "d", "--dim", "64", "--heads", "8"]).shape(300)
-    assert (shape.dim, shape.heads, shape.kv_heads, shape.layers, shape.hidden) == (64, 8, 8, 4, 192)
-
-
 def test_the_usual_dtype_is_that_of_the_device() -> None:
     usual = parse_options(["--dataset", "d"])
     assert usual.dtype(torch.device("cuda")) is torch.bfloat16
@@ -139,16 +134,6 @@ def test_checkpoints_are_ordered_by_number() -> None:
 )
 def test_what_is_no_checkpoint_is_left_alone(text: str) -> None:
     assert SavedName.find(text) is None
-
-
-def test_every_name_is_read_back() -> None:
-    for text in ("ckpt_0", "ckpt_12.shard", "ckpt_12_final", "ckpt_12_final.shard"):
-        assert [name.text for name in names(text)] == [text]
-
-
-def test_the_oldest_go_also_across_a_power_of_ten() -> None:
-    assert [name.step for name in superfluous(names("ckpt_90", "ckpt_100", "ckpt_110", "ckpt_80"), keep=3)] == [80]
-    assert [name.step for name in superfluous(names("ckpt_9", "ckpt_10", "ckpt_8.shard"), keep=1)] == [9, 8]
 
 
 def test_a_final_one_never_goes_for_a_periodic_one() -> None:

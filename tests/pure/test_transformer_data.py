@@ -15,7 +15,6 @@ from examples.transformer_slurm.parquet_text import (
     DatasetError,
     DocumentOrder,
     ParquetText,
-    Position,
     TokenStream,
     for_other_ranks,
 )
@@ -61,28 +60,12 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
     assert len({tuple(order(*numbers)) for numbers in [(4, 0), (4, 1), (5, 0), (5, 1)]}) == 4
 
 
-def test_a_document_that_is_not_there_has_no_place() -> None:
-    order = DocumentOrder(GROUPS, 0, 0)
-    for number in (-1, sum(GROUPS)):
-        with pytest.raises(IndexError):
-            order.place(number)
-    with pytest.raises(IndexError):
-        DocumentOrder([], 0, 0).place(0)
-
-
 def test_every_token_of_an_epoch_is_trained_on_once(tmp_path: Path) -> None:
     texts = texts_in(tmp_path, documents())
     order = DocumentOrder(texts.rows_of_groups, 3, 0)
     epoch = [token for number in range(len(order)) for token in encode(texts.text(*order.place(number)))]
     inputs = [token for one in sequences(TokenStream(texts, encode, seed=3), len(epoch) // 7) for token in one]
     assert inputs == epoch[: len(inputs)]
-
-
-def test_labels_are_the_tokens_that_follow(tmp_path: Path) -> None:
-    stream = TokenStream(texts_in(tmp_path, documents()), encode, seed=3)
-    (first, labels), (second, _) = stream.batch(1, 7), stream.batch(1, 7)
-    assert first[0, 1:].tolist() == labels[0, :-1].tolist()
-    assert labels[0, -1] == second[0, 0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -126,11 +109,6 @@ def test_with_other_ranks_no_document_is_read_twice(tmp_path: Path) -> None:
             after |= set(stream.batch(1, 1)[0][0].tolist())
     assert after - {END}
     assert not seen & after
-
-
-def test_the_furthest_rank_counts_in_the_furthest_epoch() -> None:
-    ranks = [Position(1, 0, 9, 4), Position(2, 6, 1, 0), Position(2, 6, 2, 8)]
-    assert for_other_ranks(ranks) == Position(epoch=2, begin=6 + 2 + 3 * 2 + 1)
 
 
 @pytest.mark.parametrize("encoded_as", ["string", "large_string", "dictionary"])

@@ -9,7 +9,6 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody knows it
 from examples.transformer_slurm.model import (
     Attention,
     ModelShape,
-    RMSNorm,
     Transformer,
     built,
     next_token_loss,
@@ -31,15 +30,6 @@ def test_a_token_changes_no_prediction_before_it() -> None:
     assert all(not torch.allclose(before[0, place], after[0, place]) for place in range(6, 10))
 
 
-def test_a_turn_depends_on_the_position_and_keeps_the_length() -> None:
-    turns = rotations(8, 6, theta=100.0)
-    x = torch.randn(1, 1, 8, 6, generator=torch.Generator().manual_seed(1))
-    turned = rotate(x, turns)
-    assert torch.equal(turned[..., 0, :], x[..., 0, :])
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert not torch.allclose(turned[..., 1:, :], x[..., 1:, :])
-
-
 def test_what_attention_sees_of_positions_is_their_distance() -> None:
     turns = rotations(20, 8, theta=500_000.0)
     query, key = torch.randn(2, 8, generator=torch.Generator().manual_seed(2)).double()
@@ -53,17 +43,6 @@ def test_what_attention_sees_of_positions_is_their_distance() -> None:
 
     assert score(7, 3) == pytest.approx(score(16, 12), rel=1e-6)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-6)
-
-
-def test_the_slowest_pair_turns_by_the_base_of_the_frequencies() -> None:
-    cos, sin = rotations(3, 4, theta=10_000.0)
-    angle = torch.tensor(2 * 10_000.0**-0.5)
-    torch.testing.assert_close(torch.stack([cos[2, 1], sin[2, 1]]), torch.stack([angle.cos(), angle.sin()]))
-
-
-def test_the_norm_makes_the_mean_square_one() -> None:
-    x = 50 * torch.randn(3, 16)
-    torch.testing.assert_close(RMSNorm(16, 1e-5)(x).square().mean(-1), torch.ones(3), atol=1e-4, rtol=0)
 
 
 def test_shared_heads_are_as_repeated_ones() -> None:

@@ -158,7 +158,8 @@ class BCPState:
         """Returns when the save in the background is published. Called on all ranks.
 
         Raises:
-            CheckpointError: it failed, on whichever rank.
+            CheckpointError: it failed, on whichever rank. What a tier's own library has raised is raised there as it
+                is.
         """
 
         def settled() -> None:
