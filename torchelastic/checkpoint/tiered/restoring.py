@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _SHOWN = 5
 #: So many ranks may fetch from one at once, or all others if there are more.
 _LEAST_TRANSFERS = 16
+#: For how long a rank is tried again to which the connection broke.
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,8 @@ class Restoring:
         if server is None:
             raise NoReplicasAvailableError(f"rank {source.rank} cannot be reached from here")
         host, port, token = server
-        client = ReplicaClient((str(host), int(port)), str(token))
+        # one that has died is not waited for: the group breaks, and restores anew
+        client = ReplicaClient((str(host), int(port)), str(token), retry_s=_RETRY_S)
         number = list(self._tiers).index(source.place)
         return fetched_into_memory(shard, partial(client.pull, f"{number}/{shard}"))
 
