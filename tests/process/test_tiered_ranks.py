@@ -10,6 +10,7 @@ import pytest
 
 from tests.process import tiered_work as work
 from tests.process.local_ranks import Crew, succeeded
+from tests.process.memory_ranks import damage
 
 CREW_SIZE = 4
 
@@ -87,13 +88,20 @@ def test_a_host_that_is_gone_takes_its_checkpoint_away_and_everybody_says_whose(
     assert all("step-000000003.e1.r1.g2 lacks the shards of rank(s) 1" in answer["error"] for answer in answers)
 
 
-def test_a_host_that_is_gone_is_replaced_by_its_replica(crew: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["lost", "damaged"])
+def test_a_host_that_is_gone_or_whose_shard_is_damaged_is_replaced_by_its_replica(
+    crew: Crew, tmp_path: Path, what: str
+) -> None:
     saved = succeeded(crew.run(work.save, "hosts", str(tmp_path), 3, 1, ranks=4))
     assert [answer["failures"] for answer in saved] == [[]] * 4
     for rank in range(4):
         names = [path.name for path in (tmp_path / f"host-{rank}").glob("step-*3.*/shard*")]
         assert len(names) == 2, names
-    shutil.rmtree(tmp_path / "host-1")
+    if what == "lost":
+        shutil.rmtree(tmp_path / "host-1")
+    else:
+        (own,) = (tmp_path / "host-1").glob("step-*3.*/shard-00001-*")
+        damage(own)
     answers = succeeded(crew.run(work.restore, "hosts", str(tmp_path), ranks=4))
     assert [answer["step"] for answer in answers] == [3] * 4
     assert answers[0]["digest"] == saved[0]["digest"]

@@ -1,4 +1,4 @@
-"""What ranks say to each other over a group: texts to all in a collective, bytes to one; never a pickle."""
+"""What ranks say to each other over a group, in a collective; never a pickle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch.distributed as dist
 #: What every rank sends at once; where more is to be said, all of it follows in a second round.
 FRAME_BYTES = 1016
 _LENGTH_BYTES = 8
-#: How much one message from rank to rank carries: each has to arrive within the time-out of collectives.
-CHUNK_BYTES = 64 * 2**20
 
 
 def all_gather_texts(
@@ -52,21 +50,3 @@ def _exchange(
     return max(lengths), [
         each[_LENGTH_BYTES : _LENGTH_BYTES + length] for each, length in zip(received, lengths, strict=True)
     ]
-
-
-def send_bytes(group: dist.ProcessGroup, data: memoryview, rank: int) -> None:
-    """Gives bytes to one rank of the group, which calls `receive_bytes`. Raises: RuntimeError: the group is broken."""
-    for begin in range(0, data.nbytes, CHUNK_BYTES):
-        # a copy: what is sent may be a read-only map of a file
-        chunk = _as_tensor(memoryview(bytearray(data[begin : begin + CHUNK_BYTES])))
-        dist.send(chunk, group=group, group_dst=rank)
-
-
-def receive_bytes(group: dist.ProcessGroup, into: memoryview, rank: int) -> None:
-    """Takes as many bytes from one rank of the group, which calls `send_bytes`. Raises: RuntimeError as there."""
-    for begin in range(0, into.nbytes, CHUNK_BYTES):
-        dist.recv(_as_tensor(into[begin : begin + CHUNK_BYTES]), group=group, group_src=rank)
-
-
-def _as_tensor(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)

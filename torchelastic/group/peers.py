@@ -1,4 +1,4 @@
-"""The ranks of one group of a train loop, as one of them sees them: small messages, bytes from one to another, notes.
+"""The ranks of one group of a train loop, as one of them sees them: small messages and notes.
 
 `p2p.peers` has the real ones, over the groups of a round; `Alone` is a group of one. Imports no torch.
 """
@@ -33,12 +33,6 @@ class Peers(Protocol):
 
     def rank_0_says(self, value: bool) -> bool:
         """What rank 0 has given."""
-
-    def send(self, data: memoryview, rank: int) -> None:
-        """Give bytes to one rank, which calls `receive`."""
-
-    def receive(self, into: memoryview, rank: int) -> None:
-        """Take as many bytes from one rank, which calls `send`."""
 
     def barrier(self) -> None:
         """Return when every rank has called it, however long one of them works before it does."""
@@ -76,14 +70,6 @@ class Alone:
     def rank_0_says(self, value: bool) -> bool:
         """See `Peers`."""
         return value
-
-    def send(self, data: memoryview, rank: int) -> None:
-        """Never called: there is nobody else."""
-        raise RuntimeError(f"there is no rank {rank} to send {data.nbytes} bytes to: this worker is alone")
-
-    def receive(self, into: memoryview, rank: int) -> None:
-        """Never called: there is nobody else."""
-        raise RuntimeError(f"there is no rank {rank} to receive {into.nbytes} bytes from: this worker is alone")
 
     def barrier(self) -> None:
         """See `Peers`."""

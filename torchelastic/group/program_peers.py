@@ -41,14 +41,6 @@ class ProgramPeers:
         """See `Peers`."""
         return bool(self.all_gather(value)[0])
 
-    def send(self, data: memoryview, rank: int) -> None:
-        """See `Peers`."""
-        self._ranks.send(data, rank)
-
-    def receive(self, into: memoryview, rank: int) -> None:
-        """See `Peers`."""
-        self._ranks.receive(into, rank)
-
     def barrier(self) -> None:
         """See `Peers`."""
         self.all_gather(None)

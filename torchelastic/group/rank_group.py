@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
-from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
+from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import describe_calls, listed
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
 from torchelastic.processes.background import done_here, in_background
@@ -115,16 +115,6 @@ class RankGroup:
         own: list[Got] = []
         self.run_on_all(call, lambda: own.append(work()))
         return own[0]
-
-    def send(self, data: memoryview, rank: int) -> None:
-        """Gives bytes to one rank, which calls `receive`; after a first call of all ranks."""
-        assert self._group is not None
-        send_bytes(self._group.group, data, rank)
-
-    def receive(self, into: memoryview, rank: int) -> None:
-        """Takes as many bytes from one rank, which calls `send`; after a first call of all ranks."""
-        assert self._group is not None
-        receive_bytes(self._group.group, into, rank)
 
     def close(self) -> None:
         """Lets the gloo group go. Not a collective."""

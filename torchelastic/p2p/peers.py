@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
+from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import listed
 from torchelastic.group.notes import Mailbox
 from torchelastic.group.store_mailbox import StoreMailbox
@@ -66,14 +66,6 @@ class GroupPeers:
         flag = torch.tensor([int(value)])
         dist.broadcast(flag, src=0, group=self._group)
         return bool(flag[0])
-
-    def send(self, data: memoryview, rank: int) -> None:
-        """Give bytes to one rank."""
-        send_bytes(self._group, data, rank)
-
-    def receive(self, into: memoryview, rank: int) -> None:
-        """Take as many bytes from one rank."""
-        receive_bytes(self._group, into, rank)
 
     def barrier(self) -> None:
         """Wait for all on a key of the store, not in a collective, whose time-out a slow disk would exceed."""

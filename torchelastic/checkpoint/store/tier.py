@@ -129,6 +129,8 @@ class TierEntry:
 class Tier(ABC):
     """A place for checkpoints. Every rank has an object of it; one thread at a time calls it.
 
+    Only `open` is also called by threads that give shards to other ranks, while the group restores.
+
     Attributes:
         name: for logs and metrics: "memory", "disk", "durable"; unique among the tiers of a manager.
         is_shared: whether all hosts see the same content. If not, each host has its own, and its ranks share that.

@@ -1,25 +1,28 @@
-"""How a group finds the newest checkpoint that it can put together, and brings each shard to the ranks that want it.
+"""How a group finds the newest checkpoint that it can put together, and how each rank gets the shards that it wants.
 
-All ranks say what they can read and compute the same plan. Who has a shard that another rank wants and cannot read
-itself sends its bytes. Who gets it checks and reads; where a shard proves damaged, all agree on another copy of it or
-on an older checkpoint.
+All ranks say what they can read and compute the same plan. Each reads what it wants where that is nearest: in its own
+tiers, else it fetches the bytes from a rank that has them in its. What proves damaged there is read elsewhere; if there
+is no other copy, all agree on an older checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
-import os
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.restore import StoredCandidate, newest_readable
+from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.errors import CorruptReplicaError, NoReplicasAvailableError
+from torchelastic.checkpoint.replication.server import ReplicaServer
+from torchelastic.checkpoint.restore import StoredCandidate, fetched_into_memory, newest_readable, shards_of
 from torchelastic.checkpoint.restore_plan import ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.checkpoint.tiered.reading import Reading
 from torchelastic.group.peers import Peers
@@ -28,23 +31,10 @@ log = logging.getLogger(__name__)
 
 #: How many damaged checkpoints an error names.
 _SHOWN = 5
-
-
-@dataclass(frozen=True, order=True)
-class Read:
-    """One shard on its way.
-
-    Attributes:
-        shard_rank: whose shard it is, counted in the group that wrote it.
-        reader: the rank that reads it from the tier, counted in the group that restores.
-        tier: the name of the tier.
-        target: the rank that wants it.
-    """
-
-    shard_rank: int
-    reader: int
-    tier: str
-    target: int
+#: So many ranks may fetch from one at once, or all others if there are more.
+_LEAST_TRANSFERS = 16
+#: For how long a rank is tried again to which the connection broke.
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,25 +54,21 @@ class Restored:
     content: Any
 
 
-@dataclass(frozen=True)
-class FailedRead:
-    """A read that has failed.
+@dataclass
+class _Own:
+    """What a rank has read.
 
     Attributes:
-        read: which.
-        is_damage: whether what is stored is not what was written; else it cannot be read (a permission, for example).
-        why: in words.
+        content: what became of it.
+        kind: what the writer said that it is; None: this rank has not read that.
+        tiers: where it was read.
+        faults: what could not be read, and whether that is damage; in words.
     """
 
-    read: Read
-    is_damage: bool
-    why: str
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any]) -> FailedRead:
-        """Out of what another rank has sent."""
-        shard_rank, reader, tier, target, is_damage, why = plain
-        return cls(Read(int(shard_rank), int(reader), str(tier), int(target)), bool(is_damage), str(why))
+    content: Any = None
+    kind: str | None = None
+    tiers: set[str] = field(default_factory=set)
+    faults: list[tuple[str, bool]] = field(default_factory=list)
 
 
 class Restoring:
@@ -103,6 +89,7 @@ class Restoring:
         self._reading = reading
         self._on_damage = self._log_damage if on_damage is None else on_damage
         self._damages: list[str] = []
+        self._servers: Sequence[Sequence[Any] | None] = []  # of each rank: host, port and token, if it has one
 
     def run(self) -> Restored | None:
         """Find the newest checkpoint that is intact.
@@ -115,11 +102,12 @@ class Restoring:
             CheckpointError: something cannot be read for another reason; on every rank.
             RuntimeError: a peer is lost.
         """
-        inventories, unreadable = self._exchange()
-        found = candidates([[entry.held(tier) for tier, entry in inventory] for inventory in inventories])
-        self._note_incomplete([entry for inventory in inventories for _, entry in inventory], found)
-        complete = (candidate for candidate in found if candidate.is_complete)
-        restored = newest_readable(complete, self.restore_one, lambda _, damage: self._damage(str(damage)))
+        with ExitStack() as serving:
+            inventories, unreadable = self._exchange(serving)
+            found = candidates([[entry.held(tier) for tier, entry in inventory] for inventory in inventories])
+            self._note_incomplete([entry for inventory in inventories for _, entry in inventory], found)
+            complete = (candidate for candidate in found if candidate.is_complete)
+            restored = newest_readable(complete, self.restore_one, lambda _, damage: self._damage(str(damage)))
         if restored is not None:
             return restored
         if self._damages:
@@ -132,8 +120,8 @@ class Restoring:
             raise CheckpointError(f"it cannot be told whether there is a checkpoint: {'; '.join(unreadable)}")
         return None
 
-    def _exchange(self) -> tuple[list[list[tuple[str, TierEntry]]], list[str]]:
-        """What each rank can read in which tier, and what cannot be told."""
+    def _exchange(self, serving: ExitStack) -> tuple[list[list[tuple[str, TierEntry]]], list[str]]:
+        """What each rank can read in which tier, and what cannot be told; from now on it gives that to the others."""
         mine: list[list[Any]] = []
         unreadable = []
         for name, tier in self._tiers.items():
@@ -144,12 +132,33 @@ class Restoring:
             except CheckpointError as error:
                 unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
         self._peers.barrier()
-        said = self._peers.all_gather([mine, unreadable])
-        inventories = [[(str(name), TierEntry.from_plain(plain)) for name, plain in entries] for entries, _ in said]
+        said = self._peers.all_gather([mine, unreadable, self._serve(serving)])
+        self._servers = [server for *_, server in said]
+        inventories = [[(str(name), TierEntry.from_plain(plain)) for name, plain in entries] for entries, *_ in said]
         if self._reading.is_on_every_rank:  # rank 0 has only looked for all: each reads what it wants
             shared = [(name, entry) for name, entry in inventories[0] if self._tiers[name].is_shared]
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
-        return inventories, [text for _, texts in said for text in texts]
+        return inventories, [text for _, texts, _ in said for text in texts]
+
+    def _serve(self, serving: ExitStack) -> list[Any] | None:
+        """Gives away what lies in the tiers of this rank; None where nobody else needs that."""
+        if self._peers.world_size == 1 or all(tier.is_shared for tier in self._tiers.values()):
+            return None
+        token, transfers = secrets.token_hex(32), max(_LEAST_TRANSFERS, self._peers.world_size)
+        try:
+            server = ReplicaServer(
+                _GivenAway(list(self._tiers.values())),
+                token,
+                host=self._peers.address,
+                max_transfers=transfers,
+                max_connections=2 * transfers,
+            )
+        except OSError as error:
+            log.warning("what lies on this host cannot be given to others, at %s: %s", self._peers.address, error)
+            return None
+        server.start()
+        serving.callback(server.close)
+        return [*server.address, token]
 
     def _note_incomplete(self, entries: Sequence[TierEntry], found: Sequence[StoredCandidate]) -> None:
         """What was published once and cannot be put together any more is damage, as far as this group can tell."""
@@ -175,146 +184,142 @@ class Restoring:
 
     def restore_one(self, candidate: StoredCandidate) -> Restored:
         """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
-        faults: list[FailedRead] = []
-        while True:
-            reads = self._reads(candidate, faults)
-            with ExitStack() as stack:
-                opened, new_faults = self._open(candidate, reads, stack)
-                if not new_faults:
-                    restored, new_faults = self._take(candidate, reads, self._bring(reads, opened, stack))
-                    if restored is not None:
-                        return restored
-            for fault in new_faults:
-                log.warning("%s: %s", candidate.save, fault.why)
-            faults += new_faults
+        own, why, is_damage = _Own(), "", True
+        try:
+            self._read_own(candidate, self._plan(candidate).get(self._peers.rank, {}), own)
+        except CheckpointError as error:
+            why, is_damage = str(error), isinstance(error, CorruptCheckpointError)
+        self._peers.barrier()  # a download may take its time
+        told = self._peers.all_gather([why, is_damage, own.kind, sorted(own.tiers)])
+        reasons = [text for text, *_ in told if text]
+        if not all(is_damage for _, is_damage, *_ in told):
+            raise CheckpointError(f"the checkpoint {candidate.save} cannot be put together: {'; '.join(reasons)}")
+        if reasons:
+            raise CorruptCheckpointError(f"{candidate.save} is damaged: {'; '.join(reasons)}")
+        kind = next((kind for *_, kind, _ in told if kind is not None), None)
+        tiers = sorted({tier for *_, each in told for tier in each})
+        return Restored(candidate.save, tuple(tiers), kind, own.content)
 
-    def _reads(self, candidate: StoredCandidate, faults: Sequence[FailedRead]) -> list[Read]:
-        """Who reads each shard from where, in the order of the shards, passing over what has failed."""
-        bad = {(fault.read.shard_rank, ShardSource(fault.read.reader, fault.read.tier)) for fault in faults}
-        # what is damaged in a shared place is so for whoever reads it
-        shared = {(fault.read.shard_rank, fault.read.tier) for fault in faults if self._is_shared_damage(fault)}
-        left = {
-            shard: [each for each in sources if (shard, each) not in bad and (shard, each.place) not in shared]
-            for shard, sources in candidate.sources.items()
-        }
-        if not all(left.values()):
-            why = "; ".join(fault.why for fault in faults)
-            if not all(fault.is_damage for fault in faults):
-                raise CheckpointError(f"the checkpoint {candidate.save} cannot be read: {why}")
-            raise CorruptCheckpointError(f"{candidate.save} is damaged: {why}")
+    def _plan(self, candidate: StoredCandidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:
+        """Where each rank reads what it wants, best first."""
         order = list(self._tiers)
 
         def distance(reader: int, _: int, source: ShardSource) -> tuple[int, bool]:
             return order.index(source.place), source.rank != reader
 
-        wanted = self._reading.wanted(list(left), self._peers.world_size)
+        plan_of = partial(plan_reads, candidate.sources, distance=distance)
+        wanted = self._reading.wanted(list(candidate.sources), self._peers.world_size)
+        if wanted is not None:
+            return plan_of(wanted)
         # what stays with whoever reads it is best read by the rank of its own number
-        plan = plan_reads(left, {shard: [shard] for shard in left} if wanted is None else wanted, distance=distance)
-        return sorted(
-            Read(shard, best.rank, best.place, best.rank if wanted is None else target)
-            for target, each in plan.items()
-            for shard, (best, *_) in each.items()
-        )
+        nearest = plan_of({shard: [shard] for shard in candidate.sources})
+        staying: dict[int, list[int]] = {}
+        for shard, sources in nearest.items():
+            staying.setdefault(sources[shard][0].rank, []).append(shard)
+        return plan_of(staying)
 
-    def _is_shared_damage(self, fault: FailedRead) -> bool:
-        return fault.is_damage and self._tiers[fault.read.tier].is_shared
-
-    def _open(
-        self, candidate: StoredCandidate, reads: Sequence[Read], stack: ExitStack
-    ) -> tuple[dict[tuple[int, str], ShardReader], list[FailedRead]]:
-        """What this rank reads, for itself or for others, by shard and tier."""
-        opened: dict[tuple[int, str], ShardReader] = {}
-        faults = []
-        for read in reads:
-            key = (read.shard_rank, read.tier)
-            if read.reader != self._peers.rank or key in opened:
-                continue
-            try:
-                opened[key] = stack.enter_context(self._tiers[read.tier].open(candidate.save, read.shard_rank))
-            except CheckpointError as error:
-                faults.append(FailedRead(read, isinstance(error, CorruptCheckpointError), str(error)))
-        return opened, self._told(candidate, faults)[0]
-
-    def _bring(
-        self, reads: Sequence[Read], opened: dict[tuple[int, str], ShardReader], stack: ExitStack
-    ) -> dict[Read, ShardReader]:
-        """The shards that this rank wants, in the order of the reads, which is the same on all ranks."""
-        shards = {}
-        for read in reads:
-            is_wanted = read.target == self._peers.rank
-            if read.reader == self._peers.rank:
-                shard = opened[read.shard_rank, read.tier]
-                if is_wanted:
-                    shards[read] = shard
-                    continue
-                with shard.view() as view:
-                    self._peers.send(memoryview(view.nbytes.to_bytes(8, "little")), read.target)
-                    self._peers.send(view, read.target)
-            elif is_wanted:
-                shards[read] = self._receive(read, stack)
-        return shards
-
-    def _receive(self, read: Read, stack: ExitStack) -> ShardReader:
-        """A shard in anonymous memory, which is read like a file."""
-        length = bytearray(8)
-        self._peers.receive(memoryview(length), read.reader)
-        size_bytes = int.from_bytes(length, "little")
-        descriptor = os.memfd_create("torchelastic-shard")
-        stack.callback(os.close, descriptor)
-        os.ftruncate(descriptor, size_bytes)
-        with mmap.mmap(descriptor, size_bytes) as memory, memoryview(memory) as view:
-            self._peers.receive(view, read.reader)
-        return stack.enter_context(ShardReader(f"/proc/self/fd/{descriptor}"))
-
-    def _take(
-        self, candidate: StoredCandidate, reads: Sequence[Read], shards: dict[Read, ShardReader]
-    ) -> tuple[Restored | None, list[FailedRead]]:
-        content, kind, faults, why = None, None, [], ""
-        try:
-            if shards:
+    def _read_own(self, candidate: StoredCandidate, wanted: Mapping[int, Sequence[ShardSource]], own: _Own) -> None:
+        """What this rank wants. Raises: CheckpointError: it cannot be had, or is nothing that could be loaded."""
+        left = {shard: list(wanted[shard]) for shard in sorted(wanted)}
+        while left:
+            with ExitStack() as stack:
+                shards = {shard: self._opened(candidate, shard, left[shard], own, stack) for shard in left}
                 stated = (shard for shard in shards.values() if shard.header.structure is not None)
-                kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
-                content = self._reading.take(list(shards.values()))
-        except CorruptCheckpointError as error:
-            faults = _damaged(shards)
-            why = "" if faults else str(error)
-        except CheckpointError as error:
-            why = f"rank {self._peers.rank}: {error}"
-        told, kind = self._told(candidate, faults, why, kind)
-        return None if told else Restored(candidate.save, _tiers_of(reads), kind, content), told
+                own.kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
+                own.tiers = {left[shard][0].place for shard in left}
+                try:
+                    own.content = self._reading.take(list(shards.values()))
+                    return
+                except CorruptCheckpointError as error:
+                    faults = len(own.faults)
+                    for shard, reader in shards.items():  # which it is; for the rare case that one is
+                        try:
+                            reader.verify()
+                        except CorruptCheckpointError as damage:
+                            self._pass_over(candidate, shard, left[shard], own, damage)
+                    if len(own.faults) == faults:
+                        raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
+                except CheckpointError as error:
+                    raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
 
-    def _told(
-        self, candidate: StoredCandidate, faults: Sequence[FailedRead], why: str = "", kind: str | None = None
-    ) -> tuple[list[FailedRead], str | None]:
-        """What has failed on any rank, and the kind that one has read; raises on all of them if one says why."""
-        self._peers.barrier()  # a download may take its time
-        told = self._peers.all_gather([_plain(faults), why, kind])
-        reasons = [text for _, text, _ in told if text]
-        if reasons:
-            raise CheckpointError(f"the checkpoint {candidate.save} cannot be put together: {'; '.join(reasons)}")
-        all_faults = [FailedRead.from_plain(each) for plain, *_ in told for each in plain]
-        return all_faults, next((each for *_, each in told if each is not None), None)
+    def _opened(
+        self, candidate: StoredCandidate, shard: int, sources: list[ShardSource], own: _Own, stack: ExitStack
+    ) -> ShardReader:
+        """The shard where it can be read, which is the first of its sources then."""
+        while sources:
+            source = sources[0]
+            try:
+                if source.rank == self._peers.rank:
+                    return stack.enter_context(self._tiers[source.place].open(candidate.save, shard))
+                return stack.enter_context(self._fetched(shards_of(candidate)[shard], source))
+            except CheckpointError as error:
+                self._pass_over(candidate, shard, sources, own, error)
+        kind = CorruptCheckpointError if all(is_damage for _, is_damage in own.faults) else CheckpointError
+        raise kind("; ".join(text for text, _ in own.faults))
+
+    def _pass_over(
+        self, candidate: StoredCandidate, shard: int, sources: list[ShardSource], own: _Own, error: CheckpointError
+    ) -> None:
+        """Its first source is of no use; what is damaged in a shared place is so for whoever reads it."""
+        bad, is_damage = sources.pop(0), isinstance(error, CorruptCheckpointError)
+        if is_damage and self._tiers[bad.place].is_shared:
+            sources[:] = [source for source in sources if source.place != bad.place]
+        text = f"shard {shard} in the {bad.place} tier of rank {bad.rank}: {error}"
+        log.warning("%s: %s", candidate.save, text)
+        own.faults.append((text, is_damage))
+
+    def _fetched(self, shard: ShardId, source: ShardSource) -> ShardReader:
+        """What another rank can read."""
+        server = self._servers[source.rank] if self._servers else None
+        if server is None:
+            raise NoReplicasAvailableError(f"rank {source.rank} cannot be reached from here")
+        host, port, token = server
+        # one that has died is not waited for: the group breaks, and restores anew
+        client = ReplicaClient((str(host), int(port)), str(token), retry_s=_RETRY_S)
+        number = list(self._tiers).index(source.place)
+        return fetched_into_memory(shard, partial(client.pull, f"{number}/{shard}"))
 
     def _places(self) -> str:
         return ", ".join(tier.where for tier in self._tiers.values())
 
 
-def _damaged(shards: dict[Read, ShardReader]) -> list[FailedRead]:
-    """Which of the shards it is; for the rare case that one is."""
-    faults = []
-    for read, shard in shards.items():
+class _GivenAway:
+    """A `ReplicaStore` of what lies in tiers, which takes nothing.
+
+    Args:
+        tiers: an object is named by the number of one and a shard.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+
+    def destination(self, object_id: str, size_bytes: int) -> memoryview:
+        """See `ReplicaStore`."""
+        raise ValueError(f"{object_id} ({size_bytes} bytes) is not wanted: this host is restoring a checkpoint")
+
+    def received(self, object_id: str, digest: str) -> None:
+        """Never called."""
+
+    def abandon(self, object_id: str) -> None:
+        """Never called."""
+
+    def source(self, object_id: str) -> memoryview | None:
+        """See `ReplicaStore`."""
+        number, _, rest = object_id.partition("/")
         try:
-            shard.verify()
+            shard = ShardId.parse(rest)
+            with self._tiers[int(number)].open(shard.name, shard.rank) as opened:
+                return opened.view()  # keeps the file
+        except (ValueError, IndexError):
+            return None
         except CorruptCheckpointError as error:
-            text = f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}"
-            faults.append(FailedRead(read, True, text))
-    return faults
+            raise CorruptReplicaError(str(error)) from error
+        except CheckpointError as error:
+            raise NoReplicasAvailableError(str(error)) from error
 
+    def digest(self, object_id: str) -> None:
+        """See `ReplicaStore`: the shard has checksums of its own."""
 
-def _tiers_of(reads: Sequence[Read]) -> tuple[str, ...]:
-    return tuple(sorted({read.tier for read in reads}))
-
-
-def _plain(faults: Sequence[FailedRead]) -> list[list[Any]]:
-    """What JSON can hold; `FailedRead.from_plain` is the inverse, one by one."""
-    return [[*astuple(fault.read), fault.is_damage, fault.why] for fault in faults]
+    def ids(self) -> list[str]:
+        """See `ReplicaStore`: all ranks have said already what they have."""
+        return []
