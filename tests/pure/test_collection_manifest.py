@@ -177,3 +177,10 @@ def test_a_manifest_of_streams_is_read_as_it_was_written(streams: dict[str, Stre
 def test_a_fence_is_read_as_it_was_written(epoch: int, round_number: int, run_id: str, owner: str) -> None:
     state = FenceState(epoch, round_number, run_id, owner, "host", 7)
     assert decode_fence(encode_fence(state)) == state
+
+
+def test_what_is_there_is_whole_or_cut() -> None:
+    of = manifest()
+    first, second = of.shards
+    assert of.found_in({first.file: first.size_bytes, second.file: second.size_bytes - 1}) == ([first], [second])
+    assert of.found_in({first.file: None}) == ([], [first])

@@ -13,6 +13,7 @@ import pytest
 from tests.memory_store import MemoryStore
 from tests.simulation.tree import Tree, check_txn
 from torchelastic.rendezvous.credentials import Credentials, CredentialsError
+from torchelastic.rendezvous.drain_requests import DrainRequests
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, encode_member, encode_round
@@ -364,3 +365,12 @@ def test_a_message_of_a_worker_survives_the_wire_and_everything_else_is_refused(
     ]:
         with pytest.raises(WireError, match=said):
             decode(line)
+
+
+def test_a_request_to_leave_of_another_agent_s_member_stays_for_that_agent() -> None:
+    requests = DrainRequests("drain/", lambda member: member == "mine")
+    for member in ("mine", "other"):
+        requests.take(KeyValue(f"drain/{member}", b"", 1, 1, 1), is_put=True)
+    assert requests.deletions(9) == [Delete("drain/mine")]
+    requests.take(KeyValue("drain/mine", b"", 1, 2, 1), is_put=False)
+    assert requests.deletions(9) == []

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from torchelastic.group.naming import describe_calls, listed
+from torchelastic.group.peers import Alone
 
 
 def test_who_calls_what_is_said_briefly() -> None:
     assert listed([1]) == "rank 1"
     assert listed(list(range(20))).endswith("7 and 12 more")
     assert describe_calls(["save(5)", "load()", "save(5)"]) == "rank 1 calls load(); ranks 0, 2 call save(5)"
+
+
+def test_who_is_alone_agrees_with_itself() -> None:
+    alone = Alone()
+    assert [alone.rank_0_says(value) for value in (True, False)] == [True, False]
+    assert alone.all_gather({"a": [1]}) == [{"a": [1]}]

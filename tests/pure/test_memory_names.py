@@ -34,6 +34,8 @@ from torchelastic.checkpoint.memory.ids import (
     newest_of_step,
     object_of,
     parse_object,
+    parts_of,
+    parts_of,
     shard_of,
 )
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
@@ -263,3 +265,10 @@ def test_a_shard_of_another_name_is_refused() -> None:
         require_shard(shard, {**meta_of_shard(shard), "rank": 2}, "a file")
     with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
         require_shard(shard, meta_of_shard(shard_of(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")
+
+
+def test_a_checkpoint_is_its_job_s_container_and_a_step() -> None:
+    assert parts_of("/dev/shm/jobs/145/step-20_ckpt") == (CheckpointContainerId("/dev/shm/jobs/145"), 20)
+    for other in ("/dev/shm/jobs/145/newest", "/step-20_ckpt/x"):
+        with pytest.raises(ValueError, match="is no container of a checkpoint"):
+            parts_of(other)

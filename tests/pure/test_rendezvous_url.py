@@ -151,3 +151,10 @@ def test_no_error_repeats_a_password(text: str, names: str) -> None:
         parse_url(text)
     told = "".join(traceback.format_exception(caught.value))
     assert not any(part in told for part in ("hunter", "hun/", "hun[", "hun#", "hun?", "ter2"))
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "is_here"), [("localhost:1", True), ("127.0.0.1:1,[::1]:2", True), ("localhost:1,h:2", False)]
+)
+def test_only_loopback_is_this_host_alone(endpoints: str, is_here: bool) -> None:
+    assert parse_url(f"etcd://{endpoints}/job?min_workers=1&max_workers=1").is_on_this_host is is_here

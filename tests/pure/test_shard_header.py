@@ -18,6 +18,7 @@ from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
     Header,
     NotAShardError,
+    Preamble,
     data_offset_bytes,
     decode_header,
     decode_preamble,
@@ -215,3 +216,13 @@ def require_corrupt(body: bytes, data_bytes: int) -> None:
     preamble = decode_preamble(encode_preamble(body, data_offset_bytes(len(body)), data_bytes))
     with pytest.raises(CorruptCheckpointError, match="makes no sense"):
         decode_header(body, preamble)
+
+
+def test_a_shard_tells_when_it_is_cut_and_when_its_checksums_are_to_come() -> None:
+    header = lay_out(flatten({"x": torch.ones(3)}), {})
+    assert header.lacks_checksums
+    assert not header.with_checksums(["0123456789abcdef"]).lacks_checksums
+    preamble = Preamble(10, b"", 4096, header.data_bytes)
+    assert preamble.shard_bytes(8192) == 4096 + 12
+    with pytest.raises(CorruptCheckpointError, match="4100 bytes of 4108: it was cut"):
+        preamble.shard_bytes(4100)

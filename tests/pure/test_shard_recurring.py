@@ -113,6 +113,9 @@ CHANGES: dict[str, Callable[[Tree], None]] = {
     "a version of a module": lambda tree: setattr(tree["model"], "_metadata", {"": {"version": 3}}),
     "no version any more": lambda tree: delattr(tree["model"], "_metadata"),
     "a tensor becomes a parameter": lambda tree: tree["model"].update(bias=torch.nn.Parameter(tree["model"]["bias"])),
+    "a tensor becomes a frozen parameter": lambda tree: tree["model"].update(
+        bias=torch.nn.Parameter(tree["model"]["bias"], requires_grad=False)
+    ),
     "gradients": lambda tree: tree["complex"].requires_grad_(),
     "bytes": set_at("progress", 0, b"seven"),
     "long bytes": set_at("progress", 0, b"seven" * 5000),

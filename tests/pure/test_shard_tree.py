@@ -424,6 +424,9 @@ def test_a_pickle_comes_back() -> None:
 def test_what_cannot_be_pickled_is_refused_by_its_path() -> None:
     with pytest.raises(TypeError, match="'a/b' cannot be pickled"):
         flatten({"a": {"b": lambda: 0}}, allow_pickles=True)
+    local = enum.Enum("local", ["ONE"])  # no module has it
+    with pytest.raises(TypeError, match="'a' cannot be pickled"):
+        flatten({"a": local.ONE}, allow_pickles=True)
 
 
 def test_a_tree_that_contains_itself_is_refused() -> None:

@@ -237,3 +237,7 @@ def test_memory_for_copies_is_counted_for_all_workers_of_a_host() -> None:
     problem = too_little_memory(gib, 1, 2, 10 * gib - 1)
     assert problem is not None
     assert "about 10.0 GiB here (2 workers with 5.00 GiB each)" in problem
+
+
+def test_a_missing_scalar_is_named_without_rows() -> None:
+    assert describe_missing({"step": (Region((), ()),), "w": ()}) == "step, w"

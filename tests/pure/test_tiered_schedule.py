@@ -149,3 +149,12 @@ def test_a_worker_that_is_asked_to_leave_saves_first(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(api, "_manager", manager)
     torchelastic.train(Leaving(), count_to(6), Quiet(), checkpoint=OnSignal())
     assert [checkpoint.stream.getvalue() for checkpoint in manager.saved] == [b"4"]
+
+
+def test_a_step_that_nobody_saw_begin_has_no_duration() -> None:
+    clock = FakeClock()
+    schedule = SaveSchedule(EverySteps(10), clock)
+    schedule.step_ended()
+    clock.advance(2.0)
+    schedule.step_ended()
+    assert decide(schedule, 10).save
