@@ -35,7 +35,6 @@ from torchelastic.checkpoint.memory.ids import (
     object_of,
     parse_object,
     parts_of,
-    parts_of,
     shard_of,
 )
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
