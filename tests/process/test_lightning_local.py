@@ -248,4 +248,4 @@ def train_distributed(folder: Path, ckpt_path: str | None, max_steps: int) -> li
     assert ckpt_path is None or model.seen[0] == 6
     manager = plugin_of(trainer).local_ckpt_manager
     assert isinstance(manager, LocalCheckpointManager)
-    return [manager.latest_iteration, len(list(manager.local_ckpt_dir.rglob(f"shard-{rank:05d}-of-00002.shard")))]
+    return [manager.latest_iteration, len(list(manager.local_ckpt_dir.glob(f"step-*/shard-{rank:05d}-of-00002.shard")))]

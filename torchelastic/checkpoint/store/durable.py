@@ -243,6 +243,8 @@ class DurableTier(Tier):
         """Raises: FileNotFoundError if there is none; CorruptCheckpointError; CheckpointError."""
         path = f"{self._folder(name)}/{MANIFEST_NAME}"
         data = self._read(path)
+        if not data:  # begun by a writer that has died since, on storage where an object is not there at once
+            raise FileNotFoundError(path)
         try:
             manifest = decode_manifest(data)
             if manifest.name != name:

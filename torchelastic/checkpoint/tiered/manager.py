@@ -390,6 +390,10 @@ class TieredCheckpointManager(ElasticCheckpointManager):
 
     def list_checkpoints(self) -> Sequence[StoredCheckpoint]:
         """The complete checkpoints that can be read from this host, newest first."""
+        return [one for one in self.list_candidates() if one.damage is None]
+
+    def list_candidates(self) -> Sequence[StoredCheckpoint]:
+        """Those, and those of which something here is damaged, newest first."""
         return stored_here(self.tiers, allow_pickles=self._allow_pickles)
 
     def get_latest_checkpoint(self) -> StoredCheckpoint | None:

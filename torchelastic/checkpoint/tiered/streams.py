@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import torch
 
 from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier
@@ -121,16 +121,25 @@ class _KeptStream(io.BytesIO):
 
 
 class StoredCheckpoint(Checkpoint):
-    """A complete checkpoint that this host can read.
+    """A checkpoint that this host can read, or could if it were not damaged.
 
     Attributes:
         name: which it is.
         sequence_id: the step at which it was taken.
+        damage: why it is not complete; None if it is.
     """
 
-    def __init__(self, candidate: Candidate[SaveId, int], tiers: Sequence[Tier], *, allow_pickles: bool) -> None:
+    def __init__(
+        self,
+        candidate: Candidate[SaveId, int],
+        tiers: Sequence[Tier],
+        *,
+        allow_pickles: bool,
+        damage: str | None = None,
+    ) -> None:
         self.name = candidate.save
         self.sequence_id = candidate.save.step
+        self.damage = damage
         self._candidate = candidate
         self._tiers = tiers
         self._allow_pickles = allow_pickles
@@ -142,6 +151,8 @@ class StoredCheckpoint(Checkpoint):
             CorruptCheckpointError: what is stored is not what was saved.
             CheckpointError: there is no such stream.
         """
+        if self.damage is not None:
+            raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {self.damage}")
         restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
         if restored.kind == STREAMS and key in restored.content:
             return io.BytesIO(restored.content[key])
@@ -168,7 +179,7 @@ class StoredCheckpoint(Checkpoint):
 
 
 def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[StoredCheckpoint]:
-    """The complete checkpoints that this host can read, newest first.
+    """The complete checkpoints that this host can read and those of which something here is damaged, newest first.
 
     Raises:
         ForeignCheckpointsError: a tier holds only what something else has saved.
@@ -176,5 +187,14 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     """
     for tier in tiers:
         tier.require_own()
-    found = candidates([[entry.held(tier.name) for tier in tiers for entry in tier.inventory()]])
-    return [StoredCheckpoint(each, tiers, allow_pickles=allow_pickles) for each in found if each.is_complete]
+    entries = [(tier, entry) for tier in tiers for entry in tier.inventory()]
+    damages: dict[SaveId, list[str]] = {}
+    for tier, entry in entries:
+        if entry.damage is not None:
+            damages.setdefault(entry.name, []).append(f"{tier.where}: {entry.damage}")
+    stored = []
+    for found in candidates([[entry.held(tier.name) for tier, entry in entries]]):
+        damage = None if found.is_complete else "; ".join(damages.get(found.save, ()))
+        if damage != "":  # else the rest of it is on other hosts, or it was never committed
+            stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage))
+    return stored
