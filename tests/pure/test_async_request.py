@@ -11,6 +11,7 @@ import torch
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
 from torchelastic.checkpoint.async_ckpt.executors import failed, settle
+from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
 RUNNING: Future[float] = Future()
@@ -152,3 +153,13 @@ def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> No
     given_up.cancel()
     settle(given_up, 1.0)
     assert given_up.cancelled()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_ranks_finalise_together_has_something_in_its_place_for_one_alone(alone: bool) -> None:
+    done: list[str] = []
+    both = CollectiveFinalize(lambda: done.append("together"), lambda: done.append("alone"))
+    request = AsyncRequest(None, (), [both, lambda: done.append("own")])
+    assert request.work() >= 0.0, "there is nothing to do"
+    assert request.execute_finalize_fns(alone=alone) == 0
+    assert done == ["alone" if alone else "together", "own"]

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchelastic.checkpoint.local.names import check_iteration, check_session_id
+from torchelastic.checkpoint.local.names import check_iteration, check_session_id, described
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 
 def test_a_session_is_a_folder_name() -> None:
@@ -23,3 +24,8 @@ def test_an_iteration_is_a_whole_number_from_0_on() -> None:
     for number in (-1, 10**12):
         with pytest.raises(ValueError, match="iteration is"):
             check_iteration(number)
+
+
+def test_a_shard_has_a_name_for_people() -> None:
+    shard = ShardId(SaveId(1, 1, 0, 20, "9f3a12cd"), 3, 4)
+    assert described(shard) == "the shard of rank 3 of step-000000020.e1.r1.g0.9f3a12cd"

@@ -187,3 +187,12 @@ def test_a_state_of_several_gpus_goes_back_to_each() -> None:
     assert decoded._devices == (torch.device("cuda:3"), torch.device("cuda:4"))
     assert plain_basic(decoded) is decoded.state_dict
     assert plain_basic([1]) == [1]
+
+
+def test_where_tensors_belong_is_remembered_from_the_first_time_that_they_leave() -> None:
+    state = BasicTensorAwareStateDict.from_tree({"w": torch.nn.Parameter(torch.ones(2))}, [torch.device("meta")])
+    state.copy_tensors_to_cpu()
+    state.insert_tensors(state.pop_tensors())
+    state.restore_tensor_device()
+    (moved,) = state.tensors
+    assert (moved.device.type, type(moved), moved.requires_grad) == ("meta", torch.nn.Parameter, True)
