@@ -191,7 +191,6 @@ def test_a_state_of_several_gpus_goes_back_to_each() -> None:
 
 def test_where_tensors_belong_is_remembered_from_the_first_time_that_they_leave() -> None:
     state = BasicTensorAwareStateDict.from_tree({"w": torch.nn.Parameter(torch.ones(2))}, [torch.device("meta")])
-    state.copy_tensors_to_cpu()
     state.insert_tensors(state.pop_tensors())
     state.restore_tensor_device()
     (moved,) = state.tensors
