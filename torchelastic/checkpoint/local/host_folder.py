@@ -58,21 +58,15 @@ class HostFolder(MemoryTier):
         disk.make_folder(root)
         remove_left_overs(root, disk)  # room, also for who only loads
         self._left_alone: Collection[SaveId] = ()
-        self._told: set[str] = set()
         self._in_flight: dict[ShardId, tuple[Stage, ShardWrite]] = {}
         self._lock = threading.Lock()  # a manager that is dropped is closed on whatever thread that happens
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def held(self) -> list[ShardId]:
-        """The shards on this host, by their names and sizes; a warning names, once, what is damaged by these."""
+        """The shards on this host, by their names and sizes; see `noted_inventory`."""
         self.settle()
-        entries = self.inventory()
-        for damage in [entry.damage for entry in entries if entry.damage is not None]:
-            if damage not in self._told:
-                log.warning("%s", damage)
-                self._told.add(damage)
-        return [ShardId(entry.name, rank, entry.world_size) for entry in entries for rank in entry.ranks]
+        return [ShardId(entry.name, rank, entry.world_size) for entry in self.noted_inventory() for rank in entry.ranks]
 
     def record_of(self, shard: ShardId) -> ShardRecord:
         """What the manifest says of an own shard that was just written.

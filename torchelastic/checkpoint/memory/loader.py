@@ -294,7 +294,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         is_first = self._replication.rank in _first_ranks(folders)
 
         def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
-            return [one.as_plain() for one in container.inventory()] if is_first else []
+            return [one.as_plain() for one in container.noted_inventory()] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
         held = [[TierEntry.from_plain(told).held("") for told in each] for each in lists]

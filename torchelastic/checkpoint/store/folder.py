@@ -10,6 +10,7 @@ so no single rename could publish it.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -29,6 +30,8 @@ from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, siz
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
 from torchelastic.checkpoint.store.writing import require_stored, write_manifest
+
+log = logging.getLogger(__name__)
 
 
 class FolderTier(Tier):
@@ -71,6 +74,7 @@ class FolderTier(Tier):
         self._fence = Fence(self._root, disk, owner_lock=self._owner_lock)
         self._context: TierContext | None = None
         self._known: set[SaveId] = set()  # certainly of the own kind
+        self._noted: set[str] = set()
 
     def require_own(self) -> None:
         """See `Tier`."""
@@ -116,6 +120,15 @@ class FolderTier(Tier):
     def inventory(self) -> list[TierEntry]:
         """See `Tier`."""
         return [TierEntry.of(info) for info in self._own_checkpoints() if info.manifest is not None or info.shards]
+
+    def noted_inventory(self) -> list[TierEntry]:
+        """`inventory`; a warning names, once, what names, sizes and the manifest show to be damaged."""
+        entries = self.inventory()
+        for damage in [entry.damage for entry in entries if entry.damage is not None]:
+            if damage not in self._noted:
+                log.warning("%s", damage)
+                self._noted.add(damage)
+        return entries
 
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """See `Tier`."""
