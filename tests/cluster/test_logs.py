@@ -83,5 +83,5 @@ def test_a_host_whose_peer_failed_on_another_host_names_it(jobs: MakeJob, etcd: 
     assert (other["is_over"], other["exit_code"]) == (True, 1)
     assert (other["first"]["what"], other["first"]["rank"]) == ("lost", 1)
     assert other["first"]["member"] in {event["member"] for event in job.of("formed", rank=1)}
-    assert other["text"].startswith(f"first, {other['first']['member']} of another host ")
+    assert other["text"].startswith(f"first, {other['first']['member']} of another launcher ")
     assert [(one["what"], one["rank"]) for one in other["others"]] == [("undone", 0)]
