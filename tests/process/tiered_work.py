@@ -110,7 +110,7 @@ def save(kinds: str, folder: str, steps: int = 3, replicas: int = 0) -> Any:
         with tier.open(name, peers.rank) as shard:
             entries = shard.header.entries
             shared = sum(e.size_bytes for e in entries if e.name.startswith(("module/", "optimizer/")))
-            sizes[tier.name] = {"shared": shared, "all": shard.header.tensor_bytes}
+            sizes[tier.name] = {"shared": shared, "all": sum(entry.size_bytes for entry in shard.header.entries)}
     result = {"digest": digest(state), "failures": list(manager.failures), "sizes": sizes}
     close(manager)
     return result

@@ -21,6 +21,7 @@ from torchelastic.checkpoint.policy import (
     daly_period_s,
     exact_cost,
 )
+from torchelastic.checkpoint.policy.costs import MARGIN, Bound, upper_bound
 
 MOMENT = SaveMoment(step=101, now_s=60.0, last_saved_step=100, last_saved_s=50.0, began_s=0.0)
 
@@ -28,6 +29,12 @@ MOMENT = SaveMoment(step=101, now_s=60.0, last_saved_step=100, last_saved_s=50.0
 def with_cost(stall_s: float, durable_s: float | None = None, slowed_s: float = 0.0) -> SaveCosts:
     durable_s = stall_s if durable_s is None else durable_s
     return SaveCosts().observed("durable", stall_s=stall_s, durable_s=durable_s, slowed_s=slowed_s)
+
+
+def durable_bound(costs: SaveCosts, *, confidence: float = 0.99, margin: float = MARGIN) -> Bound | None:
+    cost = costs.of("durable")
+    times_s = () if cost is None else cost.recent_durable_s
+    return upper_bound(times_s, confidence, margin=margin, what="saves to 'durable'")
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -62,7 +69,7 @@ def test_the_bound_is_the_conformal_rank_of_the_saves(confidence: float, saves: 
     costs = SaveCosts()
     for durable_s in random.Random(0).sample(range(1, saves + 1), saves):
         costs = costs.observed("durable", stall_s=0.0, durable_s=float(durable_s))
-    bound = costs.durable_bound("durable", confidence=confidence)
+    bound = durable_bound(costs, confidence=confidence)
     assert bound is not None
     assert (bound.seconds, bound.is_assured, bound.samples) == (rank, True, saves)
 
@@ -71,7 +78,7 @@ def test_the_bound_is_the_conformal_rank_of_the_saves(confidence: float, saves: 
 def test_with_too_few_saves_the_bound_is_the_longest_with_a_margin_and_says_so(confidence: float, needed: int) -> None:
     costs = SaveCosts()
     for save in range(needed):
-        bound = costs.durable_bound("durable", confidence=confidence, margin=2.0)
+        bound = durable_bound(costs, confidence=confidence, margin=2.0)
         if save:
             assert bound is not None
             assert not bound.is_assured
@@ -82,7 +89,7 @@ def test_with_too_few_saves_the_bound_is_the_longest_with_a_margin_and_says_so(c
         else:
             assert bound is None
         costs = costs.observed("durable", stall_s=0.0, durable_s=save + 1.0)
-    enough = costs.durable_bound("durable", confidence=confidence)
+    enough = durable_bound(costs, confidence=confidence)
     assert enough is not None
     assert enough.is_assured
 
@@ -91,7 +98,7 @@ def test_the_bound_forgets_what_has_left_the_window() -> None:
     costs = SaveCosts(window=9).observed("durable", stall_s=0.0, durable_s=1000.0)
     for _ in range(9):
         costs = costs.observed("durable", stall_s=0.0, durable_s=1.0)
-    bound = costs.durable_bound("durable", confidence=0.9)
+    bound = durable_bound(costs, confidence=0.9)
     assert bound is not None
     assert bound.seconds == 1.0
 
@@ -103,7 +110,7 @@ def test_a_save_keeps_the_bound_as_often_as_was_promised() -> None:
         costs = SaveCosts()
         for _ in range(19):
             costs = costs.observed("durable", stall_s=0.0, durable_s=dice.lognormvariate(0.0, 1.5))
-        bound = costs.durable_bound("durable", confidence=0.9)
+        bound = durable_bound(costs, confidence=0.9)
         assert bound is not None
         kept += dice.lognormvariate(0.0, 1.5) <= bound.seconds
     assert 0.88 <= kept / 2000 <= 0.92
@@ -119,8 +126,8 @@ def test_a_save_keeps_the_bound_as_often_as_was_promised() -> None:
         (lambda: with_cost(0.0, math.nan), "durable_s is nan"),
         (lambda: with_cost(0.0, slowed_s=math.inf), "slowed_s is inf"),
         (lambda: SaveCosts().observed("", stall_s=0.0, durable_s=0.0), "tier is empty"),
-        (lambda: with_cost(1.0).durable_bound("durable", confidence=1.0), "confidence is 1.0"),
-        (lambda: with_cost(1.0).durable_bound("durable", margin=0.5), "margin is 0.5"),
+        (lambda: durable_bound(with_cost(1.0), confidence=1.0), "confidence is 1.0"),
+        (lambda: durable_bound(with_cost(1.0), margin=0.5), "margin is 0.5"),
         (lambda: FailurePrior(0.0, 1.0), "failures is 0.0: .*above 0"),
         (lambda: FailurePrior(1.0, math.nan), "seconds is nan"),
         (lambda: FailureRate(seconds=-1.0), "seconds is -1.0"),

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import xxhash
-
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import CheckpointObjectId
+from torchelastic.checkpoint.shards.batches import checksum_of
 from torchelastic.checkpoint.shards.header import Entry, Header
 from torchelastic.checkpoint.shards.reading import ShardReader
 
@@ -179,7 +178,7 @@ class BufferIO:
         stage, self._keep = self._keep, None
         length = self._length if truncate else content.nbytes
         header = _header(length, {"signature": self._signature.hex()})
-        digest = f"{xxhash.xxh3_64_intdigest(content[:length]):016x}"
+        digest = checksum_of(content[:length])
         content.release()
         path = self._container.folder_of(self._step) / self.object_id.name
         if path.exists():

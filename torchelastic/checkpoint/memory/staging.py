@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
 from msgspec import structs
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -23,7 +22,7 @@ from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
 from torchelastic.checkpoint.replication.errors import ReplicationError
-from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
+from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.shards.image import read_header
@@ -277,7 +276,7 @@ def why_not(error: CheckpointError, rank: int) -> NotSaved:
 def _store_pickles(resolved: Resolved, entries: Sequence[Entry], stage: Stage) -> list[str]:
     for (_, content), entry in zip(resolved.pickles, entries, strict=True):
         stage.slot.store(stage.data_offset + entry.offset_bytes, bytes(content))
-    return [f"{xxhash.xxh3_64_intdigest(content):016x}" for _, content in resolved.pickles]
+    return [checksum_of(content) for _, content in resolved.pickles]
 
 
 def _same_file_system(path: Path | None, root: Path) -> bool:

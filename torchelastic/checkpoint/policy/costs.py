@@ -182,15 +182,6 @@ class SaveCosts:
         """What saves to a tier cost; None if none was observed."""
         return self.tiers.get(tier)
 
-    def durable_bound(self, tier: str, *, confidence: float = 0.99, margin: float = MARGIN) -> Bound | None:
-        """How long the next save to a tier takes at most, until it is durable; None if none was observed.
-
-        It rests on the newest `window` saves; for arguments, errors and the rule see `upper_bound`.
-        """
-        cost = self.of(tier)
-        times_s = () if cost is None else cost.recent_durable_s
-        return upper_bound(times_s, confidence, margin=margin, what=f"saves to {tier!r}")
-
 
 def _from_too_few(ordered: Sequence[float], confidence: float, margin: float, what: str) -> Bound:
     alpha, samples, longest_s = 1.0 - confidence, len(ordered), ordered[-1]

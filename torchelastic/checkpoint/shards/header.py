@@ -100,11 +100,6 @@ class Header:
         return max((entry.offset_bytes + entry.size_bytes for entry in self.entries), default=0)
 
     @property
-    def tensor_bytes(self) -> int:
-        """How many bytes the tensors have, without the gaps."""
-        return sum(entry.size_bytes for entry in self.entries)
-
-    @property
     def lacks_checksums(self) -> bool:
         """Whether the checksum of a tensor is still to come."""
         return any(entry.checksum == NO_CHECKSUM for entry in self.entries)
