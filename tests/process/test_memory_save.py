@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
+from torchelastic.checkpoint.memory import MemoryStorageReader
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
@@ -121,6 +124,31 @@ def test_objects_are_refused_by_name_unless_pickles_are_allowed(alone: Saving, r
     with saving(root, "b", allow_pickles=True) as trusting:
         trusting.save({"thing": Custom()}, 1)
         assert trusting.steps() == [1]
+
+
+class Noting(DefaultLoadPlanner):
+    """Looks at what is no tensor."""
+
+    noted: Any = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.noted = torch.load(io.BytesIO(value.getvalue()), weights_only=True)
+        super().load_bytes(read_item, value)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_plain_values_reach_any_planner(alone: Saving, is_nested: bool) -> None:
+    def state_of(step: int) -> State:
+        return {"run": {"step": step}} if is_nested else {"step": step}
+
+    alone.save(state_of(3), 10)
+    as_it_is = DefaultLoadPlanner(flatten_state_dict=is_nested, flatten_sharded_tensors=is_nested)
+    for planner in (DefaultLoadPlanner(), as_it_is, Noting()):
+        state, reader = state_of(0), MemoryStorageReader(alone.id(10), alone.loader)
+        load(state, checkpoint_id=alone.id(10), storage_reader=reader, planner=planner)
+        assert state == state_of(3)
+    assert isinstance(planner, Noting)
+    assert planner.noted == 3
 
 
 @pytest.mark.parametrize("bad", [torch.eye(3).to_sparse(), torch.empty(2, device="meta")])
