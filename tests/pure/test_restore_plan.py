@@ -93,12 +93,6 @@ def test_many_shards_are_given_away_evenly() -> None:
     assert Counter(sources[0].rank for sources in plan[7].values()) == {0: 3, 1: 3, 2: 3}
 
 
-def test_bytes_count_where_they_are_known() -> None:
-    everywhere = {shard: [ShardSource(0), ShardSource(1)] for shard in "abc"}
-    plan = plan_reads(everywhere, {2: "a", 3: "b", 4: "c"}, size_bytes={"a": 100, "b": 10, "c": 10})
-    assert [plan[reader][shard][0].rank for reader, shard in ((2, "a"), (3, "b"), (4, "c"))] == [0, 1, 1]
-
-
 def test_what_few_have_is_given_away_first() -> None:
     plan = plan_reads({"a": [ShardSource(0), ShardSource(1)], "b": [ShardSource(0)]}, {2: "a", 3: "b"})
     assert (plan[2]["a"][0].rank, plan[3]["b"][0].rank) == (1, 0)

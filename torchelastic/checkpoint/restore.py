@@ -144,7 +144,7 @@ def fetch(
         raise CorruptCheckpointError(f"{instead_of}; and on other hosts: {error}") from error
 
 
-def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[tuple[int, int]]:
+def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[int]:
     """Compares shards that lie in a tier with their checksums; what is damaged is removed, with a warning.
 
     Args:
@@ -152,14 +152,14 @@ def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[tuple[int, int]]
         shards: which, all of one save.
 
     Returns:
-        The ranks of the good ones, and their sizes in bytes.
+        The ranks of the good ones.
     """
     good = []
     for shard in shards:
         try:
             with tier.open(shard.name, shard.rank) as opened:
                 opened.verify()
-                good.append((shard.rank, opened.size_bytes))
+                good.append(shard.rank)
         except CorruptCheckpointError as error:
             log.warning("%s is of no use and is removed: %s", shard, error)
             tier.remove_damaged(shard)
