@@ -1,4 +1,4 @@
-"""When the train loop saves, by a policy and a clock that obeys the test; and which tiers take part."""
+"""When the train loop saves, by a policy and a clock that obeys the test."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
+from torchelastic.checkpoint.policy import EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
-from torchelastic.checkpoint.store import DiskTier
-from torchelastic.checkpoint.tiered.turns import TierTurns
 from torchelastic.testing.clock import FakeClock
 
 
@@ -77,34 +75,6 @@ def test_a_policy_is_put_off_while_a_save_would_have_to_wait_and_heard_after() -
     assert decide(schedule, 11), "it is made up for"
     assert decide(schedule, 11, is_full=True, stop_requested=True), "there may be no later step"
     assert decide(schedule, 11, is_full=True, wanted=True)
-
-
-class PlainTier(DiskTier):
-    """Its policy is all that matters here."""
-
-
-def test_each_tier_takes_its_own_turns() -> None:
-    clock = FakeClock()
-    tiers = [
-        PlainTier("memory", name="memory"),
-        PlainTier("disk", every=EverySteps(10), name="disk"),
-        PlainTier("durable", every=EverySeconds(60.0), name="durable"),
-    ]
-    turns = TierTurns(tiers, clock)
-    seen = {}
-    for step in (5, 10, 12, 20, 24):
-        clock.advance(20.0)
-        seen[step] = turns.next(step)
-    assert seen == {
-        5: ["memory"],
-        10: ["memory", "disk"],
-        12: ["memory", "durable"],
-        20: ["memory", "disk"],
-        24: ["memory"],
-    }
-    assert turns.next(25, everywhere=True) == ["memory", "disk", "durable"]
-    turns.begin(30)
-    assert turns.next(31) == ["memory"], "a restored step is saved already"
 
 
 def test_a_policy_needs_a_manager_to_save_with() -> None:

@@ -122,11 +122,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
     Args:
         checkpoint_object_manager: has the containers of this host.
         replication_manager: knows the other ranks.
-        global_rank_getter: not needed.
-        local_rank_getter: not needed.
-        broadcast_object_list_func: not needed.
-        all_gather_object_func: not needed.
-        world_size_getter: not needed.
+        global_rank_getter, local_rank_getter, broadcast_object_list_func, all_gather_object_func, world_size_getter:
+            not needed.
     """
 
     def __init__(

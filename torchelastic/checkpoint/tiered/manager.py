@@ -17,6 +17,7 @@ from torchelastic.checkpoint.api import Checkpoint
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
+from torchelastic.checkpoint.schedule import TierSchedules
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.pool import SlotPool
@@ -36,12 +37,10 @@ from torchelastic.checkpoint.tiered.streams import (
     TREE,
     NewCheckpoint,
     StoredCheckpoint,
-    StreamsState,
     load_restored,
     stored_here,
     streams_of,
 )
-from torchelastic.checkpoint.tiered.turns import TierTurns
 from torchelastic.group.notes import Notes, Patience
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
@@ -121,7 +120,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._background = Background(monotonic=monotonic)
         self._replicas = replicas_of(self.tiers, replicas, host)
         self._finisher = Finisher(self.tiers, self._failed, monotonic, self._replicas)
-        self._turns = TierTurns(self.tiers, monotonic)
+        self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._epoch: int | None = None
         self._generation = 0
@@ -201,7 +200,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             )
         restored = Restoring(self.tiers, peers, reading, on_damage).run()
         if restored is not None:
-            self._turns.begin(restored.name.step)
+            self._schedules.begin(restored.name.step)
         return restored
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         began_s = self._monotonic()
         agreement = self.join(peers)
         name = self._next_name(agreement, step)  # counted on every rank, whatever happens to this one now
-        tiers = self._turns.next(step, everywhere=everywhere) if peers.rank == 0 else None
+        tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
         try:
             header, stage = self._copied(lay_out, name, peers)
         except BaseException as error:
@@ -412,7 +411,9 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         newest = next(iter(stored_here(self.tiers)), None)
         step = 0 if newest is None else newest.sequence_id + 1
         failed_before = len(self.failures)
-        self.save_step(StreamsState(streams), step, self._peers or Alone())
+        self.save_shard(
+            lambda meta: RecurringLayout().lay_out(streams, {"kind": STREAMS, **meta}), step, self._peers or Alone()
+        )
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None

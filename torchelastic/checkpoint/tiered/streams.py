@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
 
 import torch
 
@@ -14,7 +14,7 @@ from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
-from torchelastic.checkpoint.tiered.reading import StoredParts, WholeOnRank0
+from torchelastic.checkpoint.tiered.reading import WholeOnRank0
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.group.peers import Alone
 
@@ -22,40 +22,8 @@ from torchelastic.group.peers import Alone
 TREE, STREAMS = "tree", "streams"
 
 
-class StreamsState:
-    """Finished streams, for `save_step`: a state that has no tree."""
-
-    loads_parts = False
-
-    def __init__(self, streams: Mapping[str, bytes]) -> None:
-        self.streams = streams
-
-    def checkpoint_tree(self) -> None:
-        """See `ElasticState`."""
-
-    def load_checkpoint_tree(self, tree: Any) -> None:
-        """Never called: there is no tree."""
-
-    def load_checkpoint_parts(self, tree: Any, parts: Sequence[StoredParts], step: int) -> None:
-        """Never called: there is no tree."""
-
-    def replicated(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
-        """See `ElasticState`."""
-        return ()
-
-    def save(self, stream: BinaryIO, /) -> None:
-        """Writes the default stream."""
-        stream.write(self.streams[DEFAULT_KEY])
-
-    def load(self, stream: BinaryIO, /) -> None:
-        """Reads the default stream."""
-        self.streams = {DEFAULT_KEY: stream.read()}
-
-
 def streams_of(state: ElasticState, rank: int) -> Mapping[str, bytes]:
     """What a state without a tree has to save: rank 0 writes it, the other ranks nothing."""
-    if isinstance(state, StreamsState):
-        return state.streams
     if rank != 0:
         return {}
     stream = io.BytesIO()
