@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.text import shortlist
 
 
@@ -52,6 +51,7 @@ class Held(Generic[Save, Id]):
         shards: those that can be read here.
         place: see `ShardSource`.
         is_committed: whether it is known here that the checkpoint was completed.
+        damage: why something that should be here cannot be read; None if nothing is known of that.
     """
 
     save: Save
@@ -59,6 +59,7 @@ class Held(Generic[Save, Id]):
     shards: Collection[Id]
     place: str = ""
     is_committed: bool = True
+    damage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ class Candidate(Generic[Save, Id]):
         whole: all shards that it consists of.
         sources: by shard, where it can be read; shards that nobody has are left out.
         is_committed: whether anybody knows that it was completed.
+        damages: what cannot be read of it, in words.
     """
 
     save: Save
     whole: tuple[Id, ...]
     sources: Mapping[Id, tuple[ShardSource, ...]]
     is_committed: bool
+    damages: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[Id]:
@@ -87,10 +90,16 @@ class Candidate(Generic[Save, Id]):
         """Whether it can be restored."""
         return self.is_committed and not self.missing
 
-    def require_whole(self) -> None:
-        """Raises: CorruptCheckpointError: nobody has a good copy of a shard; names it."""
-        if self.missing:
-            raise CorruptCheckpointError(f"nobody has a good copy of shard {shortlist(self.missing, 8)} of {self.save}")
+    @property
+    def fault(self) -> str:
+        """Why what was completed once, as far as anybody can tell, cannot be restored; empty if it can, or never was.
+
+        That its shards are good only a reader finds out.
+        """
+        lack = f"{self.save} lacks the shards of rank(s) {shortlist(self.missing, 8)}" if self.missing else ""
+        if self.is_committed:
+            return ": ".join([lack, *self.damages]) if lack else ""
+        return f"{self.save}: {'; '.join(self.damages)}" if self.damages else ""
 
 
 def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save, Id]]:
@@ -101,6 +110,7 @@ def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save,
     """
     found: dict[tuple[Save, tuple[Id, ...]], dict[Id, set[ShardSource]]] = defaultdict(lambda: defaultdict(set))
     committed: set[Save] = set()
+    damages: dict[Save, list[str]] = defaultdict(list)
     for rank, each in enumerate(held):
         for one in each:
             sources = found[one.save, tuple(one.whole)]
@@ -108,8 +118,16 @@ def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save,
                 sources[shard].add(ShardSource(rank, one.place))
             if one.is_committed:
                 committed.add(one.save)
+            if one.damage is not None and one.damage not in damages[one.save]:
+                damages[one.save].append(one.damage)
     return [
-        Candidate(save, whole, {shard: tuple(sorted(sources[shard])) for shard in sorted(sources)}, save in committed)
+        Candidate(
+            save,
+            whole,
+            {shard: tuple(sorted(sources[shard])) for shard in sorted(sources)},
+            save in committed,
+            tuple(damages[save]),
+        )
         for (save, whole), sources in sorted(found.items(), key=lambda item: item[0], reverse=True)
     ]
 

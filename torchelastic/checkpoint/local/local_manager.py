@@ -295,7 +295,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._ranks.run_on_all(f"publishing {save}", lambda: files.commit(manifest))
 
     def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest, or older and superfluous
-        self._files.tidy(set(self._unreadable), set(self._pending))
+        self._files.tidy(set(self._damaged), set(self._pending))
 
     def _cleanup_failed_save(self, save: SaveId) -> None:
         if self._folder is not None:

@@ -238,11 +238,12 @@ class DefaultCheckpointLoader(CheckpointLoader):
             self._make_copies_again(found, verified)
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
-        def pass_over(candidate: StoredCandidate, error: CorruptCheckpointError) -> None:
+        def tell(text: str) -> None:
             if self._replication.rank == 0:
-                log.warning("step %d cannot be recovered: %s", candidate.save.step, error)
+                log.warning("%s", text)
 
-        return newest_readable([one for one in found.candidates if one.is_committed], read, pass_over)
+        newest = newest_readable(found.candidates, read, tell, {})
+        return None if newest is None else newest[1]
 
     def get_candidate_checkpoints(
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
@@ -313,7 +314,6 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _verified(self, found: _Survey, candidate: StoredCandidate, call: str) -> StoredCandidate:
         """The same with the good copies alone. Raises: CorruptCheckpointError if there are too few."""
-        candidate.require_whole()
         rank, shards, folders = self._replication.rank, shards_of(candidate), found.folders
         sharers = [other for other, folder in enumerate(folders) if folder == folders[rank]]
         share = _held_by(rank, candidate)[sharers.index(rank) :: len(sharers)]
@@ -325,7 +325,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
         for folder, each in zip(folders, told, strict=True):
             good[folder] += each
         (verified,) = candidates([[Held(candidate.save, candidate.whole, good[folder])] for folder in folders])
-        verified.require_whole()
+        if verified.missing:
+            raise CorruptCheckpointError(verified.fault)
         return verified
 
     def _bring(self, found: _Survey, candidate: StoredCandidate, call: str, *, gives_up_newer: bool) -> None:

@@ -155,14 +155,9 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     """
     for tier in tiers:
         tier.require_own()
-    entries = [(tier, entry) for tier in tiers for entry in tier.inventory()]
-    damages: dict[SaveId, list[str]] = {}
-    for tier, entry in entries:
-        if entry.damage is not None:
-            damages.setdefault(entry.name, []).append(f"{tier.where}: {entry.damage}")
     stored = []
-    for found in candidates([[entry.held(tier.name) for tier, entry in entries]]):
-        damage = None if found.is_complete else "; ".join(damages.get(found.save, ()))
+    for found in candidates([[entry.held(tier.name) for tier in tiers for entry in tier.inventory()]]):
+        damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
             stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage))
     return stored
