@@ -238,10 +238,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             self._make_copies_again(found, verified)
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
-        def tell(text: str) -> None:
-            if self._replication.rank == 0:
-                log.warning("%s", text)
-
+        tell = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
         newest = newest_readable(found.candidates, read, tell, {})
         return None if newest is None else newest[1]
 

@@ -58,10 +58,9 @@ class NewCheckpoint(Checkpoint):
         save: saves streams, and returns when they are durable.
     """
 
-    def __init__(self, save: Callable[[Mapping[str, bytes]], SaveId]) -> None:
+    def __init__(self, save: Callable[[Mapping[str, bytes]], None]) -> None:
         self._save = save
         self._streams: dict[str, io.BytesIO] = {}
-        self.name: SaveId | None = None
 
     def open_output_stream(self, key: str) -> BinaryIO:
         """Opens a new stream for writing; what is written counts after `commit`."""
@@ -74,7 +73,7 @@ class NewCheckpoint(Checkpoint):
 
     def commit(self) -> None:
         """Saves all streams in all tiers. Raises: CheckpointError if one of the tiers refuses."""
-        self.name = self._save({key: stream.getvalue() for key, stream in self._streams.items()})
+        self._save({key: stream.getvalue() for key, stream in self._streams.items()})
 
     def discard(self) -> None:
         """Throws away what was written and not committed."""
