@@ -17,13 +17,12 @@ from tests.process.tiered_work import digest, make_state, steps_of
 from torchelastic import metrics
 from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.policy import EverySeconds, EverySteps, KeepLast
+from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.shards import pool
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard
 from torchelastic.group.peers import Alone
-from torchelastic.testing.clock import FakeClock
 
 Make = Callable[..., TieredCheckpointManager]
 
@@ -203,33 +202,6 @@ def test_a_save_that_cannot_be_published_leaves_nothing_and_its_memory_is_used_a
             restored = make_state(9, 1)
             restored.load(stream)
         assert digest(restored) == digests[one.sequence_id]
-
-
-def test_each_tier_takes_part_as_often_as_its_own_policy_says(managers: Make, tmp_path: Path) -> None:
-    clock, peers, state = FakeClock(), Alone(), make_state(1, 1)
-
-    def tiers() -> list[DiskTier]:
-        every = {"memory": None, "disk": EverySteps(10), "durable": EverySeconds(60.0)}
-        return [DiskTier(tmp_path / name, KeepLast(99), each, name=name) for name, each in every.items()]
-
-    def save(manager: TieredCheckpointManager, step: int, everywhere: bool = False) -> list[str]:
-        clock.advance(20.0)
-        manager.save_step(state, step, peers, everywhere=everywhere)
-        assert manager.wait(30)
-        return [tier.name for tier in manager.tiers if step in [entry.name.step for entry in tier.inventory()]]
-
-    manager = managers(*tiers(), monotonic=clock)
-    assert {step: save(manager, step) for step in (5, 10, 12, 20, 24)} == {
-        5: ["memory"],
-        10: ["memory", "disk"],
-        12: ["memory", "durable"],
-        20: ["memory", "disk"],
-        24: ["memory"],
-    }
-    assert save(manager, 25, everywhere=True) == ["memory", "disk", "durable"]
-    again = managers(*tiers(), monotonic=clock)
-    assert again.restore(state, peers) == 25
-    assert save(again, 26) == ["memory"], "a restored step is saved already"
 
 
 def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:

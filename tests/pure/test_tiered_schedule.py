@@ -1,4 +1,4 @@
-"""When the train loop saves, by a policy and a clock that obeys the test."""
+"""When the train loop saves, by a policy and a clock that obeys the test; and which tiers take part."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchelastic.checkpoint.policy import EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
-from torchelastic.checkpoint.schedule import SaveSchedule
+from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
+from torchelastic.checkpoint.schedule import SaveSchedule, TierSchedules
 from torchelastic.testing.clock import FakeClock
 
 
@@ -75,6 +75,25 @@ def test_a_policy_is_put_off_while_a_save_would_have_to_wait_and_heard_after() -
     assert decide(schedule, 11), "it is made up for"
     assert decide(schedule, 11, is_full=True, stop_requested=True), "there may be no later step"
     assert decide(schedule, 11, is_full=True, wanted=True)
+
+
+def test_each_tier_takes_part_as_often_as_its_own_policy_says() -> None:
+    clock = FakeClock()
+    schedules = TierSchedules({"memory": None, "disk": EverySteps(10), "durable": EverySeconds(60.0)}, clock)
+    seen = {}
+    for step in (5, 10, 12, 20, 24):
+        clock.advance(20.0)
+        seen[step] = schedules.due(step)
+    assert seen == {
+        5: ["memory"],
+        10: ["memory", "disk"],
+        12: ["memory", "durable"],
+        20: ["memory", "disk"],
+        24: ["memory"],
+    }
+    assert schedules.due(25, everywhere=True) == ["memory", "disk", "durable"]
+    schedules.begin(30)
+    assert schedules.due(31) == ["memory"], "a restored step is saved already"
 
 
 def test_a_policy_needs_a_manager_to_save_with() -> None:

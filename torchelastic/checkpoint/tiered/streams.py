@@ -118,9 +118,12 @@ class StoredCheckpoint(Checkpoint):
             CorruptCheckpointError: what is stored is not what was saved.
             CheckpointError: there is no such stream.
         """
-        if self.damage is not None:
-            raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {self.damage}")
-        restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
+        try:
+            if self.damage is not None:
+                raise CorruptCheckpointError(self.damage)
+            restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {error}") from error
         if restored.kind == STREAMS and key in restored.content:
             return io.BytesIO(restored.content[key])
         if restored.kind == TREE and key == DEFAULT_KEY:
