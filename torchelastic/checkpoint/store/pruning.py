@@ -6,38 +6,12 @@ import secrets
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.kinds import Kind
-from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
-from torchelastic.checkpoint.store.inventory import prunable_checkpoints
-from torchelastic.checkpoint.store.reading import list_checkpoints, names_in
+from torchelastic.checkpoint.store.reading import names_in
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
-
-
-def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, kind: Kind | None = None) -> list[SaveId]:
-    """Removes the complete checkpoints that a policy does not want, oldest first; never the newest complete one.
-
-    Damaged ones are neither counted nor removed. A reader that has one open can go on.
-
-    Args:
-        root: the folder that holds all checkpoints.
-        policy: says what stays.
-        disk: what touches files.
-        kind: what is certainly of another kind is neither counted nor removed; None: all are of one kind.
-
-    Returns:
-        What was removed.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
-    removed = [info.name for info in prunable_checkpoints(policy, list_checkpoints(root, kind=kind))]
-    for name in removed:
-        remove_checkpoint(root, name, disk)
-    return removed
 
 
 def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
@@ -51,8 +25,6 @@ def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
 
 def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     """Removes what was written of a checkpoint that will not be published; it may be gone. Called by any rank.
-
-    A rank that is still writing its shard gets an error from `write_shard`.
 
     Raises:
         CheckpointError: it cannot be removed.
