@@ -33,8 +33,7 @@ from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, T
 from torchelastic.checkpoint.training_state.reading import Loaded, read
 from torchelastic.checkpoint.training_state.shard import ShardMaker
 from torchelastic.group.peers import Alone, Peers
-from torchelastic.group.program_peers import ProgramPeers
-from torchelastic.group.rank_group import RankGroup
+from torchelastic.group.rank_group import ProgramPeers, RankGroup
 from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
