@@ -16,20 +16,6 @@ from typing import Literal, TypeVar
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text, whole_number
 from torchelastic.checkpoint.policy.composition import Composable, flattened, written
 
-__all__ = [
-    "KeepAll",
-    "KeepBest",
-    "KeepDecision",
-    "KeepEvery",
-    "KeepEverySeconds",
-    "KeepIfAll",
-    "KeepIfAny",
-    "KeepLast",
-    "KeepPolicy",
-    "KeptCheckpoint",
-    "prunable",
-]
-
 
 @dataclass(frozen=True)
 class KeptCheckpoint:

@@ -17,8 +17,6 @@ from torchelastic.checkpoint.policy.composition import Composable, flattened, wr
 from torchelastic.checkpoint.policy.costs import SaveCosts
 from torchelastic.checkpoint.policy.failures import FailureRate
 
-__all__ = ["SaveDecision", "SaveIfAll", "SaveIfAny", "SaveMoment", "SavePolicy"]
-
 
 @dataclass(frozen=True)
 class SaveMoment:

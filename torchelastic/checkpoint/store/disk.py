@@ -13,10 +13,9 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.shards.writing import write_whole
 from torchelastic.checkpoint.store.folder import FolderTier
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.pruning import abandon, remove_checkpoint
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext
-from torchelastic.checkpoint.store.writing import require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import abandon, remove_checkpoint, require_stored, write_manifest
 
 #: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
 WRITE_BYTES = 64 * 2**20

@@ -25,11 +25,10 @@ from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import Manifest
-from torchelastic.checkpoint.store.pruning import remove_checkpoint, remove_left_overs
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
-from torchelastic.checkpoint.store.writing import require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import remove_checkpoint, remove_left_overs, require_stored, write_manifest
 
 log = logging.getLogger(__name__)
 

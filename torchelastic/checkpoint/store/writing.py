@@ -1,17 +1,24 @@
-"""Manifests: written when all shards are what their records say."""
+"""What appears in a folder of checkpoints, and what goes: hidden before and after, so nobody sees a part of it."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.writing import write_whole
-from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
-from torchelastic.checkpoint.store.pruning import abandon
-from torchelastic.checkpoint.store.reading import record_in, require_same
+from torchelastic.checkpoint.store.reading import names_in, record_in, require_same
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.store.fence import Fence
+
+_GONE_PREFIX = f"{STAGING_PREFIX}gone-"
 
 
 def publish_manifest(
@@ -71,3 +78,56 @@ def require_stored(folder: Path, record: ShardRecord) -> None:
 def write_manifest(folder: Path, manifest: Manifest, disk: Disk = REAL_DISK) -> None:
     """Writes the manifest into a folder that holds shards already. Raises: CheckpointError."""
     write_whole(folder / MANIFEST_NAME, [memoryview(encode_manifest(manifest))], disk)
+
+
+def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
+    """Removes one published checkpoint, whichever it is; it may be gone.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    _remove_folder(root, name.folder_name, disk)
+
+
+def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
+    """Removes what was written of a checkpoint that will not be published; it may be gone. Called by any rank.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    _remove_folder(root, name.staging_name, disk)
+
+
+def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
+    """Removes what killed processes have left in a folder of checkpoints; returns how many things.
+
+    Args:
+        root: the folder; may be missing.
+        older_than: an epoch and a round, as the fence has them: hidden folders of older writers are removed, which can
+            never be published then. None: these stay.
+        disk: what touches files.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    removed = remove_hidden_files(root, disk)
+    for name in names_in(root):
+        staged = SaveId.find_staged(name)
+        if name.startswith(_GONE_PREFIX):
+            disk.remove_folder(root / name)
+            removed += 1
+        elif staged is not None and older_than is not None and staged.token < older_than:
+            _remove_folder(root, name, disk)
+            removed += 1
+    return removed
+
+
+def _remove_folder(root: Path, name: str, disk: Disk) -> None:
+    gone = root / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
+    try:
+        disk.rename(root / name, gone)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return  # somebody else was faster
+        raise
+    disk.remove_folder(gone)
