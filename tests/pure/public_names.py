@@ -80,11 +80,14 @@ def tree_of(module: str) -> ast.Module:
 
 
 def exported(module: str) -> tuple[str, ...]:
-    """The public names of a module: its `__all__`."""
+    """The public names of a module: its `__all__`, or what it imports `as` itself and loads lazily."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return tuple(ast.literal_eval(node.value))
-    raise LookupError(f"{module} has no __all__")
+    if not any(ast.unparse(node).startswith("lazily(") for node in tree_of(module).body):
+        raise LookupError(f"{module} has no __all__")
+    imports = [node for node in statements(tree_of(module).body) if isinstance(node, ast.ImportFrom)]
+    return tuple(sorted(alias.name for node in imports for alias in node.names if alias.asname == alias.name))
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

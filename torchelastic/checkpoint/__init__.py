@@ -25,90 +25,56 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.api import (
-        Checkpoint,
-        CheckpointManager,
-        get_checkpoint_manager,
-        set_checkpoint_manager,
+        Checkpoint as Checkpoint,
+        CheckpointManager as CheckpointManager,
+        get_checkpoint_manager as get_checkpoint_manager,
+        set_checkpoint_manager as set_checkpoint_manager,
     )
-    from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
+    from torchelastic.checkpoint.errors import (
+        CheckpointError as CheckpointError,
+        CorruptCheckpointError as CorruptCheckpointError,
+    )
+    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager as FileSystemCheckpointManager
     from torchelastic.checkpoint.policy.keeping import (
-        KeepAll,
-        KeepBest,
-        KeepEvery,
-        KeepEverySeconds,
-        KeepLast,
-        KeepPolicy,
+        KeepAll as KeepAll,
+        KeepBest as KeepBest,
+        KeepEvery as KeepEvery,
+        KeepEverySeconds as KeepEverySeconds,
+        KeepLast as KeepLast,
+        KeepPolicy as KeepPolicy,
     )
-    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
-    from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
-    from torchelastic.checkpoint.policy.young_daly import YoungDaly
-    from torchelastic.checkpoint.store.disk import DiskTier
-    from torchelastic.checkpoint.store.durable import DurableTier
-    from torchelastic.checkpoint.store.memory import MemoryTier
-    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
-    from torchelastic.checkpoint.training_state.state import BCPState, DCPState
+    from torchelastic.checkpoint.policy.saving import (
+        SaveDecision as SaveDecision,
+        SaveMoment as SaveMoment,
+        SavePolicy as SavePolicy,
+    )
+    from torchelastic.checkpoint.policy.schedules import (
+        AtSteps as AtSteps,
+        EverySeconds as EverySeconds,
+        EverySteps as EverySteps,
+        Never as Never,
+        OnSignal as OnSignal,
+    )
+    from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
+    from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
+    from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
+    from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
+    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager as TieredCheckpointManager
+    from torchelastic.checkpoint.training_state.state import BCPState as BCPState, DCPState as DCPState
 
-__all__ = [
-    "AtSteps",
-    "BCPState",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointManager",
-    "CorruptCheckpointError",
-    "DCPState",
-    "DiskTier",
-    "DurableTier",
-    "EverySeconds",
-    "EverySteps",
-    "FileSystemCheckpointManager",
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepEverySeconds",
-    "KeepLast",
-    "KeepPolicy",
-    "MemoryTier",
-    "Never",
-    "OnSignal",
-    "SaveDecision",
-    "SaveMoment",
-    "SavePolicy",
-    "TieredCheckpointManager",
-    "YoungDaly",
-    "get_checkpoint_manager",
-    "set_checkpoint_manager",
-]
-
-_HOME_OF_NAME = {
-    "AtSteps": "torchelastic.checkpoint.policy",
-    "BCPState": "torchelastic.checkpoint.training_state.state",
-    "Checkpoint": "torchelastic.checkpoint.api",
-    "CheckpointError": "torchelastic.checkpoint.errors",
-    "CheckpointManager": "torchelastic.checkpoint.api",
-    "CorruptCheckpointError": "torchelastic.checkpoint.errors",
-    "DCPState": "torchelastic.checkpoint.training_state.state",
-    "DiskTier": "torchelastic.checkpoint.store",
-    "DurableTier": "torchelastic.checkpoint.store",
-    "EverySeconds": "torchelastic.checkpoint.policy",
-    "EverySteps": "torchelastic.checkpoint.policy",
-    "FileSystemCheckpointManager": "torchelastic.checkpoint.file_system",
-    "KeepAll": "torchelastic.checkpoint.policy",
-    "KeepBest": "torchelastic.checkpoint.policy",
-    "KeepEvery": "torchelastic.checkpoint.policy",
-    "KeepEverySeconds": "torchelastic.checkpoint.policy",
-    "KeepLast": "torchelastic.checkpoint.policy",
-    "KeepPolicy": "torchelastic.checkpoint.policy",
-    "MemoryTier": "torchelastic.checkpoint.store",
-    "Never": "torchelastic.checkpoint.policy",
-    "OnSignal": "torchelastic.checkpoint.policy",
-    "SaveDecision": "torchelastic.checkpoint.policy",
-    "SaveMoment": "torchelastic.checkpoint.policy",
-    "SavePolicy": "torchelastic.checkpoint.policy",
-    "TieredCheckpointManager": "torchelastic.checkpoint.tiered.manager",
-    "YoungDaly": "torchelastic.checkpoint.policy",
-    "get_checkpoint_manager": "torchelastic.checkpoint.api",
-    "set_checkpoint_manager": "torchelastic.checkpoint.api",
+_NAMES = {
+    "api": "Checkpoint CheckpointManager get_checkpoint_manager set_checkpoint_manager",
+    "errors": "CheckpointError CorruptCheckpointError",
+    "file_system": "FileSystemCheckpointManager",
+    "policy.keeping": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLast KeepPolicy",
+    "policy.saving": "SaveDecision SaveMoment SavePolicy",
+    "policy.schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
+    "policy.young_daly": "YoungDaly",
+    "store.disk": "DiskTier",
+    "store.durable": "DurableTier",
+    "store.memory": "MemoryTier",
+    "tiered.manager": "TieredCheckpointManager",
+    "training_state.state": "BCPState DCPState",
 }
 
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+lazily(__name__, _NAMES)

@@ -11,27 +11,16 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.rendezvous.handler import (
-        RendezvousClosedException,
-        RendezvousHandler,
-        RendezvousNonRetryableError,
-        RendezvousTimeoutException,
+        RendezvousClosedException as RendezvousClosedException,
+        RendezvousHandler as RendezvousHandler,
+        RendezvousNonRetryableError as RendezvousNonRetryableError,
+        RendezvousTimeoutException as RendezvousTimeoutException,
     )
-    from torchelastic.rendezvous.server import EtcdServer
+    from torchelastic.rendezvous.server import EtcdServer as EtcdServer
 
-_MODULE_OF = {
-    "EtcdServer": "torchelastic.rendezvous.server",
-    "RendezvousClosedException": "torchelastic.rendezvous.handler",
-    "RendezvousHandler": "torchelastic.rendezvous.handler",
-    "RendezvousNonRetryableError": "torchelastic.rendezvous.handler",
-    "RendezvousTimeoutException": "torchelastic.rendezvous.handler",
+_NAMES = {
+    "handler": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError RendezvousTimeoutException",
+    "server": "EtcdServer",
 }
 
-__all__ = [
-    "EtcdServer",
-    "RendezvousClosedException",
-    "RendezvousHandler",
-    "RendezvousNonRetryableError",
-    "RendezvousTimeoutException",
-]
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+lazily(__name__, _NAMES)

@@ -13,25 +13,27 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
-    from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
-    from torchelastic.checkpoint.replication.manager import ReplicationManager
+    from torchelastic.checkpoint.replication.errors import (
+        NoReplicasAvailableError as NoReplicasAvailableError,
+        ReplicationError as ReplicationError,
+    )
+    from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper as GroupWrapper
+    from torchelastic.checkpoint.replication.manager import ReplicationManager as ReplicationManager
     from torchelastic.checkpoint.replication.placement import (
-        ExchangePlan,
-        ExchangePlanEntry,
-        PairwiseReplicationStrategy,
-        parse_group_sequence,
+        ExchangePlan as ExchangePlan,
+        ExchangePlanEntry as ExchangePlanEntry,
+        PairwiseReplicationStrategy as PairwiseReplicationStrategy,
+        parse_group_sequence as parse_group_sequence,
     )
     from torchelastic.checkpoint.replication.strategies import (
-        CliqueReplicationStrategy,
-        LazyCliqueReplicationStrategy,
-        LazyReplicationStrategyBuilder,
-        ReplicationStrategy,
+        CliqueReplicationStrategy as CliqueReplicationStrategy,
+        LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
+        LazyReplicationStrategyBuilder as LazyReplicationStrategyBuilder,
+        ReplicationStrategy as ReplicationStrategy,
     )
-    from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig
+    from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig as ReplicationRetryConfig
 
-#: The names of each module; to add one, name it here, above and below.
-_NAMES_OF_HOME = {
+_NAMES = {
     "errors": "NoReplicasAvailableError ReplicationError",
     "group_wrapper": "GroupWrapper",
     "manager": "ReplicationManager",
@@ -40,22 +42,5 @@ _NAMES_OF_HOME = {
     "ReplicationStrategy",
     "topology": "ReplicationRetryConfig",
 }
-_HOME_OF_NAME = {name: home for home, names in _NAMES_OF_HOME.items() for name in names.split()}
 
-__all__ = [
-    "CliqueReplicationStrategy",
-    "ExchangePlan",
-    "ExchangePlanEntry",
-    "GroupWrapper",
-    "LazyCliqueReplicationStrategy",
-    "LazyReplicationStrategyBuilder",
-    "NoReplicasAvailableError",
-    "PairwiseReplicationStrategy",
-    "ReplicationError",
-    "ReplicationManager",
-    "ReplicationRetryConfig",
-    "ReplicationStrategy",
-    "parse_group_sequence",
-]
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+lazily(__name__, _NAMES)
