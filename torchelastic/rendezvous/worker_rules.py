@@ -9,7 +9,9 @@ import enum
 import math
 from dataclasses import dataclass, replace
 
-from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
+from msgspec.structs import asdict
+
+from torchelastic.rendezvous.records import MAX_SECONDS, JoinRequest, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
 
 #: Shares of the time for which a group may train without contact to the store: when it leaves at the end of a step, and
@@ -42,26 +44,10 @@ class Contact:
         return cls(sent_s + LEAVE_SHARE * orphan_timeout_s, sent_s + COMMIT_SHARE * orphan_timeout_s)
 
 
-def asks(
-    member: Member,
-    known: Round | None,
-    *,
-    store_address: str,
-    step: int,
-    state_status: StateStatus,
-    failed: bool,
-    patience_s: float,
-) -> Member:
+def asks(member: Member, known: Round | None, request: JoinRequest) -> Member:
     """The record of a member that wants the round after the newest that is known."""
-    return replace(
-        member,
-        store_address=store_address,
-        ready_for=(0 if known is None else known.number) + 1,
-        step=step,
-        state_status=state_status,
-        failed=failed,
-        patience_s=patience_s,
-    )
+    brought = {**asdict(request), "patience_s": min(request.patience_s, MAX_SECONDS)}
+    return replace(member, ready_for=(0 if known is None else known.number) + 1, **brought)
 
 
 def asks_again(member: Member, now: Round) -> Member | None:
