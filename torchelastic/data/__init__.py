@@ -23,16 +23,13 @@ if TYPE_CHECKING:
         CyclingIterator as CyclingIterator,
         ElasticDistributedSampler as ElasticDistributedSampler,
     )
-    from torchelastic.data.epoch_loader import EpochLoader as EpochLoader
-    from torchelastic.data.epoch_stream import EpochStream as EpochStream
+    from torchelastic.data.epochs import EpochLoader as EpochLoader, EpochStream as EpochStream
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
     from torchelastic.data.shares import BatchShare as BatchShare, Share as Share
     from torchelastic.data.sources.api import Source as Source, SourceError as SourceError
-    from torchelastic.data.sources.mapping import mapped as mapped
-    from torchelastic.data.sources.mixing import mixed as mixed
+    from torchelastic.data.sources.changing import mapped as mapped, mixed as mixed, repeated as repeated
     from torchelastic.data.sources.packing import packed as packed
     from torchelastic.data.sources.parquet_files import parquet as parquet
-    from torchelastic.data.sources.repeating import repeated as repeated
     from torchelastic.data.sources.shuffling import shuffled as shuffled
     from torchelastic.data.sources.stateful import from_datasets as from_datasets, from_stateful as from_stateful
     from torchelastic.data.sources.tar_files import tar_samples as tar_samples
@@ -42,16 +39,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "batch_sampler": "ElasticBatchSampler",
     "distributed_sampler": "CyclingIterator ElasticDistributedSampler",
-    "epoch_loader": "EpochLoader",
-    "epoch_stream": "EpochStream",
+    "epochs": "EpochLoader EpochStream",
     "loader": "ElasticLoader",
     "shares": "BatchShare Share",
     "sources.api": "Source SourceError",
-    "sources.mapping": "mapped",
-    "sources.mixing": "mixed",
+    "sources.changing": "mapped mixed repeated",
     "sources.packing": "packed",
     "sources.parquet_files": "parquet",
-    "sources.repeating": "repeated",
     "sources.shuffling": "shuffled",
     "sources.stateful": "from_datasets from_stateful",
     "sources.tar_files": "tar_samples",
