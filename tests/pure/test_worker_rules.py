@@ -21,9 +21,13 @@ from torchelastic.rendezvous.worker_rules import (
     is_replaced,
     late_start_s,
     may_go,
-    may_restart,
     wait_left_s,
 )
+
+
+def may_restart(exit_code: int, **known: Any) -> bool:
+    return after_loss(exit_code, is_plain_group=False, restarts_left=1, **known) is AfterLoss.ONE_AGAIN
+
 
 FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
 
