@@ -30,7 +30,7 @@ from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.restore import fetch
 from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.image import image_of
+from torchelastic.checkpoint.shards.stage import image_of
 from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.store import MemoryTier
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
