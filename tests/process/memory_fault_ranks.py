@@ -328,11 +328,14 @@ def newest_commit(root: Path, hosts: str) -> tuple[int, int]:
 
 
 def flip_bit(path: Path, part: str) -> None:
-    """Flips a bit: of the "preamble", of the "header", or in the middle of the "data"."""
+    """Flips a bit: of the "preamble", of the "header", or in the middle of the "data", if there are any."""
     with path.open("r+b") as file:
         preamble = decode_preamble(file.read(PREAMBLE_BYTES))
-        middle = preamble.data_offset_bytes + preamble.data_bytes // 2
-        at = {"preamble": 3, "header": PREAMBLE_BYTES + preamble.header_bytes // 2, "data": middle}[part]
+        header, data = (
+            PREAMBLE_BYTES + preamble.header_bytes // 2,
+            preamble.data_offset_bytes + preamble.data_bytes // 2,
+        )
+        at = {"preamble": 3, "header": header, "data": data if preamble.data_bytes else header}[part]
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)

@@ -160,10 +160,14 @@ def read_back(each: Member, step: int) -> list[bool]:
 
 
 def damage(path: Path) -> None:
-    """Flips a bit in the middle of the data of a shard."""
+    """Flips a bit in the middle of the data of a shard; of its header if it has none."""
     with path.open("r+b") as file:
         preamble = decode_preamble(file.read(PREAMBLE_BYTES))
-        at = preamble.data_offset_bytes + preamble.data_bytes // 2
+        header, data = (
+            PREAMBLE_BYTES + preamble.header_bytes // 2,
+            preamble.data_offset_bytes + preamble.data_bytes // 2,
+        )
+        at = data if preamble.data_bytes else header
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)

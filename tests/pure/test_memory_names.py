@@ -235,10 +235,7 @@ def test_a_commit_that_makes_no_sense_is_damage(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("file", ["../../x", str(COMMIT)])
 def test_metadata_cannot_lead_to_other_files(file: str) -> None:
     metadata = Metadata({}, storage_data={MetadataIndex("w"): StoredItem(file, "w")})
-    content = {
-        **content_of(commit()),
-        "metadata": torch.frombuffer(bytearray(encode_metadata(metadata)), dtype=torch.uint8),
-    }
+    content = {**content_of(commit()), "metadata": encode_metadata(metadata)}
     with pytest.raises(CorruptCheckpointError, match="is no shard of step-000000020"):
         commit_from(meta_of(commit()), content)
 
@@ -246,9 +243,17 @@ def test_metadata_cannot_lead_to_other_files(file: str) -> None:
 @pytest.mark.parametrize("name", ["manifest.json", "../x", ".job", "a/b", "x.shard"])
 def test_an_attached_file_cannot_take_the_place_of_another(name: str) -> None:
     content = content_of(commit())
-    content["extras"] = {name: torch.zeros(1, dtype=torch.uint8)}
+    content["extras"] = {name: b"x"}
     with pytest.raises(CorruptCheckpointError, match="cannot be the name of an attached file"):
         commit_from(meta_of(commit()), content)
+
+
+@pytest.mark.parametrize(
+    "content", [{"metadata": 7}, {"extras": {"x": "text"}}, {"extras": [b"x"]}, {"metadata": b"["}]
+)
+def test_content_that_is_none_is_damage(content: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpointError, match="its commit makes no sense"):
+        commit_from(meta_of(commit()), {**content_of(commit()), **content})
 
 
 def test_a_commit_of_a_newer_release_is_named_as_such() -> None:

@@ -135,10 +135,7 @@ def content_of(commit: Commit) -> dict[str, Any]:
     Raises:
         TypeError: the metadata hold something that is not stored; names it.
     """
-    return {
-        "metadata": _as_tensor(encode_metadata(commit.metadata)),
-        "extras": {name: _as_tensor(content) for name, content in commit.extras.items()},
-    }
+    return {"metadata": encode_metadata(commit.metadata), "extras": dict(commit.extras)}
 
 
 def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
@@ -159,8 +156,8 @@ def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
             ShardRecord(rank, shard_file_name(rank, count + 1), size_bytes, digest)
             for rank, (size_bytes, digest) in enumerate(meta["shards"])
         ]
-        metadata = decode_metadata(_as_bytes(content["metadata"]))
-        extras = {name: _as_bytes(data) for name, data in content["extras"].items()}
+        metadata = decode_metadata(content["metadata"])
+        extras = {name: bytes(memoryview(data)) for name, data in content["extras"].items()}
         save, saved_s = SaveId.parse(meta["checkpoint"]), float(meta["saved_s"])
         commit = Commit(save, tuple(records), metadata, extras, str(meta["run_id"]), saved_s)
         if meta_of(commit) != {key: meta[key] for key in meta_of(commit)}:
@@ -268,11 +265,3 @@ def _decode_item(kind: str, rest: list[Any]) -> TensorStorageMetadata | BytesSto
         torch.Size(size),
         [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks],
     )
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()
