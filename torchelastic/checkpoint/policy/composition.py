@@ -56,6 +56,6 @@ class Combination(Generic[Policy]):
 def combined(kind: Any, left: Policy, right: Policy) -> Policy:
     """The combination of this kind of two policies; NotImplemented if the right one is none of that kind's members."""
     if not isinstance(right, kind._member):
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]  # as `__or__` and `__and__` may
     both: Policy = kind((left, right))
     return both if len(both.policies) > 1 else left  # type: ignore[attr-defined]
