@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
     from torchelastic.data.distributed_sampler import CyclingIterator as CyclingIterator
     from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
-    from torchelastic.data.epoch_loader import EpochLoader as EpochLoader
-    from torchelastic.data.epoch_stream import EpochStream as EpochStream
+    from torchelastic.data.epochs import EpochLoader as EpochLoader
+    from torchelastic.data.epochs import EpochStream as EpochStream
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
     from torchelastic.data.shares import BatchShare as BatchShare
     from torchelastic.data.shares import Share as Share
     from torchelastic.data.sources.api import Source as Source
     from torchelastic.data.sources.api import SourceError as SourceError
-    from torchelastic.data.sources.mapping import mapped as mapped
-    from torchelastic.data.sources.mixing import mixed as mixed
+    from torchelastic.data.sources.changing import mapped as mapped
+    from torchelastic.data.sources.changing import mixed as mixed
+    from torchelastic.data.sources.changing import repeated as repeated
     from torchelastic.data.sources.packing import packed as packed
     from torchelastic.data.sources.parquet_files import parquet as parquet
-    from torchelastic.data.sources.repeating import repeated as repeated
     from torchelastic.data.sources.shuffling import shuffled as shuffled
     from torchelastic.data.sources.stateful import from_datasets as from_datasets
     from torchelastic.data.sources.stateful import from_stateful as from_stateful
@@ -47,16 +47,13 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "batch_sampler": "ElasticBatchSampler",
         "distributed_sampler": "CyclingIterator ElasticDistributedSampler",
-        "epoch_loader": "EpochLoader",
-        "epoch_stream": "EpochStream",
+        "epochs": "EpochLoader EpochStream",
         "loader": "ElasticLoader",
         "shares": "BatchShare Share",
         "sources.api": "Source SourceError",
-        "sources.mapping": "mapped",
-        "sources.mixing": "mixed",
+        "sources.changing": "mapped mixed repeated",
         "sources.packing": "packed",
         "sources.parquet_files": "parquet",
-        "sources.repeating": "repeated",
         "sources.shuffling": "shuffled",
         "sources.stateful": "from_datasets from_stateful",
         "sources.tar_files": "tar_samples",
