@@ -101,6 +101,18 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
         agreement.hear(NAME, "disk")
 
 
+def test_a_save_that_all_have_stored_does_not_fail_because_its_notes_cannot_be_thrown_away() -> None:
+    class GivenUp(Drawer):
+        def drop(self, key: str) -> None:
+            raise RuntimeError("its connection was given up")
+
+    notes = Notes(GivenUp(), Patience(10.0))
+    ranks = [SaveAgreement(TierContext("run", 1, 2, rank, 2), notes) for rank in (0, 1)]
+    for rank, agreement in enumerate(ranks):
+        agreement.stored(NAME, "disk", record(rank, 2))
+    assert len(ranks[0].gather(NAME, "disk", {}, 0.0).shards) == 2
+
+
 def test_rank_0_chooses_the_tiers() -> None:
     rig = Rig(2)
     assert rig.ranks[0].choose_tiers(NAME, ["memory", "disk"]) == ["memory", "disk"]

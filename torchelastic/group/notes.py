@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,7 +108,8 @@ class Notes:
 
     def drop(self, key: str) -> None:
         """Throw a note away that all who need it have read; there may be none."""
-        self._mailbox.drop(key)
+        with suppress(RuntimeError):  # the group has ended, and its notes with it: what they said has been heard
+            self._mailbox.drop(key)
 
     def wait(self, key: str, rank: int, timeout_s: float | None = None) -> Any:
         """Read a note, when it is there.
