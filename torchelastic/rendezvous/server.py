@@ -21,7 +21,6 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import psutil
@@ -114,9 +113,7 @@ class EtcdServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
