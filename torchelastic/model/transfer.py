@@ -162,7 +162,7 @@ class _Channel:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         else:
             payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        return bytes(self.tensor(payload).tolist())  # without numpy, which torch does not bring
+        return self.tensor(payload).cpu().numpy().tobytes()
 
 
 def chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -22,7 +22,7 @@ class OwnRecords:
         self.members: dict[str, Member] = {}
         self._keys, self._outliving_key, self._describe = keys, outliving_key, describe
         self._ended: dict[str, Member] = {}
-        self._dirty: set[str] = set()
+        self._dirty: set[str] = set()  # keys
         #: the members that the record names which outlives this agent; None: the store may hold another one
         self._named: frozenset[str] | None = None
         self._naming = frozenset[str]()
@@ -30,7 +30,11 @@ class OwnRecords:
     def declare(self, member: Member) -> None:
         """The record of a member is to be written or rewritten."""
         self.members[member.member_id] = member
-        self._dirty.add(member.member_id)
+        self._dirty.add(self._keys.member(member.member_id))
+
+    def carried_out(self, request: str) -> None:
+        """What was asked for with this key is done, and nobody is to take it up again: it is to be removed."""
+        self._dirty.add(request)
 
     def withdraw(self, member_id: str, *, for_good: bool = False) -> bool:
         """A member has ended: its tombstone is to be written. False: there is no such member.
@@ -41,7 +45,7 @@ class OwnRecords:
         if member is None:
             return False
         self._ended[member_id] = replace(member, departed=True, gave_up=for_good)
-        self._dirty.add(member_id)
+        self._dirty.add(self._keys.member(member_id))
         return True
 
     @property
@@ -51,32 +55,33 @@ class OwnRecords:
 
     def lease_lost(self) -> None:
         """The records of the living have gone with their lease."""
-        self._dirty.update(self.members)
+        self._dirty.update(map(self._keys.member, self.members))
         self._named = None  # it says which lease that was
 
     def data_lost(self, round_: Round) -> None:
         """The store has lost everything; of the dead only those of the present roster matter."""
         self._named = None
-        self._dirty.update(self.members)
-        self._dirty.update(name for name in self._ended if name in round_.roster)
+        names = (*self.members, *(name for name in self._ended if name in round_.roster))
+        self._dirty.update(map(self._keys.member, names))
 
     def forget_the_dead(self, round_: Round) -> None:
         """Who is not on the roster any more is cleared out of the store by the leader."""
-        for name in [name for name in self._ended if name not in round_.members and name not in self._dirty]:
+        gone = [name for name in self._ended if name not in round_.members]
+        for name in [name for name in gone if self._keys.member(name) not in self._dirty]:
             del self._ended[name]
 
     def unwritten(self, at_most: int) -> Mapping[str, Member | None]:
-        """Records to write next; None: none is left of it."""
-        return {name: self._record_of(name) for name in sorted(self._dirty)[:at_most]}
+        """Keys to write next, with their records; None: none is left of it. What a request has led to, before that."""
+        return {key: self._record_of(key) for key in sorted(self._dirty, reverse=True)[:at_most]}
 
     def written(self, records: Mapping[str, Member | None]) -> None:
         """These were written; what has changed in the meantime stays to be written."""
-        self._dirty -= {name for name, record in records.items() if self._record_of(name) == record}
+        self._dirty -= {key for key, record in records.items() if self._record_of(key) == record}
         self._named = self._naming
 
-    def write_of(self, name: str, round_: Round, lease_id: int) -> Put | Delete:
+    def write_of(self, key: str, round_: Round, lease_id: int) -> Put | Delete:
         """How a record is written."""
-        record, key = self._record_of(name), self._keys.member(name)
+        record = self._record_of(key)
         if record is None or (record.departed and round_.state is RoundState.CLOSED):
             return Delete(key)
         # a tombstone outlives its host's lease: who starts the run again must not take the dead for cut off
@@ -94,5 +99,6 @@ class OwnRecords:
             return ()
         return (Put(self._outliving_key, self._describe(lease_id, sorted(self._naming))),)
 
-    def _record_of(self, name: str) -> Member | None:
+    def _record_of(self, key: str) -> Member | None:
+        name = key.removeprefix(self._keys.members)
         return self.members.get(name) or self._ended.get(name)
