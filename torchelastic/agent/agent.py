@@ -13,19 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent import signal_forwarding
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.dashboard import dashboard
 from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, WorkerExited
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
-from torchelastic.agent.idle_workers import IdleWorkers
+from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
-from torchelastic.agent.metrics_endpoint import MetricsEndpoint
+from torchelastic.agent.metrics_endpoint import MetricsEndpoint, dashboard
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.tasks import keep_running
-from torchelastic.agent.wait_limit import WaitLimit
+from torchelastic.agent.worker import NOTICE_SIGNALS, forward
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError
@@ -34,7 +32,7 @@ from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
 from torchelastic.page.server import PageServer
 from torchelastic.processes import boot_time_s
-from torchelastic.processes.process_end import process_end
+from torchelastic.processes.lifeline import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -134,7 +132,7 @@ class Agent:
             self._page.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        for number in signal_forwarding.SIGNALS:
+        for number in NOTICE_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
@@ -258,7 +256,7 @@ class Agent:
 
     def _on_notice(self, number: signal.Signals) -> None:
         workers = [] if self.supervisor is None else self.supervisor.workers
-        signal_forwarding.forward(number, [worker.process.pid for worker in workers if worker.process is not None])
+        forward(number, [worker.process.pid for worker in workers if worker.process is not None])
 
     # --- the two lives of an agent ----------------------------------------------------------------
 
