@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from torchelastic.data.shares import Share as Share
     from torchelastic.data.sources.api import Source as Source
     from torchelastic.data.sources.api import SourceError as SourceError
-    from torchelastic.data.sources.mapping import mapped as mapped
-    from torchelastic.data.sources.mixing import mixed as mixed
-    from torchelastic.data.sources.packing import packed as packed
+    from torchelastic.data.sources.composed import mapped as mapped
+    from torchelastic.data.sources.composed import mixed as mixed
+    from torchelastic.data.sources.composed import packed as packed
+    from torchelastic.data.sources.composed import repeated as repeated
     from torchelastic.data.sources.parquet_files import parquet as parquet
-    from torchelastic.data.sources.repeating import repeated as repeated
     from torchelastic.data.sources.shuffling import shuffled as shuffled
     from torchelastic.data.sources.stateful import from_datasets as from_datasets
     from torchelastic.data.sources.stateful import from_stateful as from_stateful
@@ -59,11 +59,11 @@ _HOMES = {
     "from_stateful": "sources.stateful",
     "jsonl": "sources.text_files",
     "lines": "sources.text_files",
-    "mapped": "sources.mapping",
-    "mixed": "sources.mixing",
-    "packed": "sources.packing",
+    "mapped": "sources.composed",
+    "mixed": "sources.composed",
+    "packed": "sources.composed",
     "parquet": "sources.parquet_files",
-    "repeated": "sources.repeating",
+    "repeated": "sources.composed",
     "shuffled": "sources.shuffling",
     "tar_samples": "sources.tar_files",
 }
