@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.errors import NonRetryableException
+from torchelastic.group.messages import all_gather_tensors
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.extras import Extras, Snapshot, copied, synchronize_auxiliary
@@ -324,11 +325,7 @@ class ModelState(InCheckpoints, State):
     def _gather_progress(self, world_size: int, device: torch.device) -> tuple[list[StateProgress], list[int]]:
         """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
         mine = torch.tensor([int(self._status), self.step, self._gradients.offer(self.step)], device=device)
-        gathered = [mine]
-        if world_size > 1:
-            gathered = [torch.empty_like(mine) for _ in range(world_size)]
-            dist.all_gather(gathered, mine)
-        rows = [row.tolist() for row in gathered]
+        rows = [row.tolist() for row in all_gather_tensors(mine, world_size)]
         offers = [offer for _, _, offer in rows]
         return [StateProgress.of(StateStatus(status), step) for status, step, _ in rows], offers
 

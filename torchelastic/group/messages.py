@@ -12,6 +12,15 @@ FRAME_BYTES = 1016
 _LENGTH_BYTES = 8
 
 
+def all_gather_tensors(mine: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """A tensor of each rank of the default group, as large on each, by rank. Collective, but for one rank alone."""
+    if world_size == 1:
+        return [mine]
+    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(gathered, mine)
+    return gathered
+
+
 def all_gather_texts(
     group: dist.ProcessGroup,
     text: bytes,

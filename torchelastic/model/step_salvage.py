@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from torchelastic.group.messages import all_gather_tensors
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state
 from torchelastic.model.reduction import Reduction
@@ -186,9 +186,5 @@ def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> 
 def _gather_units(mine: frozenset[int], units: int, world_size: int, device: torch.device) -> list[frozenset[int]]:
     mask = torch.zeros(units, dtype=torch.uint8)
     mask[sorted(mine)] = 1
-    mask = mask.to(device)
-    gathered = [mask]
-    if world_size > 1:
-        gathered = [torch.empty_like(mask) for _ in range(world_size)]
-        dist.all_gather(gathered, mask)
+    gathered = all_gather_tensors(mask.to(device), world_size)
     return [frozenset(one.nonzero().flatten().tolist()) for one in gathered]

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
+from torchelastic.group.peers import Peers
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import publish_metric
 
@@ -91,9 +89,7 @@ class PaceComparison:
         )
 
 
-def compare_rates(
-    policy: StragglerPolicy, rate: float | None, times: int, rank: int, world_size: int, group: dist.ProcessGroup | None
-) -> PaceComparison | None:
+def compare_rates(policy: StragglerPolicy, rate: float | None, times: int, peers: Peers) -> PaceComparison | None:
     """Compare this worker's rate with those of the others, and publish, log and note for the ledger what it shows.
 
     Every rank calls this. None: nothing can be said, for its own rate is not known.
@@ -102,33 +98,14 @@ def compare_rates(
         policy: who is a straggler.
         rate: this worker's progress rate; None: it is not known.
         times: how often in a row it was a straggler before.
-        rank: of this worker.
-        world_size: of the group.
-        group: for CPU tensors.
+        peers: the ranks of its group.
     """
-    rates = gather_rates(rate, world_size, group)
+    rates = peers.all_gather(None if rate is None else float(rate))
     if rate is None:
         return None
-    comparison = policy.compare(rate, rates, times)
+    comparison = policy.compare(rate, [known for known in rates if known is not None and known >= 0], times)
     publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
     if comparison.is_straggler:
-        log.warning("straggler: rank %d runs at %s", rank, comparison)
+        log.warning("straggler: rank %d runs at %s", peers.rank, comparison)
         this_worker().straggles(100 * comparison.relative)
     return comparison
-
-
-def gather_rates(rate: float | None, world_size: int, group: dist.ProcessGroup | None) -> list[float]:
-    """The progress rates of all workers that know theirs; every rank calls this.
-
-    Args:
-        rate: this worker's; None: it is not known.
-        world_size: of the group.
-        group: for CPU tensors.
-    """
-    mine = torch.tensor([-1.0 if rate is None else rate], dtype=torch.float64)
-    if world_size == 1:
-        gathered = [mine]
-    else:
-        gathered = [torch.zeros_like(mine) for _ in range(world_size)]
-        dist.all_gather(gathered, mine, group=group)
-    return [float(value) for value in gathered if float(value) >= 0]
