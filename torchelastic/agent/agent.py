@@ -122,7 +122,7 @@ class Agent:
         except (StoreError, InterfaceError, OSError) as error:
             return await self._refuse(f"{error}; the run was not started")
         self._look_at_address()
-        self.connections.run_was_closed = self.membership.round.is_over
+        self.connections.run_was_closed = self.membership.host.round.is_over
         if self.connections.run_was_closed and self._make_supervisor is not None:
             return Outcome(1, _closed_already(self._options.url), came_late=True)
         self.connections.open()
@@ -196,7 +196,7 @@ class Agent:
         self._metrics = MetricsEndpoint(url.run_id, host)
         self._failures = FailureReporter(incarnation, lambda: read_members(self._store, keys))
         if self._make_supervisor is not None:
-            self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, publish)
+            self.supervisor = self._make_supervisor(lambda: self.membership.host.round.is_over, publish)
             self._recorder = self._make_recorder(self.supervisor, host, incarnation, publish)
         self._status = StatusPublisher(
             self._store, keys, host=host, incarnation=incarnation,
@@ -221,7 +221,7 @@ class Agent:
             folder=self._options.ledger_dir,
             configured_workers=self._options.url.max_workers,
             workers=lambda: supervisor.workers,
-            sees_store=lambda: self.membership.sees_store,
+            sees_store=lambda: self.membership.host.in_reach,
             logs_each=self._options.log_form == JSON,
             publish=publish,
         )
@@ -236,7 +236,7 @@ class Agent:
             case RoundChanged(round_):
                 self._end_as_decided(round_)
             case WorkerExited(worker):
-                worker.has_finished = worker.has_finished and self.membership.round.state is RoundState.CLOSED
+                worker.has_finished = worker.has_finished and self.membership.host.round.state is RoundState.CLOSED
 
     def _end_as_decided(self, round_: Round) -> None:
         assert self.supervisor is not None
@@ -283,7 +283,7 @@ class Agent:
         if self._recorder is not None:
             self._recorder.start()
         grace_s = self._options.term_grace_s
-        idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.round, grace_s)
+        idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.host.round, grace_s)
         checking = asyncio.ensure_future(keep_running("checking the idle workers", idle.run))
         ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
         await _first_of(*(end.wait() for end in ends))
@@ -299,8 +299,8 @@ class Agent:
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
-        is_given_up = self.supervisor.too_few.is_set() and not self.membership.round.is_over
-        if self.membership.round.is_over or (codes <= {0} and not is_given_up):
+        is_given_up = self.supervisor.too_few.is_set() and not self.membership.host.round.is_over
+        if self.membership.host.round.is_over or (codes <= {0} and not is_given_up):
             return Outcome(0)
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
@@ -320,7 +320,7 @@ class Agent:
 
     async def _leave_in_order(self, at_most_s: float) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
-        if not any(member.done for member in self.membership.members):
+        if not any(member.done for member in self.membership.host.members):
             await _within(2.0, self.membership.until_written())
             return
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good

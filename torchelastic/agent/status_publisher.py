@@ -60,9 +60,9 @@ class StatusPublisher:
             store,
             keys,
             incarnation,
-            lease=lambda: membership.lease,
+            lease=lambda: membership.host.lease,
             status=self.status,
-            agents=lambda: agents_of(membership.round.roster),
+            agents=lambda: agents_of(membership.host.round.roster),
         )
         self._shown = None if recorder is None or terminal is None else ShownProgress(self.status, terminal)
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,7 +109,7 @@ class StatusPublisher:
             places=0 if recorder is None else len(recorder.latest().places),
             journal="" if recorder is None else recorder.journal,
             address=self.address,
-            is_etcd_away=not self._membership.sees_store,
+            is_etcd_away=not self._membership.host.in_reach,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, NamedTuple
 
@@ -215,31 +215,20 @@ class Round:
 NO_ROUND = Round(because="no round yet")
 
 
-@dataclass(frozen=True)
 class Keys:
     """Where a run's documents stand; `root` ends without a slash."""
 
-    root: str
-    round: str = field(init=False)
-    leader: str = field(init=False)
-    incarnation: str = field(init=False)
-    members: str = field(init=False)
-    agents: str = field(init=False)
-    processes: str = field(init=False)
-    drain: str = field(init=False)
-    status: str = field(init=False)
-    look: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "round", f"{self.root}/round")
-        object.__setattr__(self, "leader", f"{self.root}/leader")
-        object.__setattr__(self, "incarnation", f"{self.root}/incarnation")
-        object.__setattr__(self, "members", f"{self.root}/members/")
-        object.__setattr__(self, "agents", f"{self.root}/agents/")
-        object.__setattr__(self, "processes", f"{self.root}/processes/")
-        object.__setattr__(self, "drain", f"{self.root}/drain/")
-        object.__setattr__(self, "status", f"{self.root}/status/")
-        object.__setattr__(self, "look", f"{self.root}/look")
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.round = f"{root}/round"
+        self.leader = f"{root}/leader"
+        self.incarnation = f"{root}/incarnation"
+        self.members = f"{root}/members/"
+        self.agents = f"{root}/agents/"
+        self.processes = f"{root}/processes/"
+        self.drain = f"{root}/drain/"
+        self.status = f"{root}/status/"
+        self.look = f"{root}/look"
 
     def member(self, member_id: str) -> str:
         """The key of one member."""
