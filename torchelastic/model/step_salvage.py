@@ -72,22 +72,18 @@ class StepSalvage:
         self.last: Salvaged | None = None
         self._gradients, self._sampler = gradients, sampler
         self._kept: KeptGradients[Any] | None = None
-        self._is_brought = False
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether this rank brings gradients to the step that comes."""
-        return self._is_brought
+        #: whether this rank brings gradients to the step that comes
+        self.is_pending = False
 
     def keep(self, step: int, buffers: Sequence[torch.Tensor]) -> None:
         """A step has failed before the optimizer began: keep what this rank has computed of it, and had kept before.
 
         Called before anything is rolled back; takes the gradients off the parameters.
         """
-        if self.mode == "discard" or (self._kept is not None and not self._is_brought):
+        if self.mode == "discard" or (self._kept is not None and not self.is_pending):
             return  # or: nothing was computed since, because no group was formed
-        before = self._kept if self._is_brought else None
-        self._kept, self._is_brought = None, False
+        before = self._kept if self.is_pending else None
+        self._kept, self.is_pending = None, False
         pending = self._sampler.pending
         if len(pending) > 1:
             log.info("step %d drew several global batches: it is repeated as a whole", step)
@@ -124,7 +120,7 @@ class StepSalvage:
         Raises:
             RuntimeError: a peer is lost.
         """
-        kept, self._kept, self._is_brought = self._kept, None, False
+        kept, self._kept, self.is_pending = self._kept, None, False
         self._gradients.bring(None)
         if not any(offers):
             return
@@ -143,14 +139,14 @@ class StepSalvage:
             publish_metric("torchelastic", f"salvage.{name}", getattr(self.last, name))
         # until the step commits the kept gradients stay, for a third attempt
         self._kept = kept if deals[rank].carried else None
-        self._is_brought = self._kept is not None
+        self.is_pending = self._kept is not None
         if self._kept is not None:
             self._gradients.bring(self._kept.gradients)
 
     def commit(self, buffers: Sequence[torch.Tensor]) -> None:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
-        kept, is_brought = self._kept, self._is_brought
-        self._kept, self._is_brought = None, False
+        kept, is_brought = self._kept, self.is_pending
+        self._kept, self.is_pending = None, False
         self._gradients.commit()
         if kept is None or not is_brought or isinstance(self._gradients, LogicalShards):
             return

@@ -44,7 +44,8 @@ class AgentClient:
     def __init__(self, socket_path: str, *, connect_timeout_s: float, on_round: OnRound) -> None:
         self._on_round = on_round
         self._changed = threading.Condition()
-        self._round = NO_ROUND
+        #: the newest that the agent has told of
+        self.round = NO_ROUND
         self._fatal: AgentError | None = None
         self._noted = 0
         self._welcomed = False
@@ -64,11 +65,6 @@ class AgentClient:
         self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
 
     @property
-    def round(self) -> Round:
-        """The newest round that the agent has told of."""
-        return self._round
-
-    @property
     def is_lost(self) -> bool:
         """Whether the agent is gone."""
         return self._fatal is not None and self._fatal.kind == "lost"
@@ -84,7 +80,7 @@ class AgentClient:
             AgentError: the run is closed, nobody came in time, this worker was to leave and may go, etcd is out of
                 reach, or the agent is gone.
         """
-        after = self._round.number if self.member_id in self._round.members else 0
+        after = self.round.number if self.member_id in self.round.members else 0
         self._send(
             {
                 "op": "join",
@@ -98,8 +94,8 @@ class AgentClient:
 
         self._wait_for(lambda: self.is_over_for(step) or self._is_on_roster_after(after), None, "")
         if self.is_over_for(step):
-            raise AgentError("closed", self._round.because or "the run is closed")
-        return self._round
+            raise AgentError("closed", self.round.because or "the run is closed")
+        return self.round
 
     def leave(self) -> None:
         """Ask to leave the run; from any thread. `join` raises AgentError("drained") when this worker may go."""
@@ -120,7 +116,7 @@ class AgentClient:
 
         One that lost its last step while others finished is synchronized first, in one more round.
         """
-        return is_over_for(self._round, self.member_id, step)
+        return is_over_for(self.round, self.member_id, step)
 
     def done(self, step: int, timeout_s: float) -> None:
         """Say that this member has finished; returns when the store has it, or after `timeout_s`."""
@@ -136,8 +132,8 @@ class AgentClient:
 
         Wait until all are (True), or until one more round is needed to bring somebody level (False).
         """
-        number = self._round.number
-        is_settled = lambda: self._round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice
+        number = self.round.number
+        is_settled = lambda: self.round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice
         try:
             self._wait_for(is_settled, timeout_s, "the others did not finish in time")
         except AgentError as error:
@@ -155,7 +151,7 @@ class AgentClient:
     # --- inside -----------------------------------------------------------------------------------
 
     def _is_on_roster_after(self, number: int) -> bool:
-        return is_granted(self._round, self.member_id, number)
+        return is_granted(self.round, self.member_id, number)
 
     def _send(self, message: wire.Message) -> None:
         try:
@@ -210,7 +206,7 @@ class AgentClient:
 
     def _take_round(self, round_: Round) -> None:
         with self._changed:
-            self._round = round_
+            self.round = round_
             self._changed.notify_all()
         self._on_round(round_)
 
