@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torchelastic.agent.events import (
     RoundChanged,
     WorkerLeaves,
 )
+from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
 
 Scenario = Callable[["Host"], Awaitable[None]]
@@ -344,7 +346,6 @@ def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_
         assert host.connections.leave(name)
         assert host.declared[-1].leaving
         assert host.let_leave == [os.getpid()]
-        await worker.hear_of("leave")
         join(worker)
         await until(lambda: len(host.declared) == 3)
         assert (host.declared[-1].ready_for, host.declared[-1].leaving) == (2, True)
@@ -459,3 +460,19 @@ def test_a_second_hello_ends_the_connection_and_leaves_no_ghost(
 
     with_host(tmp_path, scenario)
     assert "a second 'hello'" in caplog.text
+
+
+# --- the worker's end ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_gives_up_waiting_for_its_agents_answer_hangs_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen()
+        with pytest.raises(AgentError, match="did not answer"):
+            AgentClient(str(tmp_path / "agent"), connect_timeout_s=0.2, on_round=lambda _: None)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(5.0)
+            assert json.loads(connection.makefile("rb").readline())["op"] == "hello"
+            assert connection.recv(1) == b"", "it has hung up, so that no member comes of it"

@@ -134,19 +134,6 @@ def test_who_we_are_is_the_user_or_else_the_certificate() -> None:
     assert Credentials().who == "a client without a user"
 
 
-@pytest.mark.parametrize(
-    ("half", "names"),
-    [
-        ({"user": "agent"}, "password"),
-        ({"ca_cert": "ca.pem", "cert_cert": "cert.pem"}, "cert_key"),
-        ({"cert_cert": "cert.pem", "cert_key": "key.pem"}, "ca_cert"),
-    ],
-)
-def test_half_of_a_pair_of_credentials_is_refused(half: dict[str, str], names: str) -> None:
-    with pytest.raises(CredentialsError, match=names):
-        Credentials(**half)
-
-
 def test_what_goes_through_the_pipe_comes_out_the_same_and_garbage_is_not_repeated() -> None:
     whole = Credentials("ca.pem", "me.pem", "me.key", "trainer", 'p"\\\n\u00e9')
     assert Credentials.from_pipe(whole.to_pipe()) == whole

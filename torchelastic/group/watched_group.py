@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchelastic.group.naming import listed
+from torchelastic.text import listed
 
 _POLL_S = 0.0002
 _SLOW_POLL_S = 0.01
@@ -193,38 +193,3 @@ def describe_lost(ranks: Sequence[int]) -> str:
     if not ranks:
         return "which one is not known"
     return listed(ranks) if len(ranks) == 1 else f"at least one of {listed(ranks)}"
-
-
-class LaggedMax:
-    """The element-wise maximum over all ranks, through a tiny all-reduce that nobody waits for.
-
-    It is begun by making this, and read in a later call, in the same calls on every rank, by one thread at a time. So a
-    rank that is in step with the others waits for none of them, and it may share a group with training's collectives.
-
-    Args:
-        group: whose ranks it is of.
-        number: of this maximum; no other one of the group's user has it.
-        values: tells the others these numbers, as many on every rank.
-
-    Attributes:
-        group: as given.
-        number: as given.
-
-    Raises:
-        RuntimeError: the group is broken.
-    """
-
-    def __init__(self, group: WatchedGroup, number: int, values: Sequence[float]) -> None:
-        self.group, self.number = group, number
-        self._values = torch.tensor(values, dtype=torch.float64, device=group.device)
-        self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group.group, async_op=True)
-
-    def finish(self) -> list[float]:
-        """The largest of each number over all ranks.
-
-        Raises:
-            RanksMissingError: a rank has not begun it within the time limit.
-            RuntimeError: the group is broken, for example because a rank has died.
-        """
-        self.group.wait(self._work, f"maximum-{self.number}")
-        return [float(value) for value in self._values.tolist()]

@@ -26,7 +26,8 @@ from torchelastic.lifetime.sample import Sample
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from torchelastic.group.watched_group import LaggedMax, WatchedGroup
+    from torchelastic.group.messages import LaggedMax
+    from torchelastic.group.watched_group import WatchedGroup
     from torchelastic.lifetime.manager_state import ManagerState
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class GroupAgreement:
             RankMissingError: see `finish`.
             ValueError: the ranks give different numbers of values.
         """
-        from torchelastic.group.watched_group import LaggedMax
+        from torchelastic.group.messages import LaggedMax
 
         with self._naming_the_missing():
             if self._group is None:

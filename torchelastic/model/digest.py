@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.group.messages import all_gather_tensors
+from torchelastic.model.transfer import all_gathered
 
 PARTS = ("module", "buffers", "optimizer", "scheduler", "sampler", "extra")
 #: Parts that may differ from rank to rank.
@@ -123,7 +123,7 @@ def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _gather(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
     mine = torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
-    return [each.tolist() for each in all_gather_tensors(mine, world_size)]
+    return [each.tolist() for each in all_gathered(mine, world_size)]
 
 
 def _bytes_for_each(leaves: Mapping[str, Leaves]) -> int:

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from torchelastic.processes.death_notice import leave_notice, notice_path
 from torchelastic.rendezvous import wire
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus, round_from_dict
+from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, round_from_dict
 from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for
 
 log = logging.getLogger(__name__)
@@ -44,14 +45,11 @@ class AgentClient:
     def __init__(self, socket_path: str, *, connect_timeout_s: float, on_round: OnRound) -> None:
         self._on_round = on_round
         self._changed = threading.Condition()
-        #: the newest that the agent has told of
-        self.round = NO_ROUND
+        self._round = NO_ROUND
         self._fatal: AgentError | None = None
         self._noted = 0
         self._welcomed = False
         self._sending = threading.Lock()
-        #: whether this worker is to leave the run
-        self.is_leaving = False
         self.member_id = ""
         self.host = ""
         self.address = ""
@@ -61,17 +59,24 @@ class AgentClient:
         self._socket = _connect(socket_path, connect_timeout_s)
         threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
         notice = leave_notice(notice_path(socket_path, os.getpid()))
-        self._send({"op": "hello", **wire.who(os.environ), "notice": notice})
-        self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
+        try:
+            self._send({"op": "hello", **wire.who(os.environ), "notice": notice})
+            self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
+        except AgentError:
+            self.close()  # or an agent that is only slow would make a member of it all the same
+            raise
+
+    @property
+    def round(self) -> Round:
+        """The newest round that the agent has told of."""
+        return self._round
 
     @property
     def is_lost(self) -> bool:
         """Whether the agent is gone."""
         return self._fatal is not None and self._fatal.kind == "lost"
 
-    def join(
-        self, *, store_address: str, step: int, state_status: StateStatus, failed: bool, patience_s: float
-    ) -> Round:
+    def join(self, request: JoinRequest) -> Round:
         """Ask for the next round and wait until this member is on the roster of one; returns that round.
 
         The wait has no bound here: the agent ends it by the run's time-out, which does not count for spares.
@@ -80,43 +85,28 @@ class AgentClient:
             AgentError: the run is closed, nobody came in time, this worker was to leave and may go, etcd is out of
                 reach, or the agent is gone.
         """
-        after = self.round.number if self.member_id in self.round.members else 0
-        self._send(
-            {
-                "op": "join",
-                "store_address": store_address,
-                "step": step,
-                "state_status": int(state_status),
-                "failed": failed,
-                "patience_s": patience_s,
-            }
-        )
-
+        after = self._round.number if self.member_id in self._round.members else 0
+        step = request.step
+        self._send({"op": "join", **msgspec.to_builtins(request)})
         self._wait_for(lambda: self.is_over_for(step) or self._is_on_roster_after(after), None, "")
         if self.is_over_for(step):
-            raise AgentError("closed", self.round.because or "the run is closed")
-        return self.round
+            raise AgentError("closed", self._round.because or "the run is closed")
+        return self._round
 
-    def leave(self) -> None:
-        """Ask to leave the run; from any thread. `join` raises AgentError("drained") when this worker may go."""
-        self.is_leaving = True
-        self._send({"op": "leave"})
+    def tell(self, op: str) -> None:
+        """Say something that has no more words to it ("leave", "stop", "fail_for_good"; see `wire`); from any thread.
 
-    def stop(self) -> None:
-        """Say that this worker and its group stop the run before a deadline; `close` follows."""
-        self.is_leaving = True
-        self._send({"op": "stop"})
-
-    def fail_for_good(self) -> None:
-        """Say that this process is about to end with an error that another one in its place would run into again."""
-        self._send({"op": "fail_for_good"})
+        Raises:
+            AgentError: the agent is gone.
+        """
+        self._send({"op": op})
 
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
 
         One that lost its last step while others finished is synchronized first, in one more round.
         """
-        return is_over_for(self.round, self.member_id, step)
+        return is_over_for(self._round, self.member_id, step)
 
     def done(self, step: int, timeout_s: float) -> None:
         """Say that this member has finished; returns when the store has it, or after `timeout_s`."""
@@ -132,8 +122,8 @@ class AgentClient:
 
         Wait until all are (True), or until one more round is needed to bring somebody level (False).
         """
-        number = self.round.number
-        is_settled = lambda: self.round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice
+        number = self._round.number
+        is_settled = lambda: self._round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice
         try:
             self._wait_for(is_settled, timeout_s, "the others did not finish in time")
         except AgentError as error:
@@ -151,7 +141,7 @@ class AgentClient:
     # --- inside -----------------------------------------------------------------------------------
 
     def _is_on_roster_after(self, number: int) -> bool:
-        return is_granted(self.round, self.member_id, number)
+        return is_granted(self._round, self.member_id, number)
 
     def _send(self, message: wire.Message) -> None:
         try:
@@ -190,8 +180,6 @@ class AgentClient:
             self._take_round(round_from_dict("the agent's message", message["round"]))
         elif op == "contact":
             self.contact = Contact(float(message["leave_at_s"]), float(message["commit_until_s"]))
-        elif op == "leave":
-            self.is_leaving = True
         elif op == "fatal":
             self._fail(AgentError(str(message["kind"]), str(message["message"])))
         elif op in ("welcome", "noted"):
@@ -206,7 +194,7 @@ class AgentClient:
 
     def _take_round(self, round_: Round) -> None:
         with self._changed:
-            self.round = round_
+            self._round = round_
             self._changed.notify_all()
         self._on_round(round_)
 

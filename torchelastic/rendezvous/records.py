@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from torchelastic.foreign_json import Count, checked, decode_object
+from torchelastic.foreign_json import Amount, Count, checked, decode_object
 from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
 
 #: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
@@ -131,6 +131,16 @@ class Member:
         return (self.state_status, self.step)
 
 
+class JoinRequest(msgspec.Struct, frozen=True):
+    """What a worker that wants the next round brings to it; see `Member`."""
+
+    store_address: Name
+    step: MemberCount
+    state_status: StateStatus
+    failed: bool
+    patience_s: Amount
+
+
 def rank_members(members: Sequence[Member]) -> list[Member]:
     """Order members by rank: the first of those with the best state leads, the rest keep the given order, by host."""
     best = max(member.progress for member in members)
@@ -220,15 +230,9 @@ class Keys:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.round = f"{root}/round"
-        self.leader = f"{root}/leader"
-        self.incarnation = f"{root}/incarnation"
-        self.members = f"{root}/members/"
-        self.agents = f"{root}/agents/"
-        self.processes = f"{root}/processes/"
-        self.drain = f"{root}/drain/"
-        self.status = f"{root}/status/"
-        self.look = f"{root}/look"
+        self.round, self.leader, self.incarnation = f"{root}/round", f"{root}/leader", f"{root}/incarnation"
+        self.members, self.agents, self.processes = f"{root}/members/", f"{root}/agents/", f"{root}/processes/"
+        self.drain, self.status, self.look = f"{root}/drain/", f"{root}/status/", f"{root}/look"
 
     def member(self, member_id: str) -> str:
         """The key of one member."""
