@@ -63,8 +63,10 @@ class RatesOfOthers(Alone):
     def __init__(self, *others: float | None) -> None:
         super().__init__()
         self._others = others
+        self.own: list[float | None] = []
 
     def all_gather(self, value: Any) -> list[Any]:
+        self.own.append(value)
         return [*self._others, value]
 
 
@@ -79,15 +81,16 @@ def test_a_straggler_is_named_with_its_rank_and_who_is_none_is_not(
     assert bool(caplog.text) == bool(logged)
 
 
-def test_only_rates_that_are_known_are_compared() -> None:
+@pytest.mark.parametrize("unknown", [None, float("nan"), float("inf"), -1.0])
+def test_only_rates_that_are_known_are_compared(unknown: float | None) -> None:
     slowest = StragglerPolicy(threshold=1.0)
-    comparison = stragglers.compare_rates(slowest, 2.5, 0, RatesOfOthers(0.0, None))
+    told = RatesOfOthers(0.0, None)
+    comparison = stragglers.compare_rates(slowest, 2.5, 0, told)
     assert comparison is not None
-    assert (comparison.best, comparison.stragglers) == (2.5, 1)  # the unknown one is none
-    assert stragglers.compare_rates(slowest, None, 0, RatesOfOthers(1.0, 2.0)) is None
-    alone = stragglers.compare_rates(slowest, 2.5, 0, Alone())
-    assert alone is not None
-    assert alone.best == 2.5
+    assert (comparison.best, comparison.stragglers) == (2.5, 1)  # who tells no rate is none
+    assert stragglers.compare_rates(slowest, unknown, 0, told) is None
+    assert told.own == [2.5, None]
+    assert stragglers.compare_rates(slowest, unknown, 0, Alone()) is None  # whose rates are none at all
 
 
 def test_a_failure_between_two_steps_is_no_long_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,14 +97,15 @@ def compare_rates(policy: StragglerPolicy, rate: float | None, times: int, peers
 
     Args:
         policy: who is a straggler.
-        rate: this worker's progress rate; None: it is not known.
+        rate: this worker's progress rate; None, or no finite number from 0 on: it is not known.
         times: how often in a row it was a straggler before.
         peers: the ranks of its group.
     """
-    rates = peers.all_gather(None if rate is None else float(rate))
-    if rate is None:
+    own = float(rate) if rate is not None and math.isfinite(rate) and rate >= 0 else None
+    rates = [known for known in peers.all_gather(own) if known is not None]
+    if own is None:
         return None
-    comparison = policy.compare(rate, [known for known in rates if known is not None and known >= 0], times)
+    comparison = policy.compare(own, rates, times)
     publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
     if comparison.is_straggler:
         log.warning("straggler: rank %d runs at %s", peers.rank, comparison)
