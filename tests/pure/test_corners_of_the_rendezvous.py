@@ -14,7 +14,6 @@ from tests.memory_store import MemoryStore
 from tests.simulation.tree import Tree, check_txn
 from torchelastic.rendezvous.credentials import Credentials, CredentialsError
 from torchelastic.rendezvous.host import Host
-from torchelastic.rendezvous.own_records import DrainRequests
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.requests import Ask, EndWatches, Message, Receive, Sleep, get

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torchelastic.rendezvous.dead_agents import MAX_WRITES, Predecessor, declare_dead
 from torchelastic.rendezvous.leadership import Leadership, read_members
-from torchelastic.rendezvous.own_records import DrainRequests, OwnRecords
+from torchelastic.rendezvous.own_records import OwnRecords
 from torchelastic.rendezvous.records import Keys, Member, Round
 from torchelastic.rendezvous.requests import (
     Changed,
