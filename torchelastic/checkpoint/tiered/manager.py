@@ -40,7 +40,7 @@ from torchelastic.checkpoint.tiered.streams import (
     stored_here,
     streams_of,
 )
-from torchelastic.group.notes import Notes, Patience
+from torchelastic.group.notes import Notes
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
 
@@ -144,7 +144,7 @@ class TieredCheckpointManager(CheckpointManager):
         if self._replicas is not None:
             self._replicas.enter_group(peers, self._grace_s)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
-        notes = Notes(peers.mailbox(), Patience(self._patience_s, monotonic=self._monotonic))
+        notes = Notes(peers.mailbox(), self._patience_s, monotonic=self._monotonic)
         self._epoch, self._peers = epoch, peers
         self._agreement = SaveAgreement(context, notes)
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
