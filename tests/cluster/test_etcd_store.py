@@ -405,6 +405,10 @@ def test_an_ipv6_address_may_be_given_with_or_without_brackets() -> None:
     assert repr(EtcdStore([("::1", 1), ("[::1]", 2), ("host", 3)])) == "EtcdStore([::1]:1,[::1]:2,host:3)"
 
 
+def test_an_endpoint_that_is_given_twice_is_tried_once_so_that_the_one_behind_it_gets_its_turn() -> None:
+    assert repr(EtcdStore([("::1", 1), ("[::1]", 1), ("host", 3)])) == "EtcdStore([::1]:1,host:3)"
+
+
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     store = EtcdStore([("127.0.0.1", 2379)], credentials=Credentials(ca_cert=str(tmp_path / "missing.pem")))
     with pytest.raises(StoreAccessError, match=r"missing\.pem"):

@@ -104,7 +104,7 @@ class TierEntry:
 
     def held(self, tier: str) -> Held[SaveId, int]:
         """The same for the choice of what is restored, in the tier of this name."""
-        return Held(self.name, range(self.world_size), self.ranks, tier, self.is_committed)
+        return Held(self.name, range(self.world_size), self.ranks, tier, self.is_committed, self.damage)
 
     def as_plain(self) -> dict[str, Any]:
         """What JSON can hold, for sending; `from_plain` is the inverse."""
