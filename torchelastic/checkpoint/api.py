@@ -5,13 +5,13 @@ Save and load are pure effects: no collective, no rank. Who calls them, and when
 
 from __future__ import annotations
 
-import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
@@ -220,8 +220,5 @@ def get_checkpoint_manager() -> CheckpointManager | None:
     return _manager
 
 
-def __getattr__(name: str) -> object:
-    # Loaded on first use, because file_system imports this module.
-    if name == "FileSystemCheckpointManager":
-        return getattr(importlib.import_module("torchelastic.checkpoint.file_system"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Loaded on first use, because file_system imports this module.
+__getattr__, __dir__, _ = lazily(__name__, {"torchelastic.checkpoint.file_system": "FileSystemCheckpointManager"})

@@ -10,7 +10,8 @@ its state looks like: that is read from the checkpoint.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import xxhash
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from torchelastic.checkpoint.shards.tensors import ShardOf, contiguous, encode_leaf, memory_of
 from torchelastic.checkpoint.training_state.fitting import Form, GroupNames, require_fitting
@@ -110,7 +112,7 @@ class TrainingObjects:
             saved: a tree as `tree` returns it, with placeholders in the place of tensors.
         """
         live, _ = self._model_state()
-        model = saved["model"]
+        model, room = saved["model"], partial(_room, parameter=None)
         parameters = {name: _room(value, live[name]) for name, value in model["parameters"].items()}
         optimizers = [
             {
@@ -118,11 +120,11 @@ class TrainingObjects:
                     name: {key: _room(value, live[name]) for key, value in state.items()}
                     for name, state in optimizer["state"].items()
                 },
-                "param_groups": _map_tensors(optimizer["param_groups"], lambda tensor: _room(tensor, None)),
+                "param_groups": tree_map_only(torch.Tensor, room, optimizer["param_groups"]),
             }
             for optimizer in saved["optimizers"]
         ]
-        others = _map_tensors(model["others"], lambda tensor: _room(tensor, None)) if "others" in model else {}
+        others = tree_map_only(torch.Tensor, room, model["others"]) if "others" in model else {}
         return {"model": {"parameters": parameters, "others": others}, "optimizers": optimizers}
 
     def apply(self, loaded: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -306,16 +308,6 @@ def _room(value: Any, parameter: torch.Tensor | None) -> Any:
         (part,) = encode_leaf(parameter, "parameter").parts
         return ShardOf(torch.empty(part.region.sizes, dtype=value.dtype), part.shape, part.region.offsets)
     return torch.empty(value.shape, dtype=value.dtype)
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return type(value)((key, _map_tensors(item, function)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
-    return value
 
 
 def _as_live(value: Any, whole: Any, parameter: torch.Tensor) -> Any:
