@@ -9,46 +9,45 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchelastic.lazy_names import lazily
+from torchelastic.version import __version__
 
 if TYPE_CHECKING:
     from torchelastic.coordinator import Coordinator as Coordinator
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
     from torchelastic.data.stream import ElasticStream as ElasticStream
-    from torchelastic.errors import (
-        NonRetryableException as NonRetryableException,
-        RetryableException as RetryableException,
-        StopException as StopException,
-    )
-    from torchelastic.model.world_change import (
-        WorldChange as WorldChange,
-        keep_global_batch as keep_global_batch,
-        scale_learning_rate as scale_learning_rate,
-    )
+    from torchelastic.errors import NonRetryableException as NonRetryableException
+    from torchelastic.errors import RetryableException as RetryableException
+    from torchelastic.errors import StopException as StopException
+    from torchelastic.model.world_change import WorldChange as WorldChange
+    from torchelastic.model.world_change import keep_global_batch as keep_global_batch
+    from torchelastic.model.world_change import scale_learning_rate as scale_learning_rate
     from torchelastic.model_state import ModelState as ModelState
     from torchelastic.p2p.coordinator_p2p import CoordinatorP2P as CoordinatorP2P
     from torchelastic.sharded.state import ShardedState as ShardedState
     from torchelastic.state import State as State
     from torchelastic.step import Step as Step
-    from torchelastic.train_loop import steps as steps, train as train
-    from torchelastic.version import __version__ as __version__
-    from torchelastic.worker_stats import SimpleWorkerStats as SimpleWorkerStats, WorkerStats as WorkerStats
+    from torchelastic.train_loop import steps as steps
+    from torchelastic.train_loop import train as train
+    from torchelastic.worker_stats import SimpleWorkerStats as SimpleWorkerStats
+    from torchelastic.worker_stats import WorkerStats as WorkerStats
 
-_NAMES = {
-    "coordinator": "Coordinator",
-    "data.batch_sampler": "ElasticBatchSampler",
-    "data.loader": "ElasticLoader",
-    "data.stream": "ElasticStream",
-    "errors": "NonRetryableException RetryableException StopException",
-    "model.world_change": "WorldChange keep_global_batch scale_learning_rate",
-    "model_state": "ModelState",
-    "p2p.coordinator_p2p": "CoordinatorP2P",
-    "sharded.state": "ShardedState",
-    "state": "State",
-    "step": "Step",
-    "train_loop": "steps train",
-    "version": "__version__",
-    "worker_stats": "SimpleWorkerStats WorkerStats",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "coordinator": "Coordinator",
+        "data.batch_sampler": "ElasticBatchSampler",
+        "data.loader": "ElasticLoader",
+        "data.stream": "ElasticStream",
+        "errors": "NonRetryableException RetryableException StopException",
+        "model.world_change": "WorldChange keep_global_batch scale_learning_rate",
+        "model_state": "ModelState",
+        "p2p.coordinator_p2p": "CoordinatorP2P",
+        "sharded.state": "ShardedState",
+        "state": "State",
+        "step": "Step",
+        "train_loop": "steps train",
+        "worker_stats": "SimpleWorkerStats WorkerStats",
+    },
+)
+__all__ += ["__version__"]

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 
-def lazily(package: str, names_of_module: Mapping[str, str]) -> None:
-    """Give a package that is being imported `__getattr__`, `__dir__` and, if it has none of its own, `__all__`.
+def lazily(
+    package: str, names_of_module: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """What a package assigns to `__getattr__`, `__dir__` and `__all__`.
 
-    For type checkers it imports the same names, `as` themselves, where TYPE_CHECKING is.
+    Type checkers need the same names once more: import each `as` itself under `TYPE_CHECKING`.
 
     Args:
         package: its `__name__`.
-        names_of_module: the names, with blanks between them, by where they are defined: a module of the package, or one
-            with its whole name.
+        names_of_module: which of its names a module defines, with blanks between; the module is one of the package, or
+            one with its whole name.
     """
     root = package.partition(".")[0]
-    homes = {name: module for module, names in names_of_module.items() for name in names.split()}
+    module_of_name = {name: module for module, names in names_of_module.items() for name in names.split()}
 
     def get(name: str) -> object:
-        if name not in homes:
+        if name not in module_of_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = homes[name] if homes[name].startswith(f"{root}.") else f"{package}.{homes[name]}"
-        return getattr(importlib.import_module(home), name)
+        module = module_of_name[name]
+        return getattr(
+            importlib.import_module(module if module.startswith(f"{root}.") else f"{package}.{module}"), name
+        )
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(importlib.import_module(package)), *module_of_name})
 
-    namespace = vars(sys.modules[package])
-    namespace |= {"__getattr__": get, "__dir__": names, "__all__": namespace.get("__all__", sorted(homes))}
+    return get, names, sorted(module_of_name)

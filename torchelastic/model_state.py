@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, BinaryIO
@@ -15,7 +15,6 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
-from torchelastic.model.module_state import InCheckpoints
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
@@ -32,7 +31,7 @@ SNAPSHOT_MODES = ("commit", "full")
 OUT_OF_SYNC_MODES = ("log", "raise")
 
 
-class ModelState(WithCompanions, InCheckpoints, State):
+class ModelState(WithCompanions, State):
     """Model, optimizer, scheduler, sampler, random numbers and counters, kept in sync and whole.
 
     In a train step use `state.model` (wrapped for the present group), `state.optimizer` and so on. Gradients are
@@ -160,7 +159,7 @@ class ModelState(WithCompanions, InCheckpoints, State):
         """What `apply` needs; in the "commit" mode its cost does not depend on the size of the weights."""
         self._optimizers.begin()
         self._gradients.begin_step()
-        return self._capture(self._copy_weights() if self._mode == "full" else None)
+        return self._capture(pack(self._weights()).cloned() if self._mode == "full" else None)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
@@ -205,11 +204,7 @@ class ModelState(WithCompanions, InCheckpoints, State):
     def _capture(self, full: Packed | None) -> Snapshot:
         return self._own.snapshot(self._trained, full=full, replaced=self._replaced)
 
-    def _copy_weights(self) -> Packed:
-        packed = pack(self._weights())
-        return Packed(packed.skeleton, tuple(tensor.clone() for tensor in packed.tensors))
-
-    # --- bringing members level -------------------------------------------------------------------
+    # --- synchronizing members --------------------------------------------------------------------
 
     def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
         """Synchronize all members with the best state there is, and wrap the module for the new group.
@@ -258,7 +253,8 @@ class ModelState(WithCompanions, InCheckpoints, State):
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
-                self._catch_up_random()
+                if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
+                    random_state.restore(self._random_when_failed[1])  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
             self._own.synchronize(self._trained, equals, move)
@@ -268,13 +264,8 @@ class ModelState(WithCompanions, InCheckpoints, State):
         """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
         mine = torch.tensor([int(self._status), self.step, self._gradients.offer(self.step)], device=device)
         rows = [row.tolist() for row in all_gathered(mine, world_size)]
-        offers = [offer for _, _, offer in rows]
-        return [StateProgress.of(StateStatus(status), step) for status, step, _ in rows], offers
-
-    def _catch_up_random(self) -> None:
-        """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""
-        if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
-            random_state.restore(self._random_when_failed[1])
+        progress = [StateProgress.of(StateStatus(status), step) for status, step, _ in rows]
+        return progress, [offer for _, _, offer in rows]
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""
@@ -316,6 +307,19 @@ class ModelState(WithCompanions, InCheckpoints, State):
         self._own.load_state_dict(tree, self._trained, with_random=with_random)
         self._status = StateStatus.COMPLETE
         self._replaced += 1
+
+    def checkpoint_tree(self) -> dict[str, Any]:
+        """What is saved: the state_dict; no weight is copied."""
+        return self.state_dict()
+
+    def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
+        """Set the whole state from what was saved."""
+        self.load_state_dict(tree)
+
+    def replicated(self, names: Sequence[str]) -> Collection[str]:
+        """Weights and the optimizer's tensors are equal on all ranks; buffers and `extra` may be each rank's own."""
+        weights = {f"module/{module_state.plain_name(name)}" for name, _ in self.module.named_parameters()}
+        return {name for name in names if name.startswith("optimizer/") or name in weights}
 
     def save(self, stream: BinaryIO) -> None:
         """Write everything to a file-like object."""

@@ -11,20 +11,14 @@ import torch
 from tests.process.tier_saves import hidden_in, name_at, require_whole, sealed, state_at
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.store import MANIFEST_NAME, Manifest, SaveId, list_checkpoints, open_checkpoint
-from torchelastic.checkpoint.store.pruning import prune
-from torchelastic.checkpoint.store.writing import begin, commit, write_shard
+from torchelastic.checkpoint.store import MANIFEST_NAME, DiskTier, Manifest, list_checkpoints, open_checkpoint
 
 
-def staged(root: Path, name: SaveId, world_size: int = 2, saved_s: float = 0.0) -> Manifest:
-    folder = begin(root, name)
-    shards = [sealed(name, rank, world_size) for rank in range(world_size)]
-    records = [write_shard(folder, shard.rank, world_size, shard.data) for shard in shards]
-    return Manifest(name, "run", world_size, tuple(records), {"loss": 0.5}, saved_s)
-
-
-def saved(root: Path, step: int, *, epoch: int = 1, round_number: int = 1, saved_s: float = 0.0) -> Path:
-    return commit(root, staged(root, name_at(step, epoch=epoch, round_number=round_number), saved_s=saved_s))
+def saved(root: Path, step: int) -> Path:
+    tier, name = DiskTier(root), name_at(step)
+    records = [tier.put(sealed(name, rank, 2)) for rank in range(2)]
+    tier.commit(Manifest(name, "run", 2, tuple(records), {"loss": 0.5}))
+    return root / name.folder_name
 
 
 def test_what_two_ranks_have_written_is_one_state(tmp_path: Path) -> None:
@@ -79,7 +73,7 @@ def test_pruning_keeps_the_newest_complete_ones_and_leaves_damaged_ones_alone(tm
     for damaged in (folders[0], folders[4]):
         (damaged / MANIFEST_NAME).unlink()
     with open_checkpoint(folders[1]) as reading:
-        assert prune(tmp_path, KeepLast(1)) == [name_at(2), name_at(3)]
+        assert DiskTier(tmp_path, KeepLast(1)).prune() == [name_at(2), name_at(3)]
         assert require_whole(reading.read_tree()) == 2  # whoever reads can go on
     assert [info.step for info in list_checkpoints(tmp_path)] == [5, 4, 1]
     assert hidden_in(tmp_path) == []

@@ -24,57 +24,49 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.api import (
-        Checkpoint as Checkpoint,
-        CheckpointManager as CheckpointManager,
-        get_checkpoint_manager as get_checkpoint_manager,
-        set_checkpoint_manager as set_checkpoint_manager,
-    )
-    from torchelastic.checkpoint.errors import (
-        CheckpointError as CheckpointError,
-        CorruptCheckpointError as CorruptCheckpointError,
-    )
+    from torchelastic.checkpoint.api import Checkpoint as Checkpoint
+    from torchelastic.checkpoint.api import CheckpointManager as CheckpointManager
+    from torchelastic.checkpoint.api import get_checkpoint_manager as get_checkpoint_manager
+    from torchelastic.checkpoint.api import set_checkpoint_manager as set_checkpoint_manager
+    from torchelastic.checkpoint.errors import CheckpointError as CheckpointError
+    from torchelastic.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
     from torchelastic.checkpoint.file_system import FileSystemCheckpointManager as FileSystemCheckpointManager
-    from torchelastic.checkpoint.policy.keeping import (
-        KeepAll as KeepAll,
-        KeepBest as KeepBest,
-        KeepEvery as KeepEvery,
-        KeepEverySeconds as KeepEverySeconds,
-        KeepLast as KeepLast,
-        KeepPolicy as KeepPolicy,
-    )
-    from torchelastic.checkpoint.policy.saving import (
-        SaveDecision as SaveDecision,
-        SaveMoment as SaveMoment,
-        SavePolicy as SavePolicy,
-    )
-    from torchelastic.checkpoint.policy.schedules import (
-        AtSteps as AtSteps,
-        EverySeconds as EverySeconds,
-        EverySteps as EverySteps,
-        Never as Never,
-        OnSignal as OnSignal,
-    )
+    from torchelastic.checkpoint.policy.keeping import KeepAll as KeepAll
+    from torchelastic.checkpoint.policy.keeping import KeepBest as KeepBest
+    from torchelastic.checkpoint.policy.keeping import KeepEvery as KeepEvery
+    from torchelastic.checkpoint.policy.keeping import KeepEverySeconds as KeepEverySeconds
+    from torchelastic.checkpoint.policy.keeping import KeepLast as KeepLast
+    from torchelastic.checkpoint.policy.keeping import KeepPolicy as KeepPolicy
+    from torchelastic.checkpoint.policy.saving import SaveDecision as SaveDecision
+    from torchelastic.checkpoint.policy.saving import SaveMoment as SaveMoment
+    from torchelastic.checkpoint.policy.saving import SavePolicy as SavePolicy
+    from torchelastic.checkpoint.policy.schedules import AtSteps as AtSteps
+    from torchelastic.checkpoint.policy.schedules import EverySeconds as EverySeconds
+    from torchelastic.checkpoint.policy.schedules import EverySteps as EverySteps
+    from torchelastic.checkpoint.policy.schedules import Never as Never
+    from torchelastic.checkpoint.policy.schedules import OnSignal as OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
     from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
     from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
     from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
     from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager as TieredCheckpointManager
-    from torchelastic.checkpoint.training_state.state import BCPState as BCPState, DCPState as DCPState
+    from torchelastic.checkpoint.training_state.state import BCPState as BCPState
+    from torchelastic.checkpoint.training_state.state import DCPState as DCPState
 
-_NAMES = {
-    "api": "Checkpoint CheckpointManager get_checkpoint_manager set_checkpoint_manager",
-    "errors": "CheckpointError CorruptCheckpointError",
-    "file_system": "FileSystemCheckpointManager",
-    "policy.keeping": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLast KeepPolicy",
-    "policy.saving": "SaveDecision SaveMoment SavePolicy",
-    "policy.schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
-    "policy.young_daly": "YoungDaly",
-    "store.disk": "DiskTier",
-    "store.durable": "DurableTier",
-    "store.memory": "MemoryTier",
-    "tiered.manager": "TieredCheckpointManager",
-    "training_state.state": "BCPState DCPState",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "api": "Checkpoint CheckpointManager get_checkpoint_manager set_checkpoint_manager",
+        "errors": "CheckpointError CorruptCheckpointError",
+        "file_system": "FileSystemCheckpointManager",
+        "policy.keeping": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLast KeepPolicy",
+        "policy.saving": "SaveDecision SaveMoment SavePolicy",
+        "policy.schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
+        "policy.young_daly": "YoungDaly",
+        "store.disk": "DiskTier",
+        "store.durable": "DurableTier",
+        "store.memory": "MemoryTier",
+        "tiered.manager": "TieredCheckpointManager",
+        "training_state.state": "BCPState DCPState",
+    },
+)

@@ -19,38 +19,45 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
-    from torchelastic.data.distributed_sampler import (
-        CyclingIterator as CyclingIterator,
-        ElasticDistributedSampler as ElasticDistributedSampler,
-    )
-    from torchelastic.data.epochs import EpochLoader as EpochLoader, EpochStream as EpochStream
+    from torchelastic.data.distributed_sampler import CyclingIterator as CyclingIterator
+    from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
+    from torchelastic.data.epochs import EpochLoader as EpochLoader
+    from torchelastic.data.epochs import EpochStream as EpochStream
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
-    from torchelastic.data.shares import BatchShare as BatchShare, Share as Share
-    from torchelastic.data.sources.api import Source as Source, SourceError as SourceError
-    from torchelastic.data.sources.changing import mapped as mapped, mixed as mixed, repeated as repeated
+    from torchelastic.data.shares import BatchShare as BatchShare
+    from torchelastic.data.shares import Share as Share
+    from torchelastic.data.sources.api import Source as Source
+    from torchelastic.data.sources.api import SourceError as SourceError
+    from torchelastic.data.sources.changing import mapped as mapped
+    from torchelastic.data.sources.changing import mixed as mixed
+    from torchelastic.data.sources.changing import repeated as repeated
     from torchelastic.data.sources.packing import packed as packed
     from torchelastic.data.sources.parquet_files import parquet as parquet
     from torchelastic.data.sources.shuffling import shuffled as shuffled
-    from torchelastic.data.sources.stateful import from_datasets as from_datasets, from_stateful as from_stateful
+    from torchelastic.data.sources.stateful import from_datasets as from_datasets
+    from torchelastic.data.sources.stateful import from_stateful as from_stateful
     from torchelastic.data.sources.tar_files import tar_samples as tar_samples
-    from torchelastic.data.sources.text_files import jsonl as jsonl, lines as lines
-    from torchelastic.data.stream import ElasticStream as ElasticStream, StreamShare as StreamShare
+    from torchelastic.data.sources.text_files import jsonl as jsonl
+    from torchelastic.data.sources.text_files import lines as lines
+    from torchelastic.data.stream import ElasticStream as ElasticStream
+    from torchelastic.data.stream import StreamShare as StreamShare
 
-_NAMES = {
-    "batch_sampler": "ElasticBatchSampler",
-    "distributed_sampler": "CyclingIterator ElasticDistributedSampler",
-    "epochs": "EpochLoader EpochStream",
-    "loader": "ElasticLoader",
-    "shares": "BatchShare Share",
-    "sources.api": "Source SourceError",
-    "sources.changing": "mapped mixed repeated",
-    "sources.packing": "packed",
-    "sources.parquet_files": "parquet",
-    "sources.shuffling": "shuffled",
-    "sources.stateful": "from_datasets from_stateful",
-    "sources.tar_files": "tar_samples",
-    "sources.text_files": "jsonl lines",
-    "stream": "ElasticStream StreamShare",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "batch_sampler": "ElasticBatchSampler",
+        "distributed_sampler": "CyclingIterator ElasticDistributedSampler",
+        "epochs": "EpochLoader EpochStream",
+        "loader": "ElasticLoader",
+        "shares": "BatchShare Share",
+        "sources.api": "Source SourceError",
+        "sources.changing": "mapped mixed repeated",
+        "sources.packing": "packed",
+        "sources.parquet_files": "parquet",
+        "sources.shuffling": "shuffled",
+        "sources.stateful": "from_datasets from_stateful",
+        "sources.tar_files": "tar_samples",
+        "sources.text_files": "jsonl lines",
+        "stream": "ElasticStream StreamShare",
+    },
+)

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.distributed.collectives import (
-        all_gather_return_max_long as all_gather_return_max_long,
-        broadcast_binary as broadcast_binary,
-        broadcast_bool as broadcast_bool,
-        broadcast_float_list as broadcast_float_list,
-        broadcast_long as broadcast_long,
-        broadcast_model as broadcast_model,
-        convert_to_distributed_tensor as convert_to_distributed_tensor,
-        convert_to_normal_tensor as convert_to_normal_tensor,
-        get_rank as get_rank,
-        is_distributed_training_run as is_distributed_training_run,
-    )
+    from torchelastic.distributed.collectives import all_gather_return_max_long as all_gather_return_max_long
+    from torchelastic.distributed.collectives import broadcast_binary as broadcast_binary
+    from torchelastic.distributed.collectives import broadcast_bool as broadcast_bool
+    from torchelastic.distributed.collectives import broadcast_float_list as broadcast_float_list
+    from torchelastic.distributed.collectives import broadcast_long as broadcast_long
+    from torchelastic.distributed.collectives import broadcast_model as broadcast_model
+    from torchelastic.distributed.collectives import convert_to_distributed_tensor as convert_to_distributed_tensor
+    from torchelastic.distributed.collectives import convert_to_normal_tensor as convert_to_normal_tensor
+    from torchelastic.distributed.collectives import get_rank as get_rank
+    from torchelastic.distributed.collectives import is_distributed_training_run as is_distributed_training_run
 
-_NAMES = {
-    "collectives": "all_gather_return_max_long broadcast_binary broadcast_bool broadcast_float_list broadcast_long "
-    "broadcast_model convert_to_distributed_tensor convert_to_normal_tensor get_rank is_distributed_training_run",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "collectives": "all_gather_return_max_long broadcast_binary broadcast_bool broadcast_float_list "
+        "broadcast_long broadcast_model convert_to_distributed_tensor convert_to_normal_tensor "
+        "get_rank is_distributed_training_run",
+    },
+)

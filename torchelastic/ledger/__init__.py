@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from torchelastic.ledger.accounts import Account as Account
     from torchelastic.ledger.meter import this_worker as this_worker
 
-_NAMES = {
-    "accounts": "Account",
-    "meter": "this_worker",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "accounts": "Account",
+        "meter": "this_worker",
+    },
+)

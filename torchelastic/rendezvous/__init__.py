@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.handler import (
-        RendezvousClosedException as RendezvousClosedException,
-        RendezvousHandler as RendezvousHandler,
-        RendezvousNonRetryableError as RendezvousNonRetryableError,
-        RendezvousTimeoutException as RendezvousTimeoutException,
-    )
+    from torchelastic.rendezvous.handler import RendezvousClosedException as RendezvousClosedException
+    from torchelastic.rendezvous.handler import RendezvousHandler as RendezvousHandler
+    from torchelastic.rendezvous.handler import RendezvousNonRetryableError as RendezvousNonRetryableError
+    from torchelastic.rendezvous.handler import RendezvousTimeoutException as RendezvousTimeoutException
     from torchelastic.rendezvous.server import EtcdServer as EtcdServer
 
-_NAMES = {
-    "handler": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError RendezvousTimeoutException",
-    "server": "EtcdServer",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "handler": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError RendezvousTimeoutException",
+        "server": "EtcdServer",
+    },
+)

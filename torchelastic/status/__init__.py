@@ -11,16 +11,15 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.status.reading import StatusReader as StatusReader
-    from torchelastic.status.run_status import (
-        EventLine as EventLine,
-        HostStatus as HostStatus,
-        RunStatus as RunStatus,
-        WorkerStatus as WorkerStatus,
-    )
+    from torchelastic.status.run_status import EventLine as EventLine
+    from torchelastic.status.run_status import HostStatus as HostStatus
+    from torchelastic.status.run_status import RunStatus as RunStatus
+    from torchelastic.status.run_status import WorkerStatus as WorkerStatus
 
-_NAMES = {
-    "reading": "StatusReader",
-    "run_status": "EventLine HostStatus RunStatus WorkerStatus",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "reading": "StatusReader",
+        "run_status": "EventLine HostStatus RunStatus WorkerStatus",
+    },
+)

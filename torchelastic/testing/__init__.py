@@ -8,20 +8,20 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.testing.clock import FakeClock as FakeClock
-    from torchelastic.testing.disk_faults import (
-        FaultyDisk as FaultyDisk,
-        fail_at as fail_at,
-        full_at as full_at,
-        kill_at as kill_at,
-        pause_at as pause_at,
-        short_write_at as short_write_at,
-    )
-    from torchelastic.testing.etcd import python_protobuf_env as python_protobuf_env, running_etcd as running_etcd
+    from torchelastic.testing.disk_faults import FaultyDisk as FaultyDisk
+    from torchelastic.testing.disk_faults import fail_at as fail_at
+    from torchelastic.testing.disk_faults import full_at as full_at
+    from torchelastic.testing.disk_faults import kill_at as kill_at
+    from torchelastic.testing.disk_faults import pause_at as pause_at
+    from torchelastic.testing.disk_faults import short_write_at as short_write_at
+    from torchelastic.testing.etcd import python_protobuf_env as python_protobuf_env
+    from torchelastic.testing.etcd import running_etcd as running_etcd
 
-_NAMES = {
-    "clock": "FakeClock",
-    "disk_faults": "FaultyDisk fail_at full_at kill_at pause_at short_write_at",
-    "etcd": "python_protobuf_env running_etcd",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "clock": "FakeClock",
+        "disk_faults": "FaultyDisk fail_at full_at kill_at pause_at short_write_at",
+        "etcd": "python_protobuf_env running_etcd",
+    },
+)

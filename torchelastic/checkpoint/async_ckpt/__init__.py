@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.async_ckpt.calls_queue import (
-        AsyncCallsQueue as AsyncCallsQueue,
-        abort_checkpoints as abort_checkpoints,
-    )
+    from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue as AsyncCallsQueue
+    from torchelastic.checkpoint.async_ckpt.calls_queue import abort_checkpoints as abort_checkpoints
     from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError as AsyncCheckpointError
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest as AsyncRequest
     from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint as TorchAsyncCheckpoint
 
-_NAMES = {
-    "calls_queue": "AsyncCallsQueue abort_checkpoints",
-    "errors": "AsyncCheckpointError",
-    "request": "AsyncRequest",
-    "torch_checkpoint": "TorchAsyncCheckpoint",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "calls_queue": "AsyncCallsQueue abort_checkpoints",
+        "errors": "AsyncCheckpointError",
+        "request": "AsyncRequest",
+        "torch_checkpoint": "TorchAsyncCheckpoint",
+    },
+)

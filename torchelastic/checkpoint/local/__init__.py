@@ -14,18 +14,17 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager as BaseCheckpointManager
     from torchelastic.checkpoint.local.local_manager import LocalCheckpointManager as LocalCheckpointManager
     from torchelastic.checkpoint.local.names import CkptID as CkptID
-    from torchelastic.checkpoint.local.state_dict import (
-        BasicTensorAwareStateDict as BasicTensorAwareStateDict,
-        TensorAwareStateDict as TensorAwareStateDict,
-        TensorPlaceholder as TensorPlaceholder,
-    )
+    from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict as BasicTensorAwareStateDict
+    from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict as TensorAwareStateDict
+    from torchelastic.checkpoint.local.state_dict import TensorPlaceholder as TensorPlaceholder
 
-_NAMES = {
-    "torchelastic.checkpoint.errors": "OutOfStepError",
-    "base_manager": "BaseCheckpointManager",
-    "local_manager": "LocalCheckpointManager",
-    "names": "CkptID",
-    "state_dict": "BasicTensorAwareStateDict TensorAwareStateDict TensorPlaceholder",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "torchelastic.checkpoint.errors": "OutOfStepError",
+        "base_manager": "BaseCheckpointManager",
+        "local_manager": "LocalCheckpointManager",
+        "names": "CkptID",
+        "state_dict": "BasicTensorAwareStateDict TensorAwareStateDict TensorPlaceholder",
+    },
+)

@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.shards.loading import read_into as read_into, read_tree as read_tree
-    from torchelastic.checkpoint.shards.reading import ShardReader as ShardReader, load_tree as load_tree
+    from torchelastic.checkpoint.shards.loading import read_into as read_into
+    from torchelastic.checkpoint.shards.loading import read_tree as read_tree
+    from torchelastic.checkpoint.shards.reading import ShardReader as ShardReader
+    from torchelastic.checkpoint.shards.reading import load_tree as load_tree
     from torchelastic.checkpoint.shards.tensors import ShardOf as ShardOf
-    from torchelastic.checkpoint.shards.tree import flatten as flatten, unflatten as unflatten
+    from torchelastic.checkpoint.shards.tree import flatten as flatten
+    from torchelastic.checkpoint.shards.tree import unflatten as unflatten
     from torchelastic.checkpoint.shards.writing import save_tree as save_tree
 
-_NAMES = {
-    "loading": "read_into read_tree",
-    "reading": "ShardReader load_tree",
-    "tensors": "ShardOf",
-    "tree": "flatten unflatten",
-    "writing": "save_tree",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "loading": "read_into read_tree",
+        "reading": "ShardReader load_tree",
+        "tensors": "ShardOf",
+        "tree": "flatten unflatten",
+        "writing": "save_tree",
+    },
+)

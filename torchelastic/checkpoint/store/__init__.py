@@ -24,32 +24,27 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
     from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
-    from torchelastic.checkpoint.store.manifest import (
-        MANIFEST_NAME as MANIFEST_NAME,
-        Manifest as Manifest,
-        ShardRecord as ShardRecord,
-    )
+    from torchelastic.checkpoint.store.manifest import MANIFEST_NAME as MANIFEST_NAME
+    from torchelastic.checkpoint.store.manifest import Manifest as Manifest
+    from torchelastic.checkpoint.store.manifest import ShardRecord as ShardRecord
     from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
-    from torchelastic.checkpoint.store.reading import (
-        list_checkpoints as list_checkpoints,
-        open_checkpoint as open_checkpoint,
-    )
+    from torchelastic.checkpoint.store.reading import list_checkpoints as list_checkpoints
+    from torchelastic.checkpoint.store.reading import open_checkpoint as open_checkpoint
     from torchelastic.checkpoint.store.save_id import SaveId as SaveId
-    from torchelastic.checkpoint.store.tier import (
-        SealedShard as SealedShard,
-        Tier as Tier,
-        TierContext as TierContext,
-        TierEntry as TierEntry,
-    )
+    from torchelastic.checkpoint.store.tier import SealedShard as SealedShard
+    from torchelastic.checkpoint.store.tier import Tier as Tier
+    from torchelastic.checkpoint.store.tier import TierContext as TierContext
+    from torchelastic.checkpoint.store.tier import TierEntry as TierEntry
 
-_NAMES = {
-    "disk": "DiskTier",
-    "durable": "DurableTier",
-    "manifest": "MANIFEST_NAME Manifest ShardRecord",
-    "memory": "MemoryTier",
-    "reading": "list_checkpoints open_checkpoint",
-    "save_id": "SaveId",
-    "tier": "SealedShard Tier TierContext TierEntry",
-}
-
-lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "disk": "DiskTier",
+        "durable": "DurableTier",
+        "manifest": "MANIFEST_NAME Manifest ShardRecord",
+        "memory": "MemoryTier",
+        "reading": "list_checkpoints open_checkpoint",
+        "save_id": "SaveId",
+        "tier": "SealedShard Tier TierContext TierEntry",
+    },
+)
