@@ -24,8 +24,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
-from torchelastic.adapters.hugging_face.memory import save_step
-from torchelastic.adapters.hugging_face.state import RankState, tensors_of
+from torchelastic.adapters.hugging_face.state import RankState, save_step, tensors_of
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
 from torchelastic.checkpoint.memory import saver, slots

@@ -309,12 +309,15 @@ def look_around(root: str, hosts: str) -> list[Any]:
         paths = {
             rank: [str(Path(one).relative_to(each.container.root)) for one in ids] for rank, ids in by_rank.items()
         }
-        return [[one.name for one in found], paths]
+        retrieved = [each.loader.retrieve_checkpoint(each.container.folder_of(step)) for step in (9, 7)]
+        return [[one.name for one in found], paths, retrieved]
 
 
-def test_candidates_and_their_objects_are_told_by_rank(crew: Crew, root: Path) -> None:
+def test_candidates_and_their_objects_are_told_by_rank_and_any_one_may_be_retrieved(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
     first, second, commit = (str(ranks.shard(rank, 2, 9, 1)) for rank in range(3))
-    for names, by_rank in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
+    for names, by_rank, retrieved in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
         assert names == ["step-9_ckpt", "step-5_ckpt"]
         assert by_rank == {0: [first, second, commit], 1: [first, second]}
+        assert retrieved == [True, False]
+    assert MANIFEST_NAME in ranks.files_of(root, "b", 9)

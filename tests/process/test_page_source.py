@@ -19,7 +19,7 @@ from tests.memory_store import MemoryStore
 from tests.process.page_clients import TOKEN, get
 from tests.pure.status_runs import NOW_S, a_host
 from tests.waiting import wait_until
-from torchelastic.agent.dashboard import dashboard
+from torchelastic.agent.metrics_endpoint import dashboard
 from torchelastic.launch.run import opened_page
 from torchelastic.ledger.events import Save
 from torchelastic.ledger.host_ledger import HostLedger

@@ -16,7 +16,7 @@ import pytest
 
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, look_at_a_checkpoint_of_other_code, train
-from torchelastic.adapters.hugging_face import memory as hugging_face_memory
+from torchelastic.adapters.hugging_face.state import refuse_sharding
 from torchelastic.adapters.transformers import MemoryCheckpointCallback
 from torchelastic.checkpoint.shards import ShardReader
 
@@ -279,8 +279,8 @@ def test_an_unknown_trainer_is_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_strategies_that_shard_the_model_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*MemoryStorageWriter"):
-        hugging_face_memory.refuse_sharding("MemoryCheckpointCallback", kind)
-    hugging_face_memory.refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
+        refuse_sharding("MemoryCheckpointCallback", kind)
+    refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
 
 
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])

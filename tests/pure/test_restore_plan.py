@@ -54,6 +54,20 @@ def test_what_is_committed_and_whole_is_complete_and_the_rest_says_what_it_lacks
         assert {(shard, one) for shard, each in candidate.sources.items() for one in each} == sources
 
 
+def test_what_was_completed_once_and_cannot_be_restored_says_why() -> None:
+    def fault(*held: Held[int, int]) -> str:
+        (found,) = candidates([[each] for each in held])
+        return found.fault
+
+    cut = "a file was cut"
+    assert fault(Held(7, range(2), [0, 1])) == ""
+    assert fault(Held(7, range(2), [0, 1], damage=cut)) == "", "another copy is whole"
+    assert fault(Held(7, range(2), [0]), Held(7, range(2), [])) == "7 lacks the shards of rank(s) 1"
+    assert fault(*[Held(7, range(2), [0], damage=cut)] * 2) == f"7 lacks the shards of rank(s) 1: {cut}"
+    assert fault(Held(7, range(2), [0], is_committed=False)) == "", "it was never completed"
+    assert fault(Held(7, range(2), [0], is_committed=False, damage=cut)) == f"7: {cut}"
+
+
 @given(groups, st.randoms(use_true_random=False))
 def test_the_order_of_what_is_listed_changes_nothing(group: Found, chance: random.Random) -> None:
     assert candidates([chance.sample(each, len(each)) for each in group]) == candidates(group)
@@ -91,12 +105,6 @@ def test_many_shards_are_given_away_evenly() -> None:
     everywhere = {shard: [ShardSource(rank) for rank in range(3)] for shard in range(9)}
     plan = plan_reads(everywhere, {7: range(9)})
     assert Counter(sources[0].rank for sources in plan[7].values()) == {0: 3, 1: 3, 2: 3}
-
-
-def test_bytes_count_where_they_are_known() -> None:
-    everywhere = {shard: [ShardSource(0), ShardSource(1)] for shard in "abc"}
-    plan = plan_reads(everywhere, {2: "a", 3: "b", 4: "c"}, size_bytes={"a": 100, "b": 10, "c": 10})
-    assert [plan[reader][shard][0].rank for reader, shard in ((2, "a"), (3, "b"), (4, "c"))] == [0, 1, 1]
 
 
 def test_what_few_have_is_given_away_first() -> None:

@@ -130,7 +130,12 @@ class Host:
         self._post(Changed())
 
     def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
-        """A member of this host has ended, or will not be started again: a fact. Unknown ids are ignored."""
+        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored.
+
+        Args:
+            member_id: which one.
+            for_good: it is not started again. To be said once that is known, if it is not known at its end.
+        """
         if self._records.withdraw(member_id, for_good=for_good):
             self._post(Changed())
 
