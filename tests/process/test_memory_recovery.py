@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,18 @@ import torch
 import torch.distributed as dist
 
 from tests.process import memory_ranks as ranks
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.restore import fetch
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
-from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 WAIT_S = 20
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as made:
-        yield made
+CREW_SIZE = 3
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------
@@ -71,57 +65,7 @@ def files_in(folder: Path) -> list[str]:
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aab"])
-def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
-    crew: Crew, root: Path, hosts: str
-) -> None:
-    world_size = len(hosts)
-    succeeded(crew.run(save_steps, str(root), hosts, [5], ranks=world_size))
-    for lost in dict.fromkeys(hosts[::-1]):  # R9: one after the other, each after a recovery
-        shutil.rmtree(ranks.base_of(root, lost))
-        found = succeeded(crew.run(recover, str(root), hosts, False, ranks=world_size))
-        assert [each["step"] for each in found] == [5] * world_size
-        assert all(each["made"] for each in found)
-        for rank in range(world_size):
-            shard = str(ranks.shard(rank, world_size, 5, 0))
-            copies = [host for host in set(hosts) if (ranks.base_of(root, host) / shard).exists()]
-            assert len(copies) >= 2
-    found = succeeded(crew.run(recover, str(root), hosts, ranks=world_size))
-    assert all(each["values"] == [True] * world_size for each in found)
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_commit_and_a_damaged_extra_file_are_mended(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    ranks.damage(ranks.base_of(root, "a") / str(ranks.shard(2, 2, 5, 0)))
-    (ranks.folder_of(root, "b", 5) / "common.pt").write_bytes(b"other")
-    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
-    assert [each["step"] for each in found] == [5, 5]
-    assert (ranks.folder_of(root, "b", 5) / "common.pt").read_bytes() == b"common"
-    assert ranks.files_of(root, "a", 5).keys() == ranks.files_of(root, "b", 5).keys()
-
-
-def repair_one(root: str, hosts: str, file: str) -> list[bool]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        checkpoint = each.container.folder_of(5)
-        if rank == 0:
-            ranks.damage(each.container.root / file)
-            with each.loader.repair(checkpoint, file) as again:
-                again.verify()
-        each.meet()
-        values = ranks.read_back(each, 5)
-        each.meet()
-        return values
-
-
-def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    found = succeeded(crew.run(repair_one, str(root), "ab", str(ranks.shard(0, 2, 5, 0)), ranks=2))
-    assert found == [[True, True]] * 2
 
 
 def fetch_from_several(root: str, hosts: str, shard: ShardId, damaged: list[str]) -> list[Any]:
@@ -155,31 +99,6 @@ def test_a_copy_that_went_bad_after_it_was_verified_is_not_taken(crew: Crew, roo
     *_, (outcome, is_good) = succeeded(crew.run(fetch_from_several, str(root), "abc", shard, damaged, ranks=3))
     assert is_good == (len(damaged) < 2)
     assert ("is damaged" in outcome) == (len(damaged) == 2)
-
-
-def fetch_twice_at_once(root: str, hosts: str, shard: ShardId) -> list[int]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        transfers: list[int] = []
-        if rank == 1:
-            each.container.path_of(shard).unlink()
-            ask = each.replication.fetch
-
-            def counted(*arguments: Any) -> Any:
-                transfers.append(1)
-                return ask(*arguments)
-
-            each.replication.fetch = counted  # type: ignore[method-assign,assignment]
-            with ThreadPoolExecutor(2) as threads:  # as two processes of this host
-                list(threads.map(lambda _: fetch(each.container, shard, [0], ranks.pull_of(each)), range(2)))
-            assert each.container.path_of(shard).exists()
-        each.meet()
-        return transfers
-
-
-def test_what_two_processes_of_a_host_need_is_fetched_once(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", ranks.shard(0, 2, 5, 0), ranks=2)) == [[], [1]]
 
 
 def read_a_step(root: str, hosts: str, step: int) -> list[Any]:
@@ -222,16 +141,6 @@ def test_without_room_for_what_is_missing_all_ranks_agree_that_there_is_no_check
 
 
 # --- commits ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_commit_that_only_one_host_has_is_given_to_the_others(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    assert MANIFEST_NAME not in ranks.files_of(root, "b", 9)
-    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
-    assert [each["step"] for each in found] == [9, 9]
-    for host in "ab":
-        assert MANIFEST_NAME in ranks.files_of(root, host, 9)
-        assert MANIFEST_NAME in ranks.files_of(root, host, 5)  # not removed before something is saved
 
 
 def save_after_stepping_down(root: str, hosts: str) -> list[str]:
@@ -299,22 +208,3 @@ def test_a_rank_that_never_calls_is_named_and_nobody_hangs(crew: Crew, root: Pat
 
 
 # --- what lies where --------------------------------------------------------------------------------------------------
-
-
-def look_around(root: str, hosts: str) -> list[Any]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        found = each.loader.get_candidate_checkpoints(each.container.root)
-        by_rank = each.loader.get_checkpoint_objects_by_rank(found[0])
-        paths = {
-            rank: [str(Path(one).relative_to(each.container.root)) for one in ids] for rank, ids in by_rank.items()
-        }
-        return [[one.name for one in found], paths]
-
-
-def test_candidates_and_their_objects_are_told_by_rank(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    first, second, commit = (str(ranks.shard(rank, 2, 9, 1)) for rank in range(3))
-    for names, by_rank in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
-        assert names == ["step-9_ckpt", "step-5_ckpt"]
-        assert by_rank == {0: [first, second, commit], 1: [first, second]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import io
 from collections.abc import Iterator
@@ -20,20 +19,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from torchelastic.checkpoint.memory import MemoryStorageReader
-from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
-from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 SIZE = 50_000
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as made:
-        yield made
+CREW_SIZE = 3
 
 
 @pytest.fixture
@@ -108,11 +102,6 @@ def test_a_folder_that_is_not_named_for_a_step_is_refused(alone: Saving, name: s
         save({}, checkpoint_id=f"{alone.base}/{name}", storage_writer=alone.writer)
 
 
-def test_a_save_without_an_id_is_refused(alone: Saving) -> None:
-    with pytest.raises(CheckpointException, match=r"give dcp\.save a checkpoint_id"):
-        save({}, storage_writer=alone.writer)
-
-
 class Custom:
     """No plain value."""
 
@@ -162,29 +151,6 @@ def test_tensors_that_are_not_stored_are_refused_by_name(alone: Saving, bad: tor
 
 def is_kept(one: Saving, step: int) -> bool:
     return one.latest() == step and same(one.load(blank(state_of(step)), step), state_of(step))
-
-
-def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    alone.save(state_of(1), 1)
-    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(1000, 2**40))
-    alone.save(state_of(2, 4 * SIZE), 2)
-    assert is_kept(alone, 1)
-    assert "tmpfs" in caplog.text
-    assert alone.saver.skipped.count("tmpfs") == 1
-
-
-def test_failed_saves_leave_nothing_behind(root: Path) -> None:
-    disk = FaultyDisk()
-    with saving(root, disk=disk) as one:
-        one.save(state_of(1), 1)
-        one.save(state_of(2), 2)
-        before = len(one.files())
-        for step in range(3, 8):
-            disk.struck.clear()
-            disk._faults[:] = [fail_at("publish", errno.EIO)]
-            one.save(state_of(step), step)
-        assert len(one.files()) == before
-        assert is_kept(one, 2)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -255,23 +221,6 @@ def test_ranks_save_together(crew: Crew, root: Path, hosts: str, shards: int, ca
     for rank, answer in enumerate(answers):
         assert (answer["latest"], answer["steps"], answer["same"]) == (4, [4], True)
         assert answer["files"] >= shards or hosts == "aab", (rank, answer)
-
-
-def save_what_one_rank_writes(root: str, hosts: str) -> tuple[Any, ...]:
-    with saving(root, hosts) as one:
-        one.save({"w": torch.arange(5.0)}, 1)
-        one.replication.all_gather("saved", None)
-        target = {"w": torch.zeros(5)}
-        latest = one.latest()
-        one.load(target, 1)
-        answer = latest, len(one.shards()), target["w"].tolist()
-        one.replication.all_gather("done", None)
-        return answer
-
-
-def test_a_rank_that_has_nothing_to_write_has_an_empty_shard(crew: Crew, root: Path) -> None:
-    answers = succeeded(crew.run(save_what_one_rank_writes, str(root), "ab", ranks=2))
-    assert answers == [(1, 2, [0.0, 1.0, 2.0, 3.0, 4.0])] * 2
 
 
 def save_with_failing_rank(root: str, hosts: str, failing: int) -> dict[str, Any]:
