@@ -395,29 +395,6 @@ def expected_plain(value: float) -> Any:
     return plain(plain_state(value))
 
 
-def add_a_tensor(root: str, hosts: str) -> dict[str, Any]:
-    """With the structure cached, a tensor is added on one rank's side of the state, and another one changes shape."""
-    with memory(root, hosts) as mem:
-        strategy = MegatronAsyncSaveStrategy(mem.writer, use_cached_ckpt_structure=True)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        plans, states = [], []
-        for step in range(1, 8):
-            state = plain_state(float(step))
-            if step >= 4 and rank == 1:  # only one rank has it
-                state["late"] = ShardedTensor.from_rank_offsets("late", torch.full((2,), float(step)))
-            if step >= 6:
-                state["rows"] = ShardedTensor.from_rank_offsets(
-                    "rows", torch.full((4, 3), float(10 * step + rank)), (0, rank, ranks)
-                )
-            states.append(plain(state))
-            save_local_aware_megatron_checkpoint(state, mem.step(step), strategy, async_save=False)
-            plans.append(strategy.plans_made)
-        wanted = plain_state(-1.0)
-        wanted["late"] = ShardedTensor.from_rank_offsets("late", torch.zeros(2), replica_id=rank)
-        wanted["rows"] = ShardedTensor.from_rank_offsets("rows", torch.zeros(4, 3), (0, rank, ranks))
-        return {"plans": plans, "loaded": load_with(mem, wanted), "saved": states[-1]}
-
-
 @dataclass
 class Lived:
     """What became of a job with troubles.
@@ -579,68 +556,6 @@ def message_of(function: Callable[[], Any]) -> str:
     except BaseException as error:  # DCP's is no Exception
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-class OfTheUser:
-    """A class that torch does not load unless it is told to."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OfTheUser)
-
-
-def pickled_objects(root: str, hosts: str) -> dict[str, Any]:
-    with memory(root, hosts) as mem:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-
-        def state() -> dict[str, Any]:
-            return {"object": ShardedObject("object", OfTheUser(), (ranks,), (rank,)), "mine": OfTheUser()}
-
-        saver = mem.writer.checkpoint_saver
-        refused = message_of(
-            lambda: MegatronAsyncSaveStrategy(mem.writer).save({"object": state()["object"]}, mem.step(1))
-        )
-        strategy = MegatronAsyncSaveStrategy(MemoryStorageWriter(checkpoint_saver=saver, allow_pickles=True))
-        save_local_aware_megatron_checkpoint(
-            state(), mem.step(1), strategy, async_save=False, validate_access_integrity=True
-        )
-        latest = mem.latest()
-        assert latest is not None
-        trusting = MegatronLoadStrategy(mem.replication, mem.loader, allow_pickles=True)
-        loading = {"object": state()["object"]}
-        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
-        try:
-            return {
-                "refused": refused,
-                "safe": message_of(lambda: MegatronLoadStrategy(None, mem.loader).load(dict(loading), latest)),
-                "trusting": trusting.load(dict(loading), latest)["object"] == OfTheUser(),
-                "common": message_of(lambda: MegatronCommonLoadStrategy().load_common(latest)),
-                "megatrons": "mine" in TorchCommonLoadStrategy().load_common(latest),
-                "nowhere": message_of(lambda: MegatronCommonLoadStrategy().load_common("/nowhere")),
-            }
-        finally:
-            del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
-
-
-def program_errors(root: str, hosts: str) -> list[str]:
-    """Of which only one rank knows at first; and a save that works afterwards."""
-    with memory(root, hosts) as mem:
-        strategy = MegatronAsyncSaveStrategy(mem.writer)
-        state = {"rows": plain_state(1.0)["rows"]}
-        if dist.get_rank() == 1:
-            state["rows"].data = None
-        messages = [
-            message_of(lambda: strategy.async_save(state, mem.step(1))),
-            message_of(lambda: save_local_aware_megatron_checkpoint({}, mem.step(1), object())),
-            message_of(lambda: strategy.async_save({}, str(mem.base))),
-            message_of(lambda: save_local_aware_megatron_checkpoint(written_twice(), mem.step(1), strategy)),
-        ]
-        save_local_aware_megatron_checkpoint(plain_state(1.0), mem.step(1), strategy, async_save=False)
-        return [*messages, str(mem.latest())]
-
-
-def written_twice() -> dict[str, Any]:
-    """Every rank says that it is the one to write this; Megatron's check finds it on rank 0."""
-    return {"twice": ShardedTensor.from_rank_offsets("twice", torch.zeros(2))}
 
 
 def wipe(root: str, host: str) -> None:
