@@ -26,7 +26,7 @@ from torchelastic.agent.events import (
     RoundChanged,
     WorkerLeaves,
 )
-from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import Member, Round, RoundState
 
 Scenario = Callable[["Host"], Awaitable[None]]
 
@@ -176,37 +176,6 @@ def test_a_process_of_another_user_is_refused_by_the_files_modes_and_without_the
         with_host(Path(folder), scenario)
 
 
-def test_a_worker_is_welcomed_joins_and_is_declared(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="hello", pid=7, local_rank=1)
-        welcome = await worker.hear()
-        assert (welcome["op"], welcome["host"], welcome["closed"]) == ("welcome", "h", False)
-        join(worker)
-        await until(lambda: host.declared)
-        member = host.declared[0]
-        assert (member.member_id, member.step, member.ready_for) == (welcome["member"], 3, 1)
-        assert member.state_status is StateStatus.COMPLETE
-
-    with_host(tmp_path, scenario)
-
-
-def test_every_change_of_the_round_is_told_and_the_next_join_asks_for_the_one_after(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="hello", pid=7, local_rank=0)
-        name = (await worker.hear())["member"]
-        host.connections.on_event(RoundChanged(Round(4, RoundState.RUNNING, (name,), "h:1")))
-        assert (await worker.hear())["round"]["number"] == 4
-        host.connections.on_event(RoundChanged(Round(4, RoundState.BROKEN, (name,), "h:1")))
-        assert (await worker.hear())["round"]["state"] == "broken"
-        join(worker, failed=True)
-        await until(lambda: host.declared)
-        assert (host.declared[-1].ready_for, host.declared[-1].failed) == (5, True)
-
-    with_host(tmp_path, scenario)
-
-
 def test_who_hangs_up_is_withdrawn_unless_it_has_finished(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         names = []
@@ -247,66 +216,8 @@ def test_garbage_ends_that_connection_and_no_other(tmp_path: Path) -> None:
     with_host(tmp_path, scenario)
 
 
-#: Numbers that no conversion takes, numbers that are none, what no recursion gets out of, half a character.
-POISON = [
-    "7" * 400,
-    "-" + "7" * 400,
-    "1e400",
-    "NaN",
-    "Infinity",
-    "[" * 900 + "]" * 900,
-    "[" * 20_000,
-    '"\\ud800"',
-    "-1",
-]
-HELLO = {"op": "hello", "pid": 7, "local_rank": 0}
 JOIN = {"op": "join", "store_address": "h:1", "step": 3, "state_status": 3, "failed": False, "patience_s": 2.0}
 DONE = {"op": "done", "step": 9}
-METRICS = {"op": "metrics", "items": [["g", "n", 1.5, 0.0]]}
-
-
-@pytest.mark.parametrize(
-    ("before", "message", "field"),
-    [
-        *(((), HELLO, field) for field in ("pid", "local_rank")),
-        *(((HELLO,), JOIN, field) for field in ("store_address", "step", "state_status", "failed", "patience_s")),
-        ((HELLO,), DONE, "step"),
-        (({"op": "metrics-hello", "pid": 7, "local_rank": 0},), METRICS, "items"),
-    ],
-)
-def test_a_field_with_an_impossible_value_ends_that_connection_without_a_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: tuple[Any, ...], message: dict[str, Any], field: str
-) -> None:
-    async def scenario(host: Host) -> None:
-        for poison in POISON:
-            bad = await host.open()
-            for one in before:
-                bad.say(**one)
-            bad.say_bytes(json.dumps({**message, field: "POISON"}).replace('"POISON"', poison).encode() + b"\n")
-            bad.say_no_more()
-            assert (await asyncio.wait_for(bad.rest(), 5.0)).count(b'"op":"noted"') == 0, poison
-        assert host.declared == []
-        assert host.metrics == []
-        good = await host.open()
-        good.say(**HELLO)
-        await good.hear()
-        join(good)
-        await until(lambda: host.declared)
-
-    with_host(tmp_path, scenario)
-    assert caplog.text.count("a worker's connection ends") == len(POISON)
-    assert not [record for record in caplog.records if record.exc_info]
-
-
-def test_metrics_are_passed_on_with_the_rank_they_come_from(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="metrics-hello", pid=7, local_rank=2)
-        worker.say(op="metrics", items=[["g", "n", 1.5, 0.0]])
-        await until(lambda: host.metrics)
-        assert host.metrics == [(2, [["g", "n", 1.5, 0.0]])]
-
-    with_host(tmp_path, scenario)
 
 
 def test_while_the_store_is_being_found_workers_wait_and_a_refusal_reaches_them(tmp_path: Path) -> None:
@@ -333,34 +244,6 @@ async def hear_fatal(worker: Worker) -> dict[str, Any]:
             return message
 
 
-def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_without_it(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="hello", pid=os.getpid(), local_rank=0)
-        join(worker)
-        name = (await worker.hear())["member"]
-        await until(lambda: len(host.declared) == 1)
-        host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, (name, "x"), "h:1")))
-        assert host.connections.leave(name)
-        assert host.declared[-1].leaving
-        assert host.let_leave == [os.getpid()]
-        await worker.hear_of("leave")
-        join(worker)
-        await until(lambda: len(host.declared) == 3)
-        assert (host.declared[-1].ready_for, host.declared[-1].leaving) == (2, True)
-        host.connections.on_event(RoundChanged(Round(1, RoundState.GATHERING, (name, "x"), "h:1", leaving=(name,))))
-        assert host.withdrawn == []
-        host.connections.on_event(RoundChanged(Round(2, RoundState.RUNNING, ("x",), "h:1")))
-        assert (await hear_fatal(worker))["kind"] == "drained"
-        assert host.withdrawn == [name]
-        worker.say(op="done", step=8)  # it has left: nothing that it says counts any more
-        worker.say_no_more()
-        assert await worker.is_hung_up()
-        assert len(host.declared) == 3
-
-    with_host(tmp_path, scenario)
-
-
 def test_a_spare_that_asks_to_leave_goes_at_once_and_is_not_started_again(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, ("x",), "h:1")))
@@ -371,14 +254,6 @@ def test_a_spare_that_asks_to_leave_goes_at_once_and_is_not_started_again(tmp_pa
         assert (await hear_fatal(worker))["kind"] == "drained"
         assert host.let_leave == [4711]
         assert len(host.withdrawn) == 1
-
-    with_host(tmp_path, scenario)
-
-
-def test_a_member_of_another_agent_cannot_be_told_to_leave(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        assert not host.connections.leave("h-0-other1")
-        assert host.declared == []
 
     with_host(tmp_path, scenario)
 

@@ -7,10 +7,9 @@ import logging
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,12 +18,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchelastic
 from tests.process.forked_ranks import run_ranks, values
 from tests.waiting import wait_until
 from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
-from torchelastic.ledger import Account, this_worker
 
 
 class Placed(Iterator[int]):
@@ -139,26 +136,6 @@ def test_a_stream_without_end_goes_on(workers: int) -> None:
     stream.close()
 
 
-class Reshuffled(Shards):
-    def for_epoch(self, epoch: int) -> Reshuffled:
-        return Reshuffled(*self.lengths, epoch=epoch)
-
-    def __call__(self, shard: int, num_shards: int, position: Any) -> Iterator[int]:
-        numbers = list(super().__call__(shard, num_shards, 0))
-        random.Random(self.epoch).shuffle(numbers)
-        return iter(numbers[position:])
-
-
-def test_a_source_with_an_order_for_each_epoch_is_asked_for_it(workers: int) -> None:
-    stream = ElasticStream(Reshuffled(30, 20), 2, global_batch_size=4, epochs=2, num_workers=workers)
-    batches = rest_of(stream)
-    first, second = batches[:15], batches[15:]
-    assert first != second
-    for epoch in (first, second):
-        assert sorted(n for batch in epoch for n in batch) == stream._make_iterator.everything()  # type: ignore[attr-defined]  # the test's own
-    stream.close()
-
-
 def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() -> None:
     def rich(shard: int, _num_shards: int, position: int) -> Iterator[dict[str, Any]]:
         for n in range(position, 7):
@@ -171,12 +148,6 @@ def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() ->
         stream.close()
     assert len(found[0]) == 4
     assert found[0] == found[1] == found[2]
-
-
-def test_a_collate_fn_gets_the_samples_of_this_rank(workers: int) -> None:
-    stream = make(3, 4, num_workers=workers, collate_fn=list)
-    assert list(committed(stream)) == plain_batches((3, 4), 2)
-    stream.close()
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -302,21 +273,6 @@ def test_worker_processes_outlive_rollbacks_epochs_and_other_worlds() -> None:
     stream.close()
 
 
-def test_the_wait_for_data_is_counted() -> None:
-    def slow(_shard: int, _num_shards: int, position: int) -> Iterator[int]:
-        for number in range(position, 9):
-            time.sleep(0.01)
-            yield number
-
-    meter = this_worker()
-    meter.synchronized(0)
-    before_ns = meter.tally().totals[Account.DATA_WAIT]
-    stream = ElasticStream(slow, 2, global_batch_size=2)
-    next(stream)
-    waited_ns = meter.tally().totals[Account.DATA_WAIT] - before_ns
-    assert waited_ns >= 2 * 2 * 10_000_000, "two shards, and one sample ahead in each"
-
-
 def test_a_read_that_fails_can_be_tried_again_and_loses_nothing(workers: int) -> None:
     failed = multiprocessing.Event()
 
@@ -384,46 +340,6 @@ def test_an_epoch_that_is_left_early_goes_on_with_what_was_not_trained() -> None
 # --- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: ElasticStream(Shards(1, 1), 2, global_batch_size=5), "=5 must be a multiple of logical_shards=2"),
-        (lambda: ElasticStream(Shards(), 0, global_batch_size=5), "start at 1"),
-        (lambda: make(1, 1, num_workers=-1), "num_workers starts at 0"),
-        (lambda: make(1, 1, prefetch_batches=0), "prefetch_batches at 1"),
-        (lambda: make(1, 1).set_world(0, 3), "3 ranks share 2 logical shards"),
-        (lambda: make(1, 1).set_world(2, 2), "rank 2 is not in a world of 2"),
-        (lambda: make(1, 1).set_world(0, 2), "shared by 2 ranks, but the default process group has 1"),
-        (lambda: make(1, 1).load_state_dict({"epoch": 0}), "not the state of an ElasticStream"),
-        (lambda: next(make(0, 0)), "none of the 2 logical shards has a sample in epoch 0"),
-    ],
-)
-def test_what_does_not_go_together_is_named(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-def test_a_model_state_of_other_logical_shards_is_refused() -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="ModelState has logical_shards=4, its ElasticStream 2: give both the same"):
-        torchelastic.ModelState(model, optimizer, sampler=make(1, 1), logical_shards=4)
-
-
-class Unkeepable(Placed):
-    def state_dict(self) -> Any:
-        return {"seen": {1, 2}}
-
-
-def test_a_position_that_cannot_be_kept_is_named(workers: int) -> None:
-    stream = ElasticStream(
-        lambda shard, _num_shards, _position: Unkeepable(shard, 99, 0), 2, global_batch_size=2, num_workers=workers
-    )
-    with pytest.raises(ValueError, match=r"position of shard 0 cannot be kept: .* Unkeepable holds a set; it may hold"):
-        rest_of(stream)
-    stream.close()
-
-
 def state_after(batches: int, *lengths: int) -> dict[str, int | str]:
     stream = make(*lengths)
     for _ in range(batches):
@@ -432,29 +348,12 @@ def state_after(batches: int, *lengths: int) -> dict[str, int | str]:
     return stream.state_dict()
 
 
-def test_an_iterator_that_gives_other_samples_after_a_move_is_named() -> None:
-    def shuffled(shard: int, num_shards: int, position: int) -> Iterator[int]:
-        numbers = list(Shards(40, 40)(shard, num_shards, 0))
-        return iter((numbers if shard == 0 else numbers[::-1])[position:])  # one shard is what it was
-
-    stream = ElasticStream(shuffled, 2, global_batch_size=4)
-    stream.load_state_dict(state_after(3, 40, 40))
-    with pytest.raises(ValueError, match=r"(?s)shard 1 gives another sample behind its position 0 .*seed what is shuf"):
-        next(stream)
-
-
 @pytest.mark.parametrize("left", [0, 5, 20, 22])
 def test_a_source_that_ends_before_its_position_is_named(left: int) -> None:
     stream = make(40, left)
     stream.load_state_dict(state_after(11, 40, 40))
     with pytest.raises(ValueError, match=r"shard 1 ends before its position: 22 samples of it were trained"):
         next(stream)
-
-
-def test_a_source_that_has_grown_is_read_to_its_new_end() -> None:
-    stream = make(7, 9)
-    stream.load_state_dict(state_after(2, 6, 6))
-    assert rest_of(stream) == plain_batches((7, 9), 2)[2:]
 
 
 # --- several ranks --------------------------------------------------------------------------------
@@ -557,18 +456,6 @@ def out_of_step() -> str:
 def test_ranks_that_are_not_at_the_same_batch_are_told() -> None:
     for text in values(run_ranks(out_of_step, ranks=2)):
         assert "not at the same batch" in text
-
-
-def late_ranks() -> str:
-    stream = make(9)
-    stream.load_state_dict(state_after(1, 9))
-    stream.set_world(dist.get_rank(), 2)
-    batch, weight = next(stream).tolist(), stream.weight
-    return f"{batch} {weight:g}"
-
-
-def test_ranks_beyond_the_shards_that_come_in_the_middle_of_a_run_have_nothing_to_read() -> None:
-    assert values(run_ranks(late_ranks, ranks=2)) == ["[2, 3] 1", "[0, 1] 0"]
 
 
 @settings(max_examples=60, deadline=None)

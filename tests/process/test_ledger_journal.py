@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -12,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
-from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
-from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
-from torchelastic.ledger.keeper import Keeper, journal_name
-from torchelastic.ledger.meter import Meter
 
 NAME = "ledger-test"
 
@@ -115,19 +111,6 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
     assert done.stderr.count("cannot be written") == 1
 
 
-def test_wrong_arguments_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="4096"):
-        JournalWriter(tmp_path, NAME, HEAD, max_bytes=100)
-    with pytest.raises(ValueError, match="name"):
-        JournalWriter(tmp_path, "../else", HEAD)
-
-
-def test_hosts_that_share_a_folder_write_journals_of_their_own(tmp_path: Path) -> None:
-    for host in ("a", "b/../c"):
-        JournalWriter(tmp_path, journal_name(host, "12"), HEAD).close()
-    assert set(read_journals(tmp_path)) == {"ledger-a-12", "ledger-b_.._c-12"}
-
-
 class Stuck:
     """A writer on a disk that does not answer."""
 
@@ -161,40 +144,3 @@ class Clock:
 
     def __call__(self) -> int:
         return self.now_ns
-
-
-@pytest.mark.parametrize("hours", [0.5, pytest.param(24, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, tmp_path: Path) -> None:
-    clock = Clock()
-    writer = JournalWriter(tmp_path / "ledger", NAME, HEAD, max_bytes=100_000, keep=3)
-    keeper = Keeper(tmp_path / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
-    keeper.started(os.getpid(), "0.0")
-    meter = Meter(clock.now_ns, clock)
-    meter.publish(str(tmp_path / "agent"))
-    meter.entered(1, 0, 1)
-    meter.synchronized(0)
-    seconds = int(hours * 3600)
-    for second in range(seconds):
-        for _ in range(50):
-            clock.now_ns += 20_000_000
-            meter.step_committed()
-        if second % 10 == 0:
-            with meter.saving("memory"):
-                clock.now_ns += 3_000_000
-        keeper.poll()
-        if second % 600 == 599:
-            meter.step_undone("a peer was lost")
-            meter.group_wanted()
-            meter.entered(second, 0, 1)
-            meter.synchronized(50 * second)
-    size = len(json.dumps(ledger_to_dict(keeper.now())))
-    assert size < 60_000, f"the book has {size} bytes"
-    files = list((tmp_path / "ledger").iterdir())
-    assert len(files) <= 3
-    assert sum(path.stat().st_size for path in files) <= 300_000
-    assert keeper.now().committed() == 50 * seconds
-    assert keeper.now().why_wrong(clock.now_ns) == ""
-    keeper.close()
-    journal = read_journals(tmp_path / "ledger")[NAME]
-    assert journal.book() == keeper.book
-    assert journal.book().amounts(clock.now_ns)[Account.SAVE_STALL] == 3_000_000 * -(-seconds // 10)

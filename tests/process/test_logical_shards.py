@@ -70,11 +70,6 @@ def test_gradients_are_those_of_the_global_mean_and_buffers_the_mean_over_the_sh
     assert norm_of(state).num_batches_tracked == torch.tensor(1)
 
 
-def test_without_logical_shards_the_same_loop_runs_once() -> None:
-    state, loader = make_state(None)
-    assert one_step(state, loader) == [8]
-
-
 def test_the_end_of_the_data_ends_the_step() -> None:
     state, loader = make_state(4)
     for _ in range(3):
@@ -94,16 +89,6 @@ def test_a_step_that_does_not_go_through_the_shards_is_told_how() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, state.module.parameters(), strict=True))
 
 
-def test_a_loop_that_is_left_early_is_told_too() -> None:
-    state, loader = make_state(4)
-    state.snapshot()
-    for inputs, _ in state.shards(loader):
-        state.model(inputs).sum().backward()
-        break
-    with pytest.raises(torchelastic.NonRetryableException, match="gone through to its end"):
-        state.optimizer.step()
-
-
 def test_random_numbers_belong_to_the_shard() -> None:
     state, loader = make_state(4)
     drawn = [float(torch.rand(())) for _ in state.shards(loader)]
@@ -111,11 +96,6 @@ def test_random_numbers_belong_to_the_shard() -> None:
     assert drawn[2] == float(torch.rand(()))
     assert len(set(drawn)) == 4
     assert len({shard_seed(seed, step, shard) for seed in range(5) for step in range(5) for shard in range(5)}) == 125
-
-
-def test_more_shards_than_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="logical_shards=9 must lie between 1 and global_batch_size=8"):
-        make_state(9)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +115,3 @@ def test_whatever_a_loader_makes_is_cut_along_the_samples(batch: Any, parts: lis
         assert torch.equal(found[1].targets["b"], torch.tensor([2, 3, 4]))
     else:
         assert str(found) == str(parts)
-
-
-@pytest.mark.parametrize("batch", [torch.arange(4), torch.tensor(1), 7, ["u"]])
-def test_what_cannot_be_cut_is_named(batch: Any) -> None:
-    with pytest.raises(TypeError, match="5 samples altogether"):
-        split_batch(batch, [2, 3])
