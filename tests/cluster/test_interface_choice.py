@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -67,14 +66,6 @@ def test_without_a_choice_hosts_take_the_way_to_etcd_and_where_that_does_not_joi
 
 
 @pytest.mark.slow
-def test_the_variable_is_as_good_as_the_option(jobs: MakeJob, lab: Lab) -> None:
-    job = jobs(epochs=1)
-    start(job, lab, TORCHELASTIC_IFACE=SUBNET)
-    assert job.wait() == [0, 0], job.output()[-4000:]
-    job.check_identity(finishers=2)
-
-
-@pytest.mark.slow
 def test_workers_without_a_launcher_and_their_agents_go_by_the_variable(jobs: MakeJob, lab: Lab) -> None:
     job = jobs(epochs=1)
     url = f"etcd://{lab.etcd.endpoint}/alone?min_workers=2&max_workers=2"
@@ -82,15 +73,6 @@ def test_workers_without_a_launcher_and_their_agents_go_by_the_variable(jobs: Ma
         job.start_alone(url, f"alone-{name}", host=lab[name], TORCHELASTIC_IFACE=SUBNET)
     assert job.wait() == [0, 0], job.output()[-4000:]
     job.check_identity(finishers=2)
-
-
-@pytest.mark.slow
-def test_the_doctor_looks_at_the_network_that_run_would_take(lab: Lab) -> None:
-    without, chosen = doctors(lab), doctors(lab, f"--iface={SUBNET}")
-    for name in NAMES:
-        assert without[name]["reach of hosts"] == ["error"]
-        assert chosen[name]["reach of hosts"] == ["ok"]
-        assert chosen[name]["gloo interface"] == ["ok"]
 
 
 def doctors(lab: Lab, *options: str) -> dict[str, dict[str, list[str]]]:
@@ -110,15 +92,3 @@ def peers_of(host: Host) -> set[str]:
     lines = host.run("cat", "/proc/net/tcp").splitlines()[1:]
     established = [line.split()[2] for line in lines if line.split()[3] == "01"]
     return {".".join(str(byte) for byte in reversed(bytes.fromhex(end.partition(":")[0]))) for end in established}
-
-
-def test_a_bad_name_is_refused_with_the_interfaces_that_there_are(lab: Lab, tmp_path: Path) -> None:
-    script = tmp_path / "never.py"
-    script.write_text("raise AssertionError('it was started')")
-    words = ["run", f"--rdzv-endpoint={lab.etcd.endpoint}", "--rdzv-id=x", "--iface=eth1", str(script)]
-    command = lab["b"].command([sys.executable, "-m", "torchelastic.launch", *words])
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "--iface eth1: there is no interface 'eth1'" in line
-    assert "eth0 (10.77.0.2), rail0 (10.78.0.2)" in line

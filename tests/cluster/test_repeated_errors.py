@@ -107,44 +107,6 @@ if state.steps == 6:
     assert exit_codes(job) == [0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "error",
-    ['torchelastic.RetryableException("the storage is away")', 'RuntimeError(f"attempt {state.updates}")'],
-    ids=["retryable", "another error each time"],
-)
-def test_other_errors_are_repeated_as_before(jobs: MakeJob, tmp_path: Path, error: str) -> None:
-    job = jobs()
-    body = f"""
-state.updates += 1
-if state.steps == 1 and state.updates < 8:
-    raise {error}
-state.steps += 1
-if state.steps == 3:
-    raise StopIteration
-"""
-    notes = run(job, tmp_path, body=body)
-    assert exit_codes(job) == [0]
-    assert notes == ["started", "finished steps=3 updates=9"]
-
-
-def test_a_run_that_repeated_errors_leave_with_too_few_workers_does_not_wait_for_others(
-    jobs: MakeJob, tmp_path: Path
-) -> None:
-    job = jobs()
-    body = """
-if RANK_OF_START == "1" and state.steps == 2:
-    raise RuntimeError("this place of the host is broken")
-dist.all_reduce(torch.ones(1))
-state.steps += 1
-"""
-    notes = run(job, tmp_path, "--min-workers=2", "--term-grace=5", nproc=2, body=body)
-    assert exit_codes(job) == [1]
-    assert notes.count("started") == 2
-    ending = job.output()[job.output().rindex("worker 1 failed: exit code 1") :]
-    assert "RuntimeError: this place of the host is broken" in ending
-
-
 @pytest.mark.parametrize("why", ["the same error each time", "killed until its restarts are used up"])
 def test_the_other_hosts_of_such_a_run_end_too_and_name_the_host_whose_launcher_says_why(
     jobs: MakeJob, tmp_path: Path, why: str
@@ -258,23 +220,3 @@ if state.steps == 5:
     assert "RuntimeError: once; what the step had changed was not undone" in output[at_failure:]
     assert "was undone" not in output
     assert "after -1" not in output
-
-
-@pytest.mark.long
-def test_a_state_that_counts_in_its_own_way_gets_no_step_number_that_is_not_known(
-    jobs: MakeJob, tmp_path: Path
-) -> None:
-    job = jobs()
-    body = """
-state.updates += 1
-if state.updates == 3:
-    raise RuntimeError("once")
-state.steps += 1
-if state.steps == 5:
-    raise StopIteration
-"""
-    run(job, tmp_path, body=body)
-    assert exit_codes(job) == [0]
-    assert "a step was undone" in job.output()
-    assert "after -1" not in job.output()
-    assert "not undone" not in job.output()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from torchelastic.launch.run_options import limited
 from torchelastic.lifetime import STOPPED_EARLY
-from torchelastic.usage import UsageError
 
 SCRIPT = """
 import sys, time
@@ -46,16 +44,6 @@ def test_a_worker_saves_and_stops_before_the_limit_and_is_not_started_again(tmp_
     assert done.stderr.count("deadline: elastic instance") == 1, "one life, one stop"
 
 
-@pytest.mark.parametrize(("limit", "variables"), [("0", {}), ("nan", {}), ("5", {VARIABLE: "soon"})])
-def test_what_is_no_limit_is_refused_before_anything_is_started(
-    tmp_path: Path, limit: str, variables: dict[str, str]
-) -> None:
-    done = run(tmp_path, f"--time-limit={limit}", **variables)
-    assert done.returncode == 2
-    assert ("--time-limit is " if not variables else f"{VARIABLE} is 'soon'") in done.stderr
-    assert not (tmp_path / "saved").exists()
-
-
 @pytest.mark.parametrize(
     ("known", "limit_s", "told"),
     [
@@ -72,8 +60,3 @@ def test_of_two_ends_the_nearer_counts_and_one_in_the_past_does_not(
 ) -> None:
     environment = {} if known is None else {VARIABLE: known}
     assert limited(environment, limit_s, now_s=1000.0) == ({} if told is None else {VARIABLE: told})
-
-
-def test_an_endless_limit_is_none() -> None:
-    with pytest.raises(UsageError, match="give seconds"):
-        limited({}, math.inf, now_s=1000.0)
