@@ -10,7 +10,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
-from torchelastic.checkpoint.async_ckpt.executors import failed, settle
+from torchelastic.checkpoint.async_ckpt.executors import failed
 from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
@@ -22,19 +22,6 @@ FAILED = failed(ValueError("no"))
 
 def keep(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
-
-
-def test_the_seven_fields_are_those_of_nvrx() -> None:
-    assert AsyncRequest._fields == (
-        "async_fn",
-        "async_fn_args",
-        "finalize_fns",
-        "async_fn_kwargs",
-        "preload_fn",
-        "is_frozen",
-        "call_idx",
-    )
-    assert AsyncRequest(None, (), [])[3:] == (None, None, False, 0)
 
 
 def test_everything_is_done_in_order_without_a_queue() -> None:
@@ -64,15 +51,6 @@ def test_a_frozen_request_takes_no_more_finalize_functions() -> None:
     assert (request.is_frozen, frozen.is_frozen) == (False, True)
     with pytest.raises(RuntimeError, match="takes no more finalize functions"):
         frozen.add_finalize_fn(lambda: None)
-
-
-def test_what_is_added_to_the_original_of_a_frozen_request_is_not_lost() -> None:
-    done: list[str] = []
-    request = AsyncRequest(None, (), [])
-    frozen = request.freeze()
-    request.add_finalize_fn(lambda: done.append("late"))
-    frozen.execute_finalize_fns()
-    assert done == ["late"]
 
 
 def test_what_is_staged_takes_the_place_of_the_second_argument() -> None:
@@ -128,31 +106,6 @@ def test_tensors_that_share_storage_still_do_and_are_copied_once() -> None:
     assert parcel.memory.size_bytes < 2 * live.nbytes
     whole += 1
     assert part.sum() == 500
-
-
-def test_memory_is_used_again_only_when_it_was_given_back() -> None:
-    pool = MemoryPool(reuse=True)
-    first, second = pool.take(100), pool.take(100)
-    assert first is not second
-    pool.give_back(first)
-    assert pool.take(50) is first
-    assert pool.take(50) is not first
-    pool.give_back(first)
-    larger = pool.take(1000)
-    assert larger is not first
-    pool.give_back(larger)
-    assert pool.take(100) is larger, "the one that had become too small is still kept"
-
-
-def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> None:
-    told: Future[float] = Future()
-    settle(told, 1.0)
-    settle(told, ValueError())
-    assert told.result() == 1.0
-    given_up: Future[float] = Future()
-    given_up.cancel()
-    settle(given_up, 1.0)
-    assert given_up.cancelled()
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -52,12 +52,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {f"TORCHELASTIC_ETCD_{name}": value for name, value in variables.items()}
 
 
-def test_nothing_given_is_an_open_etcd_without_tls() -> None:
-    assert resolve(AccessParameters(), {}, read) == Credentials()
-    empty = environment(CACERT="", CERT="", KEY="", USER="", PASSWORD="", PASSWORD_FILE="")
-    assert resolve(AccessParameters(user=""), empty, read) == Credentials()
-
-
 def test_everything_may_come_from_the_url_or_from_the_environment() -> None:
     whole = Credentials("ca.pem", "me.pem", "me.key", "trainer", PASSWORD)
     in_url = AccessParameters(cacert="ca.pem", cert="me.pem", key="me.key", user="trainer", password_file="password")
@@ -73,10 +67,6 @@ def test_the_url_goes_before_the_environment() -> None:
     variables = environment(CACERT="ca.pem", CERT="no", KEY="no", USER="somebody", PASSWORD="x", PASSWORD_FILE="no")
     expected = Credentials("other-ca.pem", "me.pem", "group.key", "trainer", "p")
     assert resolve(parameters, variables, read) == expected
-
-
-def test_a_user_in_the_url_may_have_the_password_of_the_environment() -> None:
-    assert resolve(AccessParameters(user="trainer"), environment(PASSWORD="p"), read).password == "p"
 
 
 def test_http_in_the_url_leaves_out_the_environments_certificates() -> None:
@@ -132,19 +122,6 @@ def test_who_we_are_is_the_user_or_else_the_certificate() -> None:
     assert Credentials("ca", "me.pem", "key", "u", PASSWORD).who == "user 'u'"
     assert "me.pem" in Credentials("ca", "me.pem", "key").who
     assert Credentials().who == "a client without a user"
-
-
-@pytest.mark.parametrize(
-    ("half", "names"),
-    [
-        ({"user": "agent"}, "password"),
-        ({"ca_cert": "ca.pem", "cert_cert": "cert.pem"}, "cert_key"),
-        ({"cert_cert": "cert.pem", "cert_key": "key.pem"}, "ca_cert"),
-    ],
-)
-def test_half_of_a_pair_of_credentials_is_refused(half: dict[str, str], names: str) -> None:
-    with pytest.raises(CredentialsError, match=names):
-        Credentials(**half)
 
 
 def test_what_goes_through_the_pipe_comes_out_the_same_and_garbage_is_not_repeated() -> None:

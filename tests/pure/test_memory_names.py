@@ -29,8 +29,6 @@ from torchelastic.checkpoint.memory.commit import (
     meta_of,
 )
 from torchelastic.checkpoint.memory.ids import (
-    is_part,
-    meta_of_shard,
     newest_of_step,
     object_of,
     parse_object,
@@ -38,7 +36,6 @@ from torchelastic.checkpoint.memory.ids import (
     shard_of,
 )
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.reading import require_shard
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 BASE = CheckpointContainerId("/dev/shm/jobs/145")
@@ -76,13 +73,6 @@ def test_only_a_container_has_children() -> None:
         CheckpointObjectId.from_container(BASE, " / ")
     with pytest.raises(ValueError, match="levels_up is 0"):
         BASE.get_parent(0)
-
-
-@pytest.mark.parametrize(
-    "name", ["step-20_ckpt_old", "xstep-20_ckpt", "step-020_ckpt", "step--1_ckpt", "step-20_ckpt\n"]
-)
-def test_only_the_exact_name_of_a_step_has_a_step(name: str) -> None:
-    assert CheckpointContainerId.parse_version_container_step(name) is None
 
 
 @pytest.mark.parametrize("step", [0, 1, 20, 10**12])
@@ -124,11 +114,6 @@ def test_only_shards_have_names_between_hosts(text: str) -> None:
         parse_object(text)
 
 
-def test_the_name_of_an_object_is_read_back() -> None:
-    for shard in (COMMIT, shard_of(SAVE, 3, 8)):
-        assert parse_object(object_of("job-7", shard)) == ("job-7", shard)
-
-
 def test_the_newest_save_of_a_step_is_that_with_the_greatest_name_of_those_with_a_commit() -> None:
     again, begun = SaveId(2, 0, 4, 20, "00000001"), SaveId(2, 0, 5, 20, "00000002")
     of_each = [shard_of(save, rank, 2) for save in (SAVE, again) for rank in (2, 0, 1)] + [shard_of(begun, 0, 2)]
@@ -136,11 +121,6 @@ def test_the_newest_save_of_a_step_is_that_with_the_greatest_name_of_those_with_
     objects = [*(object_of("145", shard) for shard in [*of_each, later]), object_of("146", later), "145/step-20_ckpt/x"]
     assert newest_of_step(objects, "145", 20) == [object_of("145", shard_of(again, rank, 2)) for rank in range(3)]
     assert newest_of_step(objects, "145", 21) == newest_of_step(objects, "146", 20) == []
-
-
-@pytest.mark.parametrize("text", ["", ".hidden", "a/b", "a b", "a.", "x" * 129, "ä"])
-def test_what_may_not_be_part_of_a_name(text: str) -> None:
-    assert not is_part(text)
 
 
 def tensor_metadata(dtype: torch.dtype = torch.float32) -> TensorStorageMetadata:
@@ -255,15 +235,6 @@ def test_a_commit_of_a_newer_release_is_named_as_such() -> None:
     with pytest.raises(CheckpointError, match="version 2; this release reads version 1") as error:
         commit_from({**meta_of(commit()), "version": 2}, content_of(commit()))
     assert not isinstance(error.value, CorruptCheckpointError)
-
-
-def test_a_shard_of_another_name_is_refused() -> None:
-    shard = shard_of(SAVE, 1, 4)
-    require_shard(shard, {**meta_of_shard(shard), "more": 1}, "a file")
-    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of step-000000020"):
-        require_shard(shard, {**meta_of_shard(shard), "rank": 2}, "a file")
-    with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
-        require_shard(shard, meta_of_shard(shard_of(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")
 
 
 def test_a_checkpoint_is_its_job_s_container_and_a_step() -> None:
