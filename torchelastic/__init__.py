@@ -12,63 +12,42 @@ from torchelastic.lazy_names import lazily
 from torchelastic.version import __version__
 
 if TYPE_CHECKING:
-    from torchelastic.coordinator import Coordinator
-    from torchelastic.data.batch_sampler import ElasticBatchSampler
-    from torchelastic.data.loader import ElasticLoader
-    from torchelastic.data.stream import ElasticStream
-    from torchelastic.errors import NonRetryableException, RetryableException, StopException
-    from torchelastic.model.world_change import WorldChange, keep_global_batch, scale_learning_rate
-    from torchelastic.model_state import ModelState
-    from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
-    from torchelastic.sharded.state import ShardedState
-    from torchelastic.state import State
-    from torchelastic.step import Step
-    from torchelastic.train_loop import steps, train
-    from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
+    from torchelastic.coordinator import Coordinator as Coordinator
+    from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
+    from torchelastic.data.loader import ElasticLoader as ElasticLoader
+    from torchelastic.data.stream import ElasticStream as ElasticStream
+    from torchelastic.errors import NonRetryableException as NonRetryableException
+    from torchelastic.errors import RetryableException as RetryableException
+    from torchelastic.errors import StopException as StopException
+    from torchelastic.model.world_change import WorldChange as WorldChange
+    from torchelastic.model.world_change import keep_global_batch as keep_global_batch
+    from torchelastic.model.world_change import scale_learning_rate as scale_learning_rate
+    from torchelastic.model_state import ModelState as ModelState
+    from torchelastic.p2p.coordinator_p2p import CoordinatorP2P as CoordinatorP2P
+    from torchelastic.sharded.state import ShardedState as ShardedState
+    from torchelastic.state import State as State
+    from torchelastic.step import Step as Step
+    from torchelastic.train_loop import steps as steps
+    from torchelastic.train_loop import train as train
+    from torchelastic.worker_stats import SimpleWorkerStats as SimpleWorkerStats
+    from torchelastic.worker_stats import WorkerStats as WorkerStats
 
-_WHERE = {
-    "Coordinator": "coordinator",
-    "CoordinatorP2P": "p2p.coordinator_p2p",
-    "ElasticBatchSampler": "data.batch_sampler",
-    "ElasticLoader": "data.loader",
-    "ElasticStream": "data.stream",
-    "ModelState": "model_state",
-    "NonRetryableException": "errors",
-    "RetryableException": "errors",
-    "ShardedState": "sharded.state",
-    "SimpleWorkerStats": "worker_stats",
-    "State": "state",
-    "Step": "step",
-    "StopException": "errors",
-    "WorldChange": "model.world_change",
-    "keep_global_batch": "model.world_change",
-    "scale_learning_rate": "model.world_change",
-    "WorkerStats": "worker_stats",
-    "steps": "train_loop",
-    "train": "train_loop",
-}
-
-__all__ = [
-    "Coordinator",
-    "CoordinatorP2P",
-    "ElasticBatchSampler",
-    "ElasticLoader",
-    "ElasticStream",
-    "ModelState",
-    "NonRetryableException",
-    "RetryableException",
-    "ShardedState",
-    "SimpleWorkerStats",
-    "State",
-    "Step",
-    "StopException",
-    "WorkerStats",
-    "WorldChange",
-    "__version__",
-    "keep_global_batch",
-    "scale_learning_rate",
-    "steps",
-    "train",
-]
-
-__getattr__, __dir__ = lazily(__name__, _WHERE)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "coordinator": "Coordinator",
+        "data.batch_sampler": "ElasticBatchSampler",
+        "data.loader": "ElasticLoader",
+        "data.stream": "ElasticStream",
+        "errors": "NonRetryableException RetryableException StopException",
+        "model.world_change": "WorldChange keep_global_batch scale_learning_rate",
+        "model_state": "ModelState",
+        "p2p.coordinator_p2p": "CoordinatorP2P",
+        "sharded.state": "ShardedState",
+        "state": "State",
+        "step": "Step",
+        "train_loop": "steps train",
+        "worker_stats": "SimpleWorkerStats WorkerStats",
+    },
+)
+__all__ += ["__version__"]

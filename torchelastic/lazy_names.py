@@ -6,14 +6,20 @@ import importlib
 from collections.abc import Callable, Mapping
 
 
-def lazily(package: str, module_of_name: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """What a package assigns to `__getattr__` and `__dir__`.
+def lazily(
+    package: str, names_of_module: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """What a package assigns to `__getattr__`, `__dir__` and `__all__`.
+
+    Type checkers need the same names once more: import each `as` itself under `TYPE_CHECKING`.
 
     Args:
         package: its `__name__`.
-        module_of_name: where each of its names is defined: a module of the package, or one with its whole name.
+        names_of_module: which of its names a module defines, with blanks between; the module is one of the package, or
+            one with its whole name.
     """
     root = package.partition(".")[0]
+    module_of_name = {name: module for module, names in names_of_module.items() for name in names.split()}
 
     def get(name: str) -> object:
         if name not in module_of_name:
@@ -26,4 +32,4 @@ def lazily(package: str, module_of_name: Mapping[str, str]) -> tuple[Callable[[s
     def names() -> list[str]:
         return sorted({*vars(importlib.import_module(package)), *module_of_name})
 
-    return get, names
+    return get, names, sorted(module_of_name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -13,15 +14,13 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
-from torchelastic.model.extras import Extras, Snapshot, copied, synchronize_auxiliary
-from torchelastic.model.module_state import InCheckpoints
-from torchelastic.model.one_or_many import OneOrMany, check_stateful
+from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
+from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
-from torchelastic.model.step_gradients import StepGradients
-from torchelastic.model.step_salvage import Salvaged
-from torchelastic.model.transfer import Packed, message_device, pack, synchronize, unpack
-from torchelastic.model.world_change import WorldChange, WorldWatch
+from torchelastic.model.step_gradients import Salvaged, StepGradients
+from torchelastic.model.transfer import Packed, all_gathered, message_device, pack, synchronize, unpack
+from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
 from torchelastic.state import State
@@ -32,7 +31,7 @@ SNAPSHOT_MODES = ("commit", "full")
 OUT_OF_SYNC_MODES = ("log", "raise")
 
 
-class ModelState(InCheckpoints, State):
+class ModelState(WithCompanions, State):
     """Model, optimizer, scheduler, sampler, random numbers and counters, kept in sync and whole.
 
     In a train step use `state.model` (wrapped for the present group), `state.optimizer` and so on. Gradients are
@@ -95,21 +94,17 @@ class ModelState(InCheckpoints, State):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         check_unsharded(model)
-        check_stateful("sampler", sampler)
+        self._own = Companions(sampler, extra)
         self.module = model
         self.optimizer: Any = optimizer
         self.scheduler = scheduler
-        self.sampler = sampler
         self.replica_comparison: digest.ReplicaComparison | None = None
-        self._extras = Extras({} if extra is None else extra)
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
-        copies = self._extras.keep_large if snapshot == "commit" else None
+        copies = self._own.extras.keep_large if snapshot == "commit" else None
         self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
-        self.step = 0
-        self._epoch = 0
         self._mode = snapshot
         self._status = StateStatus.INITIAL
         self._buffers: list[torch.Tensor] = list(model.buffers())
@@ -122,15 +117,6 @@ class ModelState(InCheckpoints, State):
     def model(self) -> torch.nn.Module:
         """The module to call in a train step; another object after each change of the group."""
         return self._gradients.model
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Your own values."""
-        return self._extras.values
-
-    @extra.setter
-    def extra(self, values: dict[str, Any]) -> None:
-        self._extras.values = values
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Around all backward passes of a step but the last: gradients add up here and are not exchanged yet."""
@@ -162,29 +148,6 @@ class ModelState(InCheckpoints, State):
         """The last step of which a part of the gradients was kept, and how much of it; None: there was none."""
         return self._gradients.salvaged
 
-    def on_world_change(self, callback: Callable[[WorldChange], Any]) -> Callable[[WorldChange], Any]:
-        """Have it called at the end of `sync` on every rank whose group has another size than its last one had.
-
-        A process's first group counts too. What the callback raises, `sync` raises. Returns the callback.
-        """
-        self._world.add(callback)
-        return callback
-
-    @property
-    def epoch(self) -> int:
-        """The sampler's epoch where it has one, else what was set."""
-        return int(getattr(self.sampler, "epoch", self._epoch))
-
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._epoch = value
-
-    @property
-    def end_step(self) -> int | None:
-        """`step` at the end of the run, as far as the sampler knows; None: it does not. Any time."""
-        left = getattr(self.sampler, "batches_left", None)
-        return None if left is None else self.step + int(left)
-
     @property
     def status(self) -> StateStatus:
         """How complete this state is, as a source for others."""
@@ -196,7 +159,7 @@ class ModelState(InCheckpoints, State):
         """What `apply` needs; in the "commit" mode its cost does not depend on the size of the weights."""
         self._optimizers.begin()
         self._gradients.begin_step()
-        return self._capture(self._copy_weights() if self._mode == "full" else None)
+        return self._capture(pack(self._weights()).cloned() if self._mode == "full" else None)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
@@ -210,13 +173,11 @@ class ModelState(InCheckpoints, State):
                 self._gradients.keep(snapshot.step, self._buffers)
             self._judge_weights(snapshot)
             self._optimizers.zero_grad()
-        self._restore(snapshot)
+        self._own.restore(snapshot, self._trained)
 
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
-        self.step += 1
-        if hasattr(self.sampler, "commit"):
-            self.sampler.commit()
+        self._own.count_step()
         self._gradients.commit(self._buffers)
         self._optimizers.commit()
 
@@ -228,7 +189,7 @@ class ModelState(InCheckpoints, State):
             return
         if progress is OptimizerProgress.UNDOABLE:
             self._optimizers.undo()
-            self._extras.restore_large()
+            self._own.extras.restore_large()
         elif progress is OptimizerProgress.COMPLETE and was_complete:
             self.commit()
             self._ahead = self._capture(None)
@@ -236,37 +197,14 @@ class ModelState(InCheckpoints, State):
         else:
             self._status = StateStatus.PARTIAL
 
+    @property
+    def _trained(self) -> Trained:
+        return Trained(self._buffers, self._optimizers, self._schedulers)
+
     def _capture(self, full: Packed | None) -> Snapshot:
-        return Snapshot(
-            step=self.step,
-            epoch=self._epoch,
-            buffers=tuple(buffer.clone() for buffer in self._buffers),
-            random=random_state.capture(),
-            groups=self._optimizers.hyperparameters(),
-            scheduler=copied(self._schedulers.state_dict()),
-            sampler=None if self.sampler is None else copied(self.sampler.state_dict()),
-            extra=self._extras.capture(everything=full is not None),
-            full=full,
-            replaced=self._replaced,
-        )
+        return self._own.snapshot(self._trained, full=full, replaced=self._replaced)
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        self.step, self._epoch = snapshot.step, snapshot.epoch
-        with torch.no_grad():
-            for buffer, value in zip(self._buffers, snapshot.buffers, strict=True):
-                buffer.copy_(value)
-        random_state.restore(snapshot.random)
-        self._optimizers.restore_hyperparameters(snapshot.groups)
-        self._schedulers.load_state_dict(copied(snapshot.scheduler))
-        if self.sampler is not None:
-            self.sampler.load_state_dict(copied(snapshot.sampler))
-        self._extras.restore(snapshot.extra)
-
-    def _copy_weights(self) -> Packed:
-        packed = pack(self._weights())
-        return Packed(packed.skeleton, tuple(tensor.clone() for tensor in packed.tensors))
-
-    # --- bringing members level -------------------------------------------------------------------
+    # --- synchronizing members --------------------------------------------------------------------
 
     def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
         """Synchronize all members with the best state there is, and wrap the module for the new group.
@@ -293,7 +231,7 @@ class ModelState(InCheckpoints, State):
         self._status = StateStatus.COMPLETE
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved)
-        self._extras.measure()
+        self._own.extras.measure()
         self._buffers = list(self.module.buffers())
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
@@ -308,40 +246,32 @@ class ModelState(InCheckpoints, State):
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
         fresh = best.state_status is StateStatus.INITIAL
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
+        move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
         if stale:
             tree = self.state_dict() if rank == source else None
-            received = synchronize(tree, source=source, stale=stale, rank=rank, world_size=world_size, device=device)
+            received = move(tree, stale=stale)
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
-                self._catch_up_random()
+                if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
+                    random_state.restore(self._random_when_failed[1])  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
-            parts = (self._optimizers, self._schedulers, self._extras)
-            synchronize_auxiliary(*parts, source=source, equals=equals, rank=rank, world_size=world_size, device=device)
+            self._own.synchronize(self._trained, equals, move)
         return bool(stale)
 
     def _gather_progress(self, world_size: int, device: torch.device) -> tuple[list[StateProgress], list[int]]:
         """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
         mine = torch.tensor([int(self._status), self.step, self._gradients.offer(self.step)], device=device)
-        gathered = [mine]
-        if world_size > 1:
-            gathered = [torch.empty_like(mine) for _ in range(world_size)]
-            dist.all_gather(gathered, mine)
-        rows = [row.tolist() for row in gathered]
-        offers = [offer for _, _, offer in rows]
-        return [StateProgress.of(StateStatus(status), step) for status, step, _ in rows], offers
-
-    def _catch_up_random(self) -> None:
-        """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""
-        if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
-            random_state.restore(self._random_when_failed[1])
+        rows = [row.tolist() for row in all_gathered(mine, world_size)]
+        progress = [StateProgress.of(StateStatus(status), step) for status, step, _ in rows]
+        return progress, [offer for _, _, offer in rows]
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""
         assert self._ahead is not None
         log.warning("every survivor had completed the optimizer step %d when it failed: it stands", self._ahead.step)
-        self._restore(self._ahead)
+        self._own.restore(self._ahead, self._trained)
         self._status = StateStatus.COMPLETE
         self._replaced += 1
 
@@ -361,38 +291,35 @@ class ModelState(InCheckpoints, State):
             "buffers": dict(self.module.named_buffers()),
             "optimizer": self._optimizers.state_dict(),
             "scheduler": self._schedulers.state_dict(),
-            "sampler": None if self.sampler is None else self.sampler.state_dict(),
-            "extra": self._extras.states(),
+            "sampler": self._own.sampler_state(),
+            "extra": self._own.extras.states(),
         }
 
     # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as a tree of plain values and tensors; the tensors are not copied."""
-        return {
-            **self._weights(),
-            "optimizer_steps": self._optimizers.usual,
-            "scheduler": self._schedulers.state_dict(),
-            "sampler": None if self.sampler is None else self.sampler.state_dict(),
-            "extra": self._extras.state_dict(),
-            "step": self.step,
-            "epoch": self._epoch,
-            "random": torch.get_rng_state(),
-        }
+        return {**self._weights(), **self._own.state_dict(self._trained)}
 
     def load_state_dict(self, tree: dict[str, Any], *, with_random: bool = True) -> None:
         """The inverse of `state_dict`; raises what the parts raise if it does not fit them."""
         self._load_weights(tree)
-        self._optimizers.usual = tree.get("optimizer_steps", ())
-        self._schedulers.load_state_dict(tree["scheduler"])
-        if self.sampler is not None:
-            self.sampler.load_state_dict(tree["sampler"])
-        self._extras.load_state_dict(tree["extra"])
-        self.step, self._epoch = int(tree["step"]), int(tree["epoch"])
-        if with_random:
-            torch.set_rng_state(tree["random"].cpu())
+        self._own.load_state_dict(tree, self._trained, with_random=with_random)
         self._status = StateStatus.COMPLETE
         self._replaced += 1
+
+    def checkpoint_tree(self) -> dict[str, Any]:
+        """What is saved: the state_dict; no weight is copied."""
+        return self.state_dict()
+
+    def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
+        """Set the whole state from what was saved."""
+        self.load_state_dict(tree)
+
+    def replicated(self, names: Sequence[str]) -> Collection[str]:
+        """Weights and the optimizer's tensors are equal on all ranks; buffers and `extra` may be each rank's own."""
+        weights = {f"module/{module_state.plain_name(name)}" for name, _ in self.module.named_parameters()}
+        return {name for name in names if name.startswith("optimizer/") or name in weights}
 
     def save(self, stream: BinaryIO) -> None:
         """Write everything to a file-like object."""

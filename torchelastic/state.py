@@ -29,7 +29,7 @@ class State(ABC):
 
     @abstractmethod
     def sync(self, *args: Any) -> Any:
-        """Bring all members of the new group level; called on every rank of every new group, inside the group.
+        """Synchronize all members of the new group; called on every rank of every new group, inside the group.
 
         Write it as `sync(self)` or as `sync(self, world_size, rank)`. Rank 0 always has the best state that there is,
         so broadcasting from rank 0 is right. Steps are not synchronised here: gradients are the step's business. A

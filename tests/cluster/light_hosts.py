@@ -15,7 +15,7 @@ from typing import Any
 from tests.waiting import until
 from torchelastic.agent.membership import Membership
 from torchelastic.rendezvous.etcd import EtcdStore
-from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import JoinRequest, Keys, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import asks, asks_again
@@ -87,12 +87,8 @@ class LightHost:
         """A worker, new or not, asks for the next group."""
         member = self.workers.get(worker, Member(worker, self.name))
         known = self.round if self.rounds else None
-        self._declare(
-            asks(
-                member, known, store_address="127.0.0.1:1", step=step,
-                state_status=StateStatus.COMPLETE if step else StateStatus.INITIAL, failed=failed, patience_s=10.0,
-            )
-        )  # fmt: skip
+        status = StateStatus.COMPLETE if step else StateStatus.INITIAL
+        self._declare(asks(member, known, JoinRequest("127.0.0.1:1", step, status, failed, 10.0)))
         self._waiting.add(worker)
 
     def lose(self, worker: str) -> None:

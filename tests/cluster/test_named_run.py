@@ -28,7 +28,7 @@ def test_workers_of_a_script_that_names_the_launchers_run_are_started_again_like
     assert [event["restart"] for event in job.of("started", worker=1)] == [0, 1]
     job.check_identity(finishers=2)
     assert HINT not in job.output()
-    assert "but `torchelastic run`, whose run it names, has 1 and 2, which count" in job.output()
+    assert "but `torchelastic run`, whose run it names, has max_workers=2, which counts" in job.output()
 
 
 @pytest.mark.long

@@ -15,10 +15,10 @@ from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.shards import ShardOf, save_tree
-from torchelastic.checkpoint.store import Manifest, SaveId
+from torchelastic.checkpoint.store import DiskTier, Manifest, SaveId, SealedShard
 from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
-from torchelastic.checkpoint.store.writing import begin, commit, write_manifest, write_shard
+from torchelastic.checkpoint.store.writing import write_manifest
 
 Capture = pytest.CaptureFixture[str]
 
@@ -26,16 +26,18 @@ Capture = pytest.CaptureFixture[str]
 def add_checkpoint(root: Path, step: int, metrics: Mapping[str, float] | None = None) -> Path:
     """A checkpoint of two ranks: each holds one half of `w`, rank 0 the plain values too."""
     name = SaveId(epoch=1, round=2, generation=step, step=step)
-    staging = begin(root, name)
+    tier = DiskTier(root)
+    root.mkdir(parents=True, exist_ok=True)
     records = []
     for rank in range(2):
         part = ShardOf(torch.full((2, 3), float(step + rank)), (4, 3), (2 * rank, 0))
         state = {"w": part, "lr": 0.1, "rng": list(range(100))}
         save_tree(root / "part", state, meta={"rank": rank})
-        records.append(write_shard(staging, rank, 2, memoryview((root / "part").read_bytes())))
+        records.append(tier.put(SealedShard(name, rank, 2, memoryview((root / "part").read_bytes()))))
         (root / "part").unlink()
     manifest = Manifest(name, "job7", 2, tuple(records), metrics=dict(metrics or {}), saved_s=1000.0 + step)
-    return commit(root, manifest)
+    tier.commit(manifest)
+    return root / name.folder_name
 
 
 def add_streams(root: Path, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torchelastic.agent.events import (
     RoundChanged,
     WorkerLeaves,
 )
+from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.records import Member, Round, RoundState
 
 Scenario = Callable[["Host"], Awaitable[None]]
@@ -334,3 +336,19 @@ def test_a_second_hello_ends_the_connection_and_leaves_no_ghost(
 
     with_host(tmp_path, scenario)
     assert "a second 'hello'" in caplog.text
+
+
+# --- the worker's end ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_gives_up_waiting_for_its_agents_answer_hangs_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen()
+        with pytest.raises(AgentError, match="did not answer"):
+            AgentClient(str(tmp_path / "agent"), connect_timeout_s=0.2, on_round=lambda _: None)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(5.0)
+            assert json.loads(connection.makefile("rb").readline())["op"] == "hello"
+            assert connection.recv(1) == b"", "it has hung up, so that no member comes of it"

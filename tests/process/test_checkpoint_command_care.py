@@ -21,10 +21,10 @@ from tests.process.command_checkpoints import (
     names,
     run,
 )
+from tests.process.tier_saves import staging_folder
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.store import SaveId
-from torchelastic.checkpoint.store.writing import begin
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def test_prune_leaves_the_newest_complete_damaged_ones_and_writers_alone(tmp_pat
     for step in (1, 2, 3):
         folder = add_checkpoint(tmp_path, step)
     (folder / "manifest.json").unlink()
-    staging = begin(tmp_path, SaveId(1, 2, 9, 9))
+    staging = staging_folder(tmp_path, SaveId(1, 2, 9, 9))
     code, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 1)
     assert code == 0
     assert names(tmp_path) == ["step-000000002.e1.r2.g2", "step-000000003.e1.r2.g3"]

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, sealed
+from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, sealed, staging_folder
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, Manifest
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence, OwnedError
 from torchelastic.checkpoint.store.owner import FENCE_NAME
-from torchelastic.checkpoint.store.writing import begin
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,12 +64,12 @@ def test_a_job_of_the_same_run_replaces_one_that_is_alive(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_its_fence_goes_on_above_the_epochs_of_its_checkpoints(tmp_path: Path) -> None:
-    begin(tmp_path, name_at(1, epoch=8)).rename(tmp_path / name_at(1, epoch=8).folder_name)
+    staging_folder(tmp_path, name_at(1, epoch=8)).rename(tmp_path / name_at(1, epoch=8).folder_name)
     assert Fence(tmp_path).claim(RUN, "job") == 9
     (tmp_path / FENCE_NAME).write_bytes(b"{")
     with pytest.raises(CorruptCheckpointError, match="start the run anew"):
         Fence(tmp_path).check(9, 0)
-    begin(tmp_path, name_at(1, epoch=20))
+    staging_folder(tmp_path, name_at(1, epoch=20))
     assert Fence(tmp_path).claim(RUN, "job") == 21
 
 
@@ -95,8 +94,8 @@ def test_a_lock_that_is_never_free_is_an_error_that_names_the_holder(tmp_path: P
 def test_hidden_folders_of_older_groups_go_and_those_of_this_one_stay(tmp_path: Path) -> None:
     fence = Fence(tmp_path)
     epoch = fence.claim(RUN, "job")
-    begin(tmp_path, name_at(1, epoch=epoch, round_number=1))
-    mine = begin(tmp_path, name_at(2, epoch=epoch, round_number=2))
+    staging_folder(tmp_path, name_at(1, epoch=epoch, round_number=1))
+    mine = staging_folder(tmp_path, name_at(2, epoch=epoch, round_number=2))
     fence.advance(epoch, 2)
     assert hidden_in(tmp_path) == [mine.name]
 

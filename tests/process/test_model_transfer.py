@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.model import transfer
-from torchelastic.model.extras import copied
+from torchelastic.model.companions import copied
 
 SOURCE, WORLD_SIZE = 1, 3
 
@@ -25,7 +27,8 @@ def tree(seed: int) -> dict[str, Any]:
         "turned": torch.randn(700, 600, generator=generator).t(),
         "pixels": torch.randn(8, 8, 64, 64, generator=generator).to(memory_format=torch.channels_last),
         "small again": torch.randn(5, generator=generator),
-        "plain": (seed, "words", None, 2.5),
+        "plain": (seed, "words", None, 2.5, np.float64(seed), Path("a")),
+        "array": np.arange(seed, dtype=np.int32),
     }
 
 

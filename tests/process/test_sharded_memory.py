@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, cast
 from unittest import mock
 
 import psutil
@@ -14,7 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.process.local_ranks import Crew, succeeded
+from torchelastic.checkpoint.shards.cuda import Pending
+from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.sharded import ShardedState, handover
+from torchelastic.sharded.copies import Copies, Partners
+from torchelastic.sharded.offers import Version
 from torchelastic.sharded.transfers import move
 
 CREW_SIZE = 2
@@ -120,3 +126,27 @@ def grown_bytes(changes: int) -> tuple[int, int]:
 def test_a_process_does_not_grow_with_the_changes_of_its_group(crew: Crew) -> None:
     for grown, parts in succeeded(crew.run(grown_bytes, 10, ranks=2)):
         assert grown < 0.7 * parts, f"{grown / parts:.1f} times its parts in 8 changes"
+
+
+def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy from a GPU may still be running then: another rank would be given what is not there yet."""
+    waited: list[threading.Thread] = []
+
+    class Running(Pending):
+        def wait(self) -> None:
+            waited.append(threading.current_thread())
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("the peers are lost")
+
+    monkeypatch.setattr("torchelastic.sharded.copies.copy_beside", lambda _stage, _tensors: Running())
+    copies = Copies()
+    copies.enter_group(Partners(cast(Any, None), (), ()), None)
+    layout = {"w": Entry.of("w", "float32", (4,), Region.whole((4,)), is_shard=False)}
+    copies.begin(Version(1, 3, 7), layout, {"w": torch.ones(4)}, b"")
+    with pytest.raises(RuntimeError, match="lost"):
+        copies.wait_until_received()
+    copies.leave_group()
+    assert threading.main_thread() in waited
+    assert [held.version for held in copies.held] == [Version(1, 3, 7)]

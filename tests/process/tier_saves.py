@@ -86,6 +86,13 @@ def save(tiers: list[Tier], name: SaveId, *, metrics: dict[str, float] | None = 
         tier.prune()
 
 
+def staging_folder(root: Path, name: SaveId) -> Path:
+    """What a writer that was killed has begun."""
+    folder = root / name.staging_name
+    folder.mkdir(parents=True)
+    return folder
+
+
 def restore(tier: Tier) -> int | None:
     """The step of the newest checkpoint of which this tier has all; None if there is none."""
     for entry in tier.inventory():

@@ -80,11 +80,18 @@ def tree_of(module: str) -> ast.Module:
 
 
 def exported(module: str) -> tuple[str, ...]:
-    """The public names of a module: its `__all__`."""
+    """The public names of a module: its `__all__`, or what it loads `lazily`."""
+    names: list[str] = []
     for node in tree_of(module).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            return tuple(ast.literal_eval(node.value))
-    raise LookupError(f"{module} has no __all__")
+        if isinstance(node, ast.AugAssign) or (
+            isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets)
+        ):
+            names += ast.literal_eval(node.value)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and not names:
+            names += " ".join(ast.literal_eval(node.value.args[1]).values()).split()
+    if not names:
+        raise LookupError(f"{module} has no __all__")
+    return tuple(names)
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

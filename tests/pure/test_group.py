@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchelastic.group.naming import describe_calls, listed
 from torchelastic.group.peers import Alone
+from torchelastic.text import describe_calls, listed
 
 
 def test_who_calls_what_is_said_briefly() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.model.salvage import second_deals
-from torchelastic.model.step_salvage import check_mode
+from torchelastic.model.step_gradients import check_mode
 
 UNITS = 12
 

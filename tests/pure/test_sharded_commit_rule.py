@@ -24,7 +24,6 @@ from torchelastic.sharded.offers import (
     Version,
     describe_missing,
     layout_at,
-    layout_of,
     missing_parts,
     pieces_for,
 )
@@ -234,8 +233,3 @@ def test_memory_for_copies_is_counted_for_all_workers_of_a_host() -> None:
 
 def test_a_missing_scalar_is_named_without_rows() -> None:
     assert describe_missing({"step": (Region((), ()),), "w": ()}) == "step, w"
-
-
-def test_a_layout_is_found_by_the_names_of_its_tensors() -> None:
-    entries = [Entry.of_bytes(name, 4) for name in ("a", "b")]
-    assert layout_of(entries) == {"a": entries[0], "b": entries[1]}

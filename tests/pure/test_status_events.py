@@ -49,6 +49,7 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
             "the step after 7 failed and was not undone, as the state has no snapshot, 250 ms of work",
         ),
         (Restore(at_ns=0, step=7, source="peer", took_ns=1500 * MS), "in sync at step 7 from a peer, 1.50 s"),
+        (Restore(at_ns=0, step=7, source="peer", from_step=7, took_ns=1500 * MS), "in sync at step 7, 1.50 s"),
         (ReForm(at_ns=0, phases_ns={"a": 3 * MS, "b": 5 * MS}), "trains again after 8 ms (a 3 ms, b 5 ms)"),
         (Save(at_ns=0, step=7, tier="disk", stall_ns=12 * MS), "saved step 7 to disk, training stopped for 12 ms"),
         (Drain(at_ns=0, step=9), "left the run in order after step 9"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.worker_rules import (
     AfterLoss,
     Contact,
@@ -21,23 +21,19 @@ from torchelastic.rendezvous.worker_rules import (
     is_replaced,
     late_start_s,
     may_go,
-    may_restart,
     wait_left_s,
 )
+
+
+def may_restart(exit_code: int, **known: Any) -> bool:
+    return after_loss(exit_code, is_plain_group=False, restarts_left=1, **known) is AfterLoss.ONE_AGAIN
+
 
 FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
 
 
 def asking(known: Round | None) -> Member:
-    return asks(
-        Member("a", "h"),
-        known,
-        store_address="h:2",
-        step=7,
-        state_status=StateStatus.COMPLETE,
-        failed=True,
-        patience_s=9.0,
-    )
+    return asks(Member("a", "h"), known, JoinRequest("h:2", 7, StateStatus.COMPLETE, True, 9.0))
 
 
 def test_a_worker_asks_for_the_round_after_the_newest_that_its_agent_knows() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tests.simulation.engine import Engine
-from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import (
     Contact,
@@ -113,15 +113,9 @@ class Worker:
             self.finish()
             return
         self.is_asking = True
-        self.member = asks(
-            self.member,
-            self.known,
-            store_address=f"{self.member.host}:1",
-            step=self.step,
-            state_status=self.state_status,
-            failed=failed,
-            patience_s=self._pace.collective_timeout_s + 5.0,
-        )
+        patience_s = self._pace.collective_timeout_s + 5.0
+        request = JoinRequest(f"{self.member.host}:1", self.step, self.state_status, failed, patience_s)
+        self.member = asks(self.member, self.known, request)
         self._engine.note(self.name, "asks for round", self.member.ready_for, "at step", self.step)
         if not self._goes():
             self._declare(self.member)

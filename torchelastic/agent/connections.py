@@ -24,7 +24,7 @@ from torchelastic.processes.death_notice import notice_path, take_notice, wait_f
 from torchelastic.processes.identity import Process
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.records import MAX_SECONDS, Member, Round, RoundState, round_to_dict
+from torchelastic.rendezvous.records import JoinRequest, Member, Round, RoundState, round_to_dict
 from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes, may_go
 
@@ -188,7 +188,6 @@ class Connections:
         if not connection.member.leaving:
             log.warning("%s leaves the run, at the end of a step", member_id)
             connection.member = replace(connection.member, leaving=True)
-            connection.tell({"op": "leave"})
             self._publish(events.WorkerLeaves(connection.pid))
             if connection.waiting_since_s is not None or self._is_in_a_group(connection):  # else when it asks
                 self._publish(events.MemberDeclared(connection.member))
@@ -337,16 +336,7 @@ class Connections:
             raise wire.WireError(f"unknown op {op!r}")
 
     def _join(self, connection: WorkerConnection, message: wire.Message) -> None:
-        told = checked("join", message, wire.JoinRequest)
-        member = asks(
-            connection.member,
-            self.round,
-            store_address=told.store_address,
-            step=told.step,
-            state_status=told.state_status,
-            failed=told.failed,
-            patience_s=min(told.patience_s, MAX_SECONDS),
-        )
+        member = asks(connection.member, self.round, checked("join", message, JoinRequest))
         connection.waiting_since_s = self._clock()
         self._publish(events.WorkerSaid(events.Statement.ASKS, connection.pid, connection.local_rank))
         connection.member = member

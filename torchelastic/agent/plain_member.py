@@ -27,7 +27,7 @@ from torchelastic.processes import boot_time_s, dies_with_parent
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.records import Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import JoinRequest, Round, RoundState, StateStatus
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.rendezvous.worker_rules import is_replaced
 from torchelastic.text import host_port
@@ -107,13 +107,8 @@ class PlainMember:
             address = self._client.address
             (port,) = unused_ports(address)
             try:
-                round_ = self._client.join(
-                    store_address=host_port(address, port),
-                    step=0,
-                    state_status=StateStatus.INITIAL,
-                    failed=failed,
-                    patience_s=PATIENCE_S,
-                )
+                store_address = host_port(address, port)
+                round_ = self._client.join(JoinRequest(store_address, 0, StateStatus.INITIAL, failed, PATIENCE_S))
             except AgentError as error:
                 if error.kind in ("closed", "drained"):
                     return 0

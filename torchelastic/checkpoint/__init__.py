@@ -24,91 +24,49 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.api import (
-        Checkpoint,
-        CheckpointManager,
-        get_checkpoint_manager,
-        set_checkpoint_manager,
-    )
-    from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
-    from torchelastic.checkpoint.policy.keeping import (
-        KeepAll,
-        KeepBest,
-        KeepEvery,
-        KeepEverySeconds,
-        KeepLast,
-        KeepPolicy,
-    )
-    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
-    from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
-    from torchelastic.checkpoint.policy.young_daly import YoungDaly
-    from torchelastic.checkpoint.store.disk import DiskTier
-    from torchelastic.checkpoint.store.durable import DurableTier
-    from torchelastic.checkpoint.store.memory import MemoryTier
-    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
-    from torchelastic.checkpoint.training_state.state import BCPState, DCPState
+    from torchelastic.checkpoint.api import Checkpoint as Checkpoint
+    from torchelastic.checkpoint.api import CheckpointManager as CheckpointManager
+    from torchelastic.checkpoint.api import get_checkpoint_manager as get_checkpoint_manager
+    from torchelastic.checkpoint.api import set_checkpoint_manager as set_checkpoint_manager
+    from torchelastic.checkpoint.errors import CheckpointError as CheckpointError
+    from torchelastic.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
+    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager as FileSystemCheckpointManager
+    from torchelastic.checkpoint.policy.keeping import KeepAll as KeepAll
+    from torchelastic.checkpoint.policy.keeping import KeepBest as KeepBest
+    from torchelastic.checkpoint.policy.keeping import KeepEvery as KeepEvery
+    from torchelastic.checkpoint.policy.keeping import KeepEverySeconds as KeepEverySeconds
+    from torchelastic.checkpoint.policy.keeping import KeepLast as KeepLast
+    from torchelastic.checkpoint.policy.keeping import KeepPolicy as KeepPolicy
+    from torchelastic.checkpoint.policy.saving import SaveDecision as SaveDecision
+    from torchelastic.checkpoint.policy.saving import SaveMoment as SaveMoment
+    from torchelastic.checkpoint.policy.saving import SavePolicy as SavePolicy
+    from torchelastic.checkpoint.policy.schedules import AtSteps as AtSteps
+    from torchelastic.checkpoint.policy.schedules import EverySeconds as EverySeconds
+    from torchelastic.checkpoint.policy.schedules import EverySteps as EverySteps
+    from torchelastic.checkpoint.policy.schedules import Never as Never
+    from torchelastic.checkpoint.policy.schedules import OnSignal as OnSignal
+    from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
+    from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
+    from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
+    from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
+    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager as TieredCheckpointManager
+    from torchelastic.checkpoint.training_state.state import BCPState as BCPState
+    from torchelastic.checkpoint.training_state.state import DCPState as DCPState
 
-__all__ = [
-    "AtSteps",
-    "BCPState",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointManager",
-    "CorruptCheckpointError",
-    "DCPState",
-    "DiskTier",
-    "DurableTier",
-    "EverySeconds",
-    "EverySteps",
-    "FileSystemCheckpointManager",
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepEverySeconds",
-    "KeepLast",
-    "KeepPolicy",
-    "MemoryTier",
-    "Never",
-    "OnSignal",
-    "SaveDecision",
-    "SaveMoment",
-    "SavePolicy",
-    "TieredCheckpointManager",
-    "YoungDaly",
-    "get_checkpoint_manager",
-    "set_checkpoint_manager",
-]
-
-_HOME_OF_NAME = {
-    "AtSteps": "torchelastic.checkpoint.policy",
-    "BCPState": "torchelastic.checkpoint.training_state.state",
-    "Checkpoint": "torchelastic.checkpoint.api",
-    "CheckpointError": "torchelastic.checkpoint.errors",
-    "CheckpointManager": "torchelastic.checkpoint.api",
-    "CorruptCheckpointError": "torchelastic.checkpoint.errors",
-    "DCPState": "torchelastic.checkpoint.training_state.state",
-    "DiskTier": "torchelastic.checkpoint.store",
-    "DurableTier": "torchelastic.checkpoint.store",
-    "EverySeconds": "torchelastic.checkpoint.policy",
-    "EverySteps": "torchelastic.checkpoint.policy",
-    "FileSystemCheckpointManager": "torchelastic.checkpoint.file_system",
-    "KeepAll": "torchelastic.checkpoint.policy",
-    "KeepBest": "torchelastic.checkpoint.policy",
-    "KeepEvery": "torchelastic.checkpoint.policy",
-    "KeepEverySeconds": "torchelastic.checkpoint.policy",
-    "KeepLast": "torchelastic.checkpoint.policy",
-    "KeepPolicy": "torchelastic.checkpoint.policy",
-    "MemoryTier": "torchelastic.checkpoint.store",
-    "Never": "torchelastic.checkpoint.policy",
-    "OnSignal": "torchelastic.checkpoint.policy",
-    "SaveDecision": "torchelastic.checkpoint.policy",
-    "SaveMoment": "torchelastic.checkpoint.policy",
-    "SavePolicy": "torchelastic.checkpoint.policy",
-    "TieredCheckpointManager": "torchelastic.checkpoint.tiered.manager",
-    "YoungDaly": "torchelastic.checkpoint.policy",
-    "get_checkpoint_manager": "torchelastic.checkpoint.api",
-    "set_checkpoint_manager": "torchelastic.checkpoint.api",
-}
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "api": "Checkpoint CheckpointManager get_checkpoint_manager set_checkpoint_manager",
+        "errors": "CheckpointError CorruptCheckpointError",
+        "file_system": "FileSystemCheckpointManager",
+        "policy.keeping": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLast KeepPolicy",
+        "policy.saving": "SaveDecision SaveMoment SavePolicy",
+        "policy.schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
+        "policy.young_daly": "YoungDaly",
+        "store.disk": "DiskTier",
+        "store.durable": "DurableTier",
+        "store.memory": "MemoryTier",
+        "tiered.manager": "TieredCheckpointManager",
+        "training_state.state": "BCPState DCPState",
+    },
+)

@@ -25,9 +25,10 @@ from torchelastic.checkpoint.staging import (
     new_staging_path,
     remove_abandoned,
     remove_folder,
+    staging_dirs,
+    take_over,
 )
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, encode_streams
-from torchelastic.checkpoint.succession import staging_dirs, take_over
 from torchelastic.checkpoint.verification import find_damage, open_verified
 
 log = logging.getLogger(__name__)

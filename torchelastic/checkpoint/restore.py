@@ -20,8 +20,8 @@ from torchelastic.checkpoint.replication.client import Transferred, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.restore_plan import Candidate, ShardSource
-from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.stage import tensors_of
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.owner import locked

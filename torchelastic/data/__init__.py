@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
     from torchelastic.data.distributed_sampler import CyclingIterator as CyclingIterator
     from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
-    from torchelastic.data.epoch_loader import EpochLoader as EpochLoader
-    from torchelastic.data.epoch_stream import EpochStream as EpochStream
+    from torchelastic.data.epochs import EpochLoader as EpochLoader
+    from torchelastic.data.epochs import EpochStream as EpochStream
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
     from torchelastic.data.shares import BatchShare as BatchShare
     from torchelastic.data.shares import Share as Share
     from torchelastic.data.sources.api import Source as Source
     from torchelastic.data.sources.api import SourceError as SourceError
-    from torchelastic.data.sources.mapping import mapped as mapped
-    from torchelastic.data.sources.mixing import mixed as mixed
+    from torchelastic.data.sources.changing import mapped as mapped
+    from torchelastic.data.sources.changing import mixed as mixed
+    from torchelastic.data.sources.changing import repeated as repeated
     from torchelastic.data.sources.packing import packed as packed
     from torchelastic.data.sources.parquet_files import parquet as parquet
-    from torchelastic.data.sources.repeating import repeated as repeated
     from torchelastic.data.sources.shuffling import shuffled as shuffled
     from torchelastic.data.sources.stateful import from_datasets as from_datasets
     from torchelastic.data.sources.stateful import from_stateful as from_stateful
@@ -42,56 +42,22 @@ if TYPE_CHECKING:
     from torchelastic.data.stream import ElasticStream as ElasticStream
     from torchelastic.data.stream import StreamShare as StreamShare
 
-_HOMES = {
-    "BatchShare": "shares",
-    "CyclingIterator": "distributed_sampler",
-    "ElasticBatchSampler": "batch_sampler",
-    "ElasticDistributedSampler": "distributed_sampler",
-    "ElasticLoader": "loader",
-    "ElasticStream": "stream",
-    "EpochLoader": "epoch_loader",
-    "EpochStream": "epoch_stream",
-    "Share": "shares",
-    "Source": "sources.api",
-    "SourceError": "sources.api",
-    "StreamShare": "stream",
-    "from_datasets": "sources.stateful",
-    "from_stateful": "sources.stateful",
-    "jsonl": "sources.text_files",
-    "lines": "sources.text_files",
-    "mapped": "sources.mapping",
-    "mixed": "sources.mixing",
-    "packed": "sources.packing",
-    "parquet": "sources.parquet_files",
-    "repeated": "sources.repeating",
-    "shuffled": "sources.shuffling",
-    "tar_samples": "sources.tar_files",
-}
-
-__all__ = [
-    "BatchShare",
-    "CyclingIterator",
-    "ElasticBatchSampler",
-    "ElasticDistributedSampler",
-    "ElasticLoader",
-    "ElasticStream",
-    "EpochLoader",
-    "EpochStream",
-    "Share",
-    "Source",
-    "SourceError",
-    "StreamShare",
-    "from_datasets",
-    "from_stateful",
-    "jsonl",
-    "lines",
-    "mapped",
-    "mixed",
-    "packed",
-    "parquet",
-    "repeated",
-    "shuffled",
-    "tar_samples",
-]
-
-__getattr__, __dir__ = lazily(__name__, _HOMES)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "batch_sampler": "ElasticBatchSampler",
+        "distributed_sampler": "CyclingIterator ElasticDistributedSampler",
+        "epochs": "EpochLoader EpochStream",
+        "loader": "ElasticLoader",
+        "shares": "BatchShare Share",
+        "sources.api": "Source SourceError",
+        "sources.changing": "mapped mixed repeated",
+        "sources.packing": "packed",
+        "sources.parquet_files": "parquet",
+        "sources.shuffling": "shuffled",
+        "sources.stateful": "from_datasets from_stateful",
+        "sources.tar_files": "tar_samples",
+        "sources.text_files": "jsonl lines",
+        "stream": "ElasticStream StreamShare",
+    },
+)

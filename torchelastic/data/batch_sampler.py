@@ -22,6 +22,7 @@ from torchelastic.data.order import epoch_order
 from torchelastic.data.shares import (
     PADDING_SAMPLES,
     BatchShare,
+    BatchSharing,
     SecondDeal,
     Share,
     pick,
@@ -30,13 +31,12 @@ from torchelastic.data.shares import (
     require_rank,
     share_bounds,
     units_of_rank,
-    weight_of,
 )
 
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
 
 
-class ElasticBatchSampler(Sampler[list[int]]):
+class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
     """Cuts epochs into global batches, returns this rank's local batches, and remembers what was committed.
 
     Use it through `ElasticLoader`, which calls `consume` with every batch that it hands out; the train loop calls
@@ -87,13 +87,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"drop_last leaves no batch: {self.dataset_size} samples are fewer than "
                 f"global_batch_size={global_batch_size}; make that smaller, or give drop_last=False"
             )
-        self._rank, self._world_size = 0, 1
         self._progress = EpochProgress(self.batches_per_epoch, global_batch_size)
         self._next: Position = (0, 0)  # of the first global batch that is not consumed
-        self._pending: tuple[BatchShare, ...] = ()
         self._orders: dict[int, torch.Tensor] = {}
-        self._reassignment: SecondDeal | None = None
-        self._deals = 0
         self._logical_shards: int | None = None
 
     # Where we are
@@ -114,16 +110,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._next
 
     @property
-    def rank(self) -> int:
-        """This rank, as last set by `set_world`."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, as last set by `set_world`."""
-        return self._world_size
-
-    @property
     def finished(self) -> bool:
         """True when all epochs are committed."""
         return self.epoch >= self.epochs
@@ -132,11 +118,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def postponed(self) -> tuple[int, ...]:
         """Dataset indices that committed steps of this epoch have left out, and that are trained at its end."""
         return self._progress.postponed
-
-    @property
-    def deals(self) -> int:
-        """How often a batch was assigned again; after a change prefetched batches are no longer valid."""
-        return self._deals
 
     @property
     def units(self) -> int:
@@ -148,16 +129,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """The units of the next uncommitted batch with samples: all, where it is a full one."""
         samples = 0 if self.finished else len(self._batch(self._progress.position))
         return tuple(unit for unit in range(self.units) if places_of_unit(samples, unit, self._logical_shards))
-
-    @property
-    def pending(self) -> tuple[BatchShare, ...]:
-        """What was consumed since the last commit, in order."""
-        return self._pending
-
-    @property
-    def weight(self) -> float:
-        """This step's share of the gradient, see `shares.weight_of`."""
-        return weight_of(self._pending, self._world_size)
 
     def __len__(self) -> int:
         """Uncommitted global batches of the present epoch."""
@@ -200,18 +171,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 "a shard has at least one sample"
             )
         self._logical_shards = shards
-
-    def deal_again(self, deal: SecondDeal) -> None:
-        """Assign the next uncommitted batch a second time, after an attempt at it has failed in another group.
-
-        Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
-        committed, or until the next `set_world`.
-
-        Args:
-            deal: what this rank computes and what it has kept.
-        """
-        self._reassignment = deal
-        self._deals += 1
 
     def pending_units(self) -> tuple[tuple[int, int], ...]:
         """The units of the one batch that is pending, with their numbers of samples, in the order of what was loaded.

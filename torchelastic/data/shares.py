@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 #: How many samples a rank without any of its own loads while a step is salvaged: two, because a batch of one has no
 #: variance, which layers like BatchNorm1d refuse.
@@ -89,15 +89,62 @@ class SampleCounts(Protocol):
     def global_samples(self) -> int: ...  # noqa: D102 - of all ranks
 
 
-def weight_of(pending: Sequence[SampleCounts], world_size: int) -> float:
-    """A rank's share of a step's gradient: local over global samples of all that it has drawn; 1/world_size when none.
+ShareT = TypeVar("ShareT", bound=SampleCounts)
 
-    The gradient of the mean loss over the global batch is the sum over ranks of weight x gradient of the local
-    mean loss; DDP, which averages, needs the local one multiplied by weight x world_size.
-    """
-    if not pending:
-        return 1.0 / world_size
-    return sum(share.local_samples for share in pending) / sum(share.global_samples for share in pending)
+
+class BatchSharing(Generic[ShareT]):
+    """What samplers and streams have in common: this rank's place in the world, and what it has drawn in this step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rank, self._world_size = 0, 1
+        self._pending: tuple[ShareT, ...] = ()
+        self._reassignment: SecondDeal | None = None
+        self._deals = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank, as last set by `set_world`."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, as last set by `set_world`."""
+        return self._world_size
+
+    @property
+    def pending(self) -> tuple[ShareT, ...]:
+        """What was drawn since the last commit, in order."""
+        return self._pending
+
+    @property
+    def weight(self) -> float:
+        """This rank's share of the step's gradient: local over global samples of all that it has drawn.
+
+        1/world_size when that is nothing. The gradient of the mean loss over the global batch is the sum over ranks of
+        weight x gradient of the local mean loss; DDP, which averages, needs the local one multiplied by weight x
+        world_size.
+        """
+        if not self._pending:
+            return 1.0 / self._world_size
+        return sum(share.local_samples for share in self._pending) / sum(s.global_samples for s in self._pending)
+
+    @property
+    def deals(self) -> int:
+        """How often a batch was assigned again; after a change prefetched batches are no longer valid."""
+        return self._deals
+
+    def deal_again(self, deal: SecondDeal) -> None:
+        """Assign the next uncommitted batch a second time, after an attempt at it has failed in another group.
+
+        Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
+        committed, or until the next `set_world`. What is postponed comes later in the epoch.
+
+        Args:
+            deal: what this rank computes and what it has kept.
+        """
+        self._reassignment = deal
+        self._deals += 1
 
 
 def require_rank(rank: int, world_size: int) -> None:

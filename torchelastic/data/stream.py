@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, require_rank, units_of_rank, weight_of
+from torchelastic.data.shares import PADDING_SAMPLES, BatchSharing, require_rank, units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
@@ -56,7 +56,7 @@ class StreamShare:
         return self.local_samples / self.global_samples
 
 
-class ElasticStream(Iterator[Any]):
+class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
     """Loader and sampler of a stream: `next(stream)` is this rank's share of the next global batch.
 
     Give it to `ModelState(..., sampler=stream)` and draw from it in the step. Drawing moves nothing for good: `commit`
@@ -103,6 +103,7 @@ class ElasticStream(Iterator[Any]):
         collate_fn: Any = None,
         multiprocessing_context: str | None = None,
     ) -> None:
+        super().__init__()
         _check(logical_shards, global_batch_size, epochs, num_workers, prefetch_batches)
         self.logical_shards = logical_shards
         self.global_batch_size = global_batch_size
@@ -121,12 +122,9 @@ class ElasticStream(Iterator[Any]):
         )
         self._reading = StreamReading(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()
-        self._rank, self._world_size = 0, 1
         self._progress = self._next = StreamProgress.start(0, logical_shards)
-        self._pending: tuple[StreamShare, ...] = ()
         # the places behind the first batch after `_progress`, since it was first drawn: also when that step has failed
         self._attempt: tuple[ShardPlace, ...] | None = None
-        self._reassignment: SecondDeal | None = None
         self._padding: list[Any] = []
 
     # Where we are
@@ -145,26 +143,6 @@ class ElasticStream(Iterator[Any]):
     def finished(self) -> bool:
         """True when all epochs are committed."""
         return self.epochs is not None and self.epoch >= self.epochs
-
-    @property
-    def rank(self) -> int:
-        """This rank, as last set by `set_world`."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, as last set by `set_world`."""
-        return self._world_size
-
-    @property
-    def pending(self) -> tuple[StreamShare, ...]:
-        """What was drawn since the last commit, in order."""
-        return self._pending
-
-    @property
-    def weight(self) -> float:
-        """This step's share of the gradient, see `shares.weight_of`."""
-        return weight_of(self._pending, self._world_size)
 
     @property
     def units(self) -> int:
@@ -217,15 +195,6 @@ class ElasticStream(Iterator[Any]):
             raise ValueError(
                 f"ModelState has logical_shards={shards}, its ElasticStream {self.logical_shards}: give both the same"
             )
-
-    def deal_again(self, deal: SecondDeal) -> None:
-        """Assign the next uncommitted batch a second time, after an attempt at it has failed in another group.
-
-        Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
-        committed, or until the next `set_world`. Shards that are postponed give nothing to it: their samples are in the
-        batches after it.
-        """
-        self._reassignment = deal
 
     def __iter__(self) -> ElasticStream:
         return self

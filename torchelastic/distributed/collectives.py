@@ -8,7 +8,7 @@ group, or in a world of one, they return their input and communicate nothing. Ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,16 +123,8 @@ def broadcast_model(src_rank: int, model: torch.nn.Module) -> None:
         src_rank: the rank whose weights count.
         model: on any device, its tensors dense.
     """
-    if not is_distributed_training_run():
-        return
-    with torch.no_grad():
-        window: deque[tuple[dist.Work, torch.Tensor, torch.Tensor]] = deque()
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if len(window) == _CHUNKS_IN_FLIGHT:
-                _finish(*window.popleft())
-            window.append(_start_broadcast(tensor.detach(), src_rank))
-        while window:
-            _finish(*window.popleft())
+    if is_distributed_training_run():
+        _broadcast_all((tensor.detach() for tensor in (*model.parameters(), *model.buffers())), src_rank)
 
 
 def broadcast_binary(data: npt.NDArray[Any] | bytes | None, src_rank: int) -> npt.NDArray[np.uint8] | None:
@@ -164,16 +156,17 @@ def broadcast_binary(data: npt.NDArray[Any] | bytes | None, src_rank: int) -> np
     if not is_source or payload is None:
         payload = np.empty(size, dtype=np.uint8)
     if size:
-        _broadcast_chunks(_tensor_over(payload), src_rank)
+        _broadcast_all(torch.split(_tensor_over(payload), _CHUNK_BYTES), src_rank)
     return payload
 
 
-def _broadcast_chunks(tensor: torch.Tensor, src_rank: int) -> None:
+def _broadcast_all(tensors: Iterable[torch.Tensor], src_rank: int) -> None:
+    """Broadcast into these, a few at a time."""
     window: deque[tuple[dist.Work, torch.Tensor, torch.Tensor]] = deque()
-    for chunk in torch.split(tensor, _CHUNK_BYTES):
+    for tensor in tensors:
         if len(window) == _CHUNKS_IN_FLIGHT:
             _finish(*window.popleft())
-        window.append(_start_broadcast(chunk, src_rank))
+        window.append(_start_broadcast(tensor, src_rank))
     while window:
         _finish(*window.popleft())
 

@@ -1,11 +1,13 @@
-"""What ranks say to each other over a group, in a collective; never a pickle."""
+"""What ranks say to each other over a group, in a collective: texts, or the largest of some numbers; never a pickle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+
+from torchelastic.group.watched_group import WatchedGroup
 
 #: What every rank sends at once; where more is to be said, all of it follows in a second round.
 FRAME_BYTES = 1016
@@ -50,3 +52,38 @@ def _exchange(
     return max(lengths), [
         each[_LENGTH_BYTES : _LENGTH_BYTES + length] for each, length in zip(received, lengths, strict=True)
     ]
+
+
+class LaggedMax:
+    """The element-wise maximum over all ranks, begun by making this; used by one thread, by all ranks in step.
+
+    It is read in a later call, in the same calls on every rank; so a rank that is in step with the others waits for
+    none of them, and the all-reduce may share a group with the collectives of training.
+
+    Args:
+        group: whose ranks it is of.
+        number: of this maximum; no other one of the group's user has it.
+        values: tells the others these numbers, as many on every rank.
+
+    Attributes:
+        group: as given.
+        number: as given.
+
+    Raises:
+        RuntimeError: the group is broken.
+    """
+
+    def __init__(self, group: WatchedGroup, number: int, values: Sequence[float]) -> None:
+        self.group, self.number = group, number
+        self._values = torch.tensor(values, dtype=torch.float64, device=group.device)
+        self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group.group, async_op=True)
+
+    def finish(self) -> list[float]:
+        """The largest of each number over all ranks.
+
+        Raises:
+            RanksMissingError: a rank has not begun it within the time limit.
+            RuntimeError: the group is broken, for example because a rank has died.
+        """
+        self.group.wait(self._work, f"maximum-{self.number}")
+        return [float(value) for value in self._values.tolist()]

@@ -8,22 +8,28 @@ file, and say nothing of a rank that has died before the time limit.)
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.group.messages import all_gather_texts
-from torchelastic.group.naming import describe_calls, listed
+from torchelastic.group.notes import Mailbox
+from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
 from torchelastic.processes.background import done_here, in_background
+from torchelastic.text import describe_calls, listed
 
 #: Of how many failing ranks an error tells the reason.
 _EXPLAINED_RANKS = 4
 _MAX_TEXT = 2000
+#: What `ProgramPeers` are called at.
+_POINT = "the same point of saving or loading a checkpoint"
 
 Answer = TypeVar("Answer")
 Got = TypeVar("Got")
@@ -174,6 +180,46 @@ class RankGroup:
     def _raise_lost(self, lost: Sequence[int], call: str, error: RuntimeError) -> NoReturn:
         self._broken = f"a rank was lost: {describe_lost(lost)} ({error})"
         raise OutOfStepError(f"the ranks could not agree on {call}, because {self._broken}") from error
+
+
+class ProgramPeers:
+    """A `RankGroup` as the `Peers` of a train loop: for scripts that have a training loop of their own. Collective.
+
+    Args:
+        ranks: of more than one rank.
+        address: at which the other hosts reach this one.
+
+    Raises:
+        OutOfStepError: a rank does not come; as each method does.
+    """
+
+    round_number = 0
+
+    def __init__(self, ranks: RankGroup, address: str) -> None:
+        self.rank, self.world_size, self.address = ranks.rank, ranks.world_size, address
+        self._ranks = ranks
+        # of this object alone: the store may have keys of one before it
+        self._name = str(ranks.all_gather(_POINT, secrets.token_hex(8))[0])
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """See `Peers`."""
+        return self._ranks.all_gather(_POINT, value)
+
+    def rank_0_says(self, value: bool) -> bool:
+        """See `Peers`."""
+        return bool(self.all_gather(value)[0])
+
+    def barrier(self) -> None:
+        """See `Peers`."""
+        self.all_gather(None)
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None:  # noqa: ARG002 - the group has a bound
+        """See `Peers`."""
+        self.barrier()
+
+    def mailbox(self) -> Mailbox:
+        """See `Peers`: keys of the store of the program."""
+        return StoreMailbox(c10d.PrefixStore(f"torchelastic.peers/{self._name}", c10d._get_default_store()))
 
 
 def _told(ended: Future[Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchelastic.group.naming import listed
+from torchelastic.text import listed
 
 _POLL_S = 0.0002
 _SLOW_POLL_S = 0.01

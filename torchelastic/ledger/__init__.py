@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.ledger.accounts import Account
-    from torchelastic.ledger.meter import this_worker
+    from torchelastic.ledger.accounts import Account as Account
+    from torchelastic.ledger.meter import this_worker as this_worker
 
-__all__ = ["Account", "this_worker"]
-
-__getattr__, __dir__ = lazily(__name__, {"Account": "accounts", "this_worker": "meter"})
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "accounts": "Account",
+        "meter": "this_worker",
+    },
+)

@@ -26,7 +26,7 @@ from torchelastic.lifetime.sample import Sample
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from torchelastic.group.lagged_max import LaggedMax
+    from torchelastic.group.messages import LaggedMax
     from torchelastic.group.watched_group import WatchedGroup
     from torchelastic.lifetime.manager_state import ManagerState
 
@@ -73,7 +73,7 @@ class GroupAgreement:
             RankMissingError: see `finish`.
             ValueError: the ranks give different numbers of values.
         """
-        from torchelastic.group.lagged_max import LaggedMax
+        from torchelastic.group.messages import LaggedMax
 
         with self._naming_the_missing():
             if self._group is None:

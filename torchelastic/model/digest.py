@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from torchelastic.model.transfer import all_gathered
 
 PARTS = ("module", "buffers", "optimizer", "scheduler", "sampler", "extra")
 #: Parts that may differ from rank to rank.
@@ -122,9 +123,7 @@ def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _gather(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
     mine = torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(gathered, mine)
-    return [each.tolist() for each in gathered]
+    return [each.tolist() for each in all_gathered(mine, world_size)]
 
 
 def _bytes_for_each(leaves: Mapping[str, Leaves]) -> int:

@@ -1,4 +1,4 @@
-"""The auxiliary state of a model: objects with a state of their own (a GradScaler, an EMA), and its snapshots.
+"""The user's own values beside a model: plain ones, and objects with a state of their own (a GradScaler, an EMA).
 
 The object stays the one that the user's code holds; only its state is copied, restored, sent and saved. A small state
 is copied before each step. A large one (an EMA is as large as the weights) is not: like the weights it may change in a
@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from torchelastic.model.one_or_many import OneOrMany, is_stateful
-from torchelastic.model.optimizers import Optimizers
-from torchelastic.model.random_state import RandomState
-from torchelastic.model.transfer import Packed, synchronize
+from torchelastic.model.one_or_many import is_stateful
 
 log = logging.getLogger(__name__)
 
 #: States with more bytes of tensors than this are not copied before each step.
 SMALL_BYTES = 64 * 1024
-#: Types of immutable values.
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Copied(NamedTuple):
@@ -34,28 +29,6 @@ class Copied(NamedTuple):
     objects: dict[str, Any]
     states: dict[str, Any]
     order: tuple[str, ...]
-
-
-class Snapshot(NamedTuple):
-    """What undoes a step. Its size does not grow with the weights, except for `full`."""
-
-    step: int
-    epoch: int
-    buffers: tuple[torch.Tensor, ...]
-    random: RandomState
-    groups: tuple[tuple[dict[str, Any], ...], ...]
-    scheduler: Any
-    sampler: Any
-    extra: Copied
-    full: Packed | None
-    replaced: int
-
-
-def copied(state: Any) -> Any:
-    """A deep copy. Quick for a dict of plain values, as samplers' states are: it is made before every step."""
-    if type(state) is dict and _PLAIN.issuperset(map(type, state.values())):
-        return dict(state)
-    return copy.deepcopy(state)
 
 
 class Extras:
@@ -116,7 +89,7 @@ class Extras:
         """Copy the large states: an optimizer is going to step, and another one later in the same train step."""
         objects = self.objects()
         self._kept = {
-            name: _copied(value.state_dict(), self._kept.get(name))
+            name: copied_into(value.state_dict(), self._kept.get(name))
             for name, value in objects.items()
             if id(value) in self._large
         }
@@ -187,55 +160,12 @@ def _load(value: Any, state: Any) -> None:
         value._per_optimizer_states.clear()
 
 
-def _copied(tree: Any, into: Any) -> Any:
+def copied_into(tree: Any, earlier: Any) -> Any:
     """A copy of a state, in the tensors of an earlier copy where they fit."""
     if isinstance(tree, torch.Tensor):
-        fits = isinstance(into, torch.Tensor) and (into.shape, into.dtype) == (tree.shape, tree.dtype)
-        return into.copy_(tree.detach()) if fits else tree.detach().clone()
+        fits = isinstance(earlier, torch.Tensor) and (earlier.shape, earlier.dtype) == (tree.shape, tree.dtype)
+        return earlier.copy_(tree.detach()) if fits and earlier is not tree else tree.detach().clone()
     if isinstance(tree, Mapping):
-        earlier = into if isinstance(into, Mapping) else {}
-        return {key: _copied(value, earlier.get(key)) for key, value in tree.items()}
+        parts = earlier if isinstance(earlier, Mapping) else {}
+        return {key: copied_into(value, parts.get(key)) for key, value in tree.items()}
     return copy.deepcopy(tree)
-
-
-def synchronize_auxiliary(
-    optimizers: Optimizers,
-    schedulers: OneOrMany,
-    extras: Extras,
-    *,
-    source: int,
-    equals: Sequence[int],
-    rank: int,
-    world_size: int,
-    device: torch.device,
-) -> None:
-    """Synchronize hyperparameters, schedulers and objects after a failed step whose weights are final, on every rank.
-
-    All optimizers had stepped, so the weights are equal; but the steps failed at different places after that: one rank
-    may have stepped its scheduler, or updated its EMA, where another had not.
-
-    Args:
-        optimizers: whose hyperparameters are sent; their tensors are in sync.
-        schedulers: all of them.
-        extras: whose objects are sent; plain values stay each rank's own.
-        source: rank from which they are taken.
-        equals: ranks that take them; equal on all ranks; may be empty.
-        rank: of this process.
-        world_size: of the group.
-        device: where messages must lie for the group's backend.
-
-    Raises:
-        RuntimeError: a peer is lost; nothing has changed here.
-    """
-    if not equals:
-        return
-    tree = {
-        "settings": optimizers.settings(),
-        "scheduler": schedulers.state_dict(),
-        "objects": extras.states(),
-    }
-    received = synchronize(tree, source=source, stale=equals, rank=rank, world_size=world_size, device=device)
-    if received is not None:
-        optimizers.load_settings(received["settings"])
-        schedulers.load_state_dict(received["scheduler"])
-        extras.load_states(received["objects"])

@@ -8,7 +8,6 @@ that is kept from step to step.
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,11 @@ from typing import Any
 
 import torch
 
+from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
+
+#: For each optimizer, for each of its parameter groups: the hyperparameters, without the parameters.
+Settings = tuple[tuple[dict[str, Any], ...], ...]
 
 
 class OptimizerProgress(enum.Enum):
@@ -144,26 +147,15 @@ class Optimizers:
         if len(value) == len(self.objects):
             self._usual = [int(count) for count in value]
 
-    def hyperparameters(self) -> tuple[tuple[dict[str, Any], ...], ...]:
-        """The settings of each parameter group of each optimizer; the lists of parameters are the very same objects."""
+    def settings(self) -> Settings:
+        """The hyperparameters of each parameter group of each optimizer: to be restored, or sent."""
         return tuple(tuple(_settings(group) for group in optimizer.param_groups) for optimizer in self.objects)
 
-    def restore_hyperparameters(self, values: tuple[tuple[dict[str, Any], ...], ...]) -> None:
-        """Go back to what `hyperparameters` returned."""
-        for optimizer, groups in zip(self.objects, values, strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(_settings(settings))
-
-    def settings(self) -> list[list[dict[str, Any]]]:
-        """The hyperparameters alone, without the parameters: to be sent."""
-        groups = [[dict(group) for group in optimizer.param_groups] for optimizer in self.objects]
-        return [[{k: v for k, v in group.items() if k != "params"} for group in one] for one in groups]
-
     def load_settings(self, settings: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """The inverse of `settings`."""
+        """Go back to what `settings` returned, here or on another rank."""
         for optimizer, groups in zip(self.objects, settings, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(values)
+                group.update(_settings(values))
 
     def state_dict(self) -> Any:
         """That of the single optimizer, or a dict by name; the tensors are not copied."""
@@ -215,7 +207,7 @@ class _Call:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    values = dict(group)
+    values = {name: value for name, value in group.items() if name != "params"}
     if isinstance(values.get("lr"), torch.Tensor):
         values["lr"] = values["lr"].clone()  # the scheduler changes it in place
     return values
@@ -234,28 +226,13 @@ def _copy_into(optimizer: torch.optim.Optimizer, kept: _UndoCopy) -> None:
         copied.copy_(parameter)
     before, kept.state = kept.state, {}
     for parameter, values in optimizer.state.items():
-        old = before.get(parameter, {})
-        kept.state[parameter] = {name: _copied(value, old.get(name)) for name, value in values.items()}
+        kept.state[parameter] = copied_into(values, before.get(parameter))
 
 
 @torch.no_grad()
 def _put_back(optimizer: torch.optim.Optimizer, kept: _UndoCopy) -> None:
     for copied, parameter in zip(kept.parameters, _parameters(optimizer), strict=True):
         parameter.copy_(copied)
-    state = {
-        parameter: {
-            name: _copied(value, optimizer.state.get(parameter, {}).get(name)) for name, value in values.items()
-        }
-        for parameter, values in kept.state.items()
-    }
+    state = {key: copied_into(values, optimizer.state.get(key)) for key, values in kept.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
-
-
-def _copied(value: Any, into: Any) -> Any:
-    """A copy of an optimizer's value, in a tensor that is there already if one fits."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if isinstance(into, torch.Tensor) and into is not value and (into.shape, into.dtype) == (value.shape, value.dtype):
-        return into.copy_(value)
-    return value.detach().clone()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchelastic.errors import NonRetryableException
 from torchelastic.model import tree_sum
+from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
 
 #: Elements of each node that travel in one message: bounds the memory that the exchange takes.
@@ -221,11 +222,7 @@ def _gather_names(mine: Sequence[Node], leaves: int, world_size: int, device: to
     names = torch.full((leaves, 2), -1, dtype=torch.int64)
     for row, node in enumerate(mine):
         names[row] = torch.tensor(node)
-    names = names.to(device)
-    gathered = [names]
-    if world_size > 1:
-        gathered = [torch.empty_like(names) for _ in range(world_size)]
-        dist.all_gather(gathered, names)
+    gathered = all_gathered(names.to(device), world_size)
     return [[(row[0], row[1]) for row in rank.tolist() if row[0] >= 0] for rank in gathered]
 
 

@@ -1,18 +1,58 @@
-"""The gradients of a step: how they become those of the global batch, and what is kept of them when the step fails."""
+"""The gradients of a step: how they become those of the global batch, and what is kept of them when the step fails.
+
+What a rank has computed of a step in which a worker was lost can count in the second attempt: the ranks of the next
+group agree on who computes the rest (see `salvage`).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from torchelastic.data.shares import SecondDeal
 from torchelastic.errors import NonRetryableException
-from torchelastic.model import wrapping
+from torchelastic.metrics import publish_metric
+from torchelastic.model import random_state, wrapping
 from torchelastic.model.reduction import Reduction
+from torchelastic.model.salvage import MODES, second_deals
 from torchelastic.model.shards import LogicalShards
-from torchelastic.model.step_salvage import Salvaged, StepSalvage, check_mode
+from torchelastic.model.transfer import all_gathered
+from torchelastic.model.tree_sum import leaves_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptGradients:
+    """Gradients of some units of a failed step, for the second attempt, and the state after it on this rank.
+
+    Attributes:
+        step: committed steps when it began.
+        units: whose gradients these are.
+        gradients: not weighted yet; as `Reduction` or `LogicalShards` gave them.
+        buffers: of the module, after the samples had gone through it.
+        random: after the step's draws.
+    """
+
+    step: int
+    units: frozenset[int]
+    gradients: Any
+    buffers: tuple[torch.Tensor, ...]
+    random: random_state.RandomState
+
+
+class Salvaged(NamedTuple):
+    """What became of the last step that was salvaged: counts of units (samples, or logical shards) over all ranks."""
+
+    step: int
+    kept: int
+    recomputed: int
+    postponed: int
 
 
 class StepGradients:
@@ -24,6 +64,9 @@ class StepGradients:
         logical_shards: see `ModelState`.
         salvage: see `ModelState`.
         find_unused_parameters: as for DDP.
+
+    Attributes:
+        salvaged: the last step that was salvaged; None while there was none.
 
     Raises:
         ValueError: things that do not go together.
@@ -38,7 +81,7 @@ class StepGradients:
         find_unused_parameters: bool,
     ) -> None:
         check_mode(salvage, sampler, logical_shards)
-        self._module, self._sampler = module, sampler
+        self._module, self._sampler, self._mode = module, sampler, salvage
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
         self._rank = 0
@@ -47,17 +90,14 @@ class StepGradients:
         self._source = Reduction(module, sampler) if logical_shards is None else LogicalShards(module, logical_shards)
         if isinstance(self._source, Reduction):
             self._source.ends_early = salvage == "discard"
-        self._salvage = StepSalvage(salvage, self._source, sampler)
+        self.salvaged: Salvaged | None = None
+        self._kept: KeptGradients | None = None
+        self._is_brought = False
 
     @property
     def model(self) -> torch.nn.Module:
         """The module to call in a step."""
         return self._module if self._wrapped is None else self._wrapped
-
-    @property
-    def salvaged(self) -> Salvaged | None:
-        """The last step that was salvaged."""
-        return self._salvage.last
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Around all backward passes of a step but the last."""
@@ -92,12 +132,45 @@ class StepGradients:
             self._source.check_reduced(self._rank)
 
     def keep(self, step: int, buffers: Sequence[torch.Tensor]) -> None:
-        """The step has failed before any optimizer began; see `StepSalvage.keep`."""
-        self._salvage.keep(step, buffers)
+        """A step has failed before the optimizer began: keep what this rank has computed of it, and had kept before.
+
+        Called before anything is rolled back; takes the gradients off the parameters.
+        """
+        if self._mode == "discard" or (self._kept is not None and not self._is_brought):
+            return  # or: nothing was computed since, because no group was formed
+        before = self._kept if self._is_brought else None
+        self._kept, self._is_brought = None, False
+        pending = self._sampler.pending
+        if len(pending) > 1:
+            log.info("step %d drew several global batches: it is repeated as a whole", step)
+            return
+        units: frozenset[int] = frozenset() if before is None else before.units
+        if isinstance(self._source, LogicalShards):
+            gradients: Any = self._source.take()
+            units = leaves_of(gradients or {}, self._source.shards) & frozenset(self._sampler.present_units)
+        else:
+            if self._source.has_local and pending:
+                units |= frozenset(unit for unit, _ in self._sampler.pending_units())
+            gradients = self._source.take(pending[0].local_samples if pending else 0)
+        if not gradients or not units:
+            return
+        if before is None:
+            copies = tuple(buffer.clone() for buffer in buffers)
+            self._kept = KeptGradients(step, units, gradients, copies, random_state.capture())
+        else:  # the second attempt was at a part of the samples only
+            self._kept = replace(before, units=units, gradients=gradients)
 
     def commit(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The step has succeeded."""
-        self._salvage.commit(buffers)
+        """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
+        kept, is_brought = self._kept, self._is_brought
+        self._kept, self._is_brought = None, False
+        self._source.commit()
+        if kept is None or not is_brought or isinstance(self._source, LogicalShards):
+            return
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept.buffers, strict=True):
+                buffer.copy_(value)
+        random_state.restore(kept.random)
 
     # --- a group ----------------------------------------------------------------------------------
 
@@ -108,13 +181,13 @@ class StepGradients:
 
     def offer(self, step: int) -> int:
         """How many units of a failed step this rank could bring to a second attempt."""
-        return self._salvage.offer(step)
+        return len(self._kept.units) if self._kept is not None and self._kept.step == step else 0
 
     def enter_group(self, offers: Sequence[int], step: int, rank: int, device: torch.device) -> None:
         """Wrap the module for a new group; called on every rank of it, when all are in sync.
 
         Args:
-            offers: by rank, what `offer` gave; 0 for those that were synchronized.
+            offers: by rank, what `offer` gave; 0 for those that were synchronized, whose kept gradients are void.
             step: committed steps.
             rank: of this process.
             device: where messages must lie.
@@ -126,16 +199,70 @@ class StepGradients:
         self._rank = rank
         if hasattr(self._sampler, "set_world"):
             self._sampler.set_world(rank, world_size)
-        self._salvage.settle(offers, step, rank, device)
+        self._settle(offers, step, device)
         if not isinstance(self._source, Reduction):
             return
         self._source.world_size = world_size
         has_gradients = any(parameter.requires_grad for parameter in self._module.parameters())
         # also a single worker, if it has gradients to add to those of the step
-        if has_gradients and (world_size > 1 or self._salvage.is_pending):
+        if has_gradients and (world_size > 1 or self._is_brought):
             self._wrapped = wrapping.wrap(
                 self._module, self._source.hook, find_unused_parameters=self._find_unused_parameters
             )
 
+    def _settle(self, offers: Sequence[int], step: int, device: torch.device) -> None:
+        """Agree on the second attempt."""
+        kept, self._kept, self._is_brought = self._kept, None, False
+        self._source.bring(None)
+        if not any(offers):
+            return
+        mine = kept.units if kept is not None and offers[self._rank] else frozenset()
+        units = _gather_units(mine, self._sampler.units, len(offers), device)
+        present = self._sampler.present_units
+        deals = second_deals(units, present, self._mode)
+        self._sampler.deal_again(deals[self._rank])
+        self.salvaged = _summary(step, deals, present)
+        log.info(
+            "step %d: the gradients of %d of %d %s are kept, %d are computed anew, %d count later in the epoch", step,
+            self.salvaged.kept, len(present), "shards" if isinstance(self._source, LogicalShards) else "samples",
+            self.salvaged.recomputed, self.salvaged.postponed,
+        )  # fmt: skip
+        for name in ("kept", "recomputed", "postponed"):
+            publish_metric("torchelastic", f"salvage.{name}", getattr(self.salvaged, name))
+        # until the step commits the kept gradients stay, for a third attempt
+        self._kept = kept if deals[self._rank].carried else None
+        self._is_brought = self._kept is not None
+        if self._kept is not None:
+            self._source.bring(self._kept.gradients)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_wrapped": None}  # a group's wrapper belongs to this process alone
+
+
+def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
+    """Raise ValueError for what does not go together."""
+    if mode not in MODES:
+        raise ValueError(f"salvage={mode!r} is not one of {', '.join(MODES)}")
+    if (mode != "discard" or logical_shards is not None) and not hasattr(sampler, "deal_again"):
+        what = f"salvage={mode!r}" if logical_shards is None else f"logical_shards={logical_shards}"
+        raise ValueError(
+            f"{what} needs ModelState(..., sampler=ElasticBatchSampler(...)), or an ElasticStream: it knows which "
+            "samples a step has"
+        )
+    if mode == "drop" and logical_shards is not None:
+        raise ValueError(
+            "salvage='drop' changes what a step is trained on, so logical_shards could not give the same bits: use "
+            "'discard' or 'recompute' with them"
+        )
+
+
+def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> Salvaged:
+    there = frozenset(present)
+    kept = sum(len(there.intersection(deal.carried)) for deal in deals)
+    return Salvaged(step, kept, sum(len(deal.compute) for deal in deals), len(deals[0].postponed))
+
+
+def _gather_units(mine: frozenset[int], units: int, world_size: int, device: torch.device) -> list[frozenset[int]]:
+    mask = torch.zeros(units, dtype=torch.uint8)
+    mask[sorted(mine)] = 1
+    return [frozenset(one.nonzero().flatten().tolist()) for one in all_gathered(mask.to(device), world_size)]

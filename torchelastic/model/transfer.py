@@ -1,53 +1,99 @@
 """Moves a nested state to the ranks that lack it, and to no other; no pickled code is ever executed.
 
-A state is a tree of dicts, lists, tuples, numbers, strings and tensors. It travels as a skeleton (the tree with each
-tensor replaced by its number, type and shape) and the tensors' bytes, several in one message. Receivers get fresh
-tensors: what they hold stays whole until all has arrived.
+A state is what a checkpoint can hold (see `checkpoint.shards.tree`). It travels as a skeleton (the tree with each
+tensor replaced by its name, and the tensors' types and shapes) and the tensors' bytes, several in one message.
+Receivers get fresh tensors: what they hold stays whole until all has arrived.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
+
+from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
+from torchelastic.checkpoint.shards.tree import flatten, unflatten
 
 #: Small tensors travel together up to this size: fewer messages.
 CHUNK_BYTES = 32 * 1024 * 1024
 #: From this size on a tensor travels alone: sent from where it lies and received where it stays, without a copy of it.
 LARGE_BYTES = 1024 * 1024
-#: A dict with this single key represents a tensor; no state can have it by accident.
-_TENSOR = "\0tensor"
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A state taken apart: the skeleton as bytes, and the tensors in the order of their numbers."""
+    """A state taken apart: the skeleton as bytes, and the tensors in the order of their names there."""
 
     skeleton: bytes
     tensors: tuple[torch.Tensor, ...]
 
+    def cloned(self) -> Packed:
+        """The same with memory of its own."""
+        return Packed(self.skeleton, tuple(tensor.clone() for tensor in self.tensors))
+
+
+class _Form(NamedTuple):
+    """A tensor without its content."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_on_cpu: bool
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=dtype_named(self.dtype), device=device)
+
 
 def pack(tree: Any) -> Packed:
-    """Take a state apart; the tensors are not copied. Raises whatever torch.save does for what it cannot write."""
-    tensors: list[torch.Tensor] = []
-    stream = io.BytesIO()
-    torch.save(_strip(tree, tensors), stream)
-    return Packed(stream.getvalue(), tuple(tensors))
+    """Take a state apart; the tensors are not copied.
+
+    Raises:
+        TypeError, ValueError: it holds what cannot even be pickled, or itself.
+    """
+    flat = flatten(tree, allow_pickles=True)  # who unpacks it refuses them: a newcomer ends by that, and not the source
+    forms = [
+        _Form(part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), part.tensor.is_cpu)
+        for part in flat.tensors
+    ]
+    return Packed(msgspec.msgpack.encode((flat.structure, forms)), tuple(part.tensor for part in flat.tensors))
 
 
 def unpack(packed: Packed) -> Any:
-    """Put a state together again. Raises pickle.UnpicklingError if it holds anything but plain values and tensors."""
-    return _fill(_read(packed.skeleton), packed.tensors)
+    """Put a state together again. Raises CheckpointError if it holds anything but plain values and tensors."""
+    structure, forms = _read(packed.skeleton)
+    return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
+
+
+def _read(skeleton: bytes) -> tuple[Any, list[_Form]]:
+    return msgspec.msgpack.decode(skeleton, type=tuple[Any, list[_Form]])
 
 
 def message_device() -> torch.device:
     """Where messages of the default group must lie."""
     uses_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
+
+
+def all_gathered(mine: torch.Tensor, world_size: int, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """What each rank has, by rank; called on every rank of the group. This rank's alone where it is all of the group.
+
+    Args:
+        mine: of the same shape and dtype on all ranks.
+        world_size: of the group.
+        group: the default one if not given.
+
+    Raises:
+        RuntimeError: a peer is lost.
+    """
+    if world_size == 1:
+        return [mine]
+    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(gathered, mine, group=group)
+    return gathered
 
 
 def synchronize(
@@ -64,8 +110,8 @@ def synchronize(
         device: where messages must lie for the group's backend.
 
     Returns:
-        The state on a stale rank, with tensors on `device`; None on all others. Ranks that are neither source nor stale
-        do not take part, unless all lack it: then it is a broadcast.
+        The state on a stale rank, with tensors on `device`, or on the CPU where the source has them there; None on all
+        others. Ranks that are neither source nor stale do not take part, unless all lack it: then it is a broadcast.
 
     Raises:
         RuntimeError: a peer is lost; nothing has changed here.
@@ -76,7 +122,8 @@ def synchronize(
     channel = _Channel(source, () if everybody else tuple(stale), is_source=rank == source, device=device)
     packed = pack(tree) if rank == source else None
     skeleton = channel.bytes(packed.skeleton if packed else None)
-    tensors = list(packed.tensors) if packed else _empty_like(_read(skeleton), device)
+    forms = [] if packed else _read(skeleton)[1]
+    tensors = list(packed.tensors) if packed else [form.empty(device) for form in forms]
     for chunk in chunks(tensors):
         if len(chunk) == 1:
             channel.tensor(chunk[0].reshape(-1).to(device))  # a receiver's is contiguous: this is its own memory
@@ -85,7 +132,10 @@ def synchronize(
         channel.tensor(flat)
         if packed is None:
             scatter(flat, chunk)
-    return None if packed else _fill(_read(skeleton), tensors)
+    if packed is not None:
+        return None
+    placed = (tensor.cpu() if form.is_on_cpu else tensor for form, tensor in zip(forms, tensors, strict=True))
+    return unpack(Packed(skeleton, tuple(placed)))
 
 
 class _Channel:
@@ -113,51 +163,6 @@ class _Channel:
         else:
             payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
         return bytes(self.tensor(payload).tolist())  # without numpy, which torch does not bring
-
-
-def _strip(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree.detach())
-        dtype = str(tree.dtype).removeprefix("torch.")
-        return {_TENSOR: (len(tensors) - 1, dtype, tuple(tree.shape))}
-    if isinstance(tree, dict):
-        return {key: _strip(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_strip(value, tensors) for value in tree) if type(tree) in (list, tuple) else tree
-    return tree
-
-
-def _fill(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(tree, dict):
-        if _TENSOR in tree:
-            return tensors[tree[_TENSOR][0]]
-        return {key: _fill(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_fill(value, tensors) for value in tree)
-    return tree
-
-
-def _read(skeleton: bytes) -> Any:
-    return torch.load(io.BytesIO(skeleton), weights_only=True)
-
-
-def _empty_like(tree: Any, device: torch.device) -> list[torch.Tensor]:
-    slots: dict[int, torch.Tensor] = {}
-
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
-            if _TENSOR in node:
-                number, dtype, shape = node[_TENSOR]
-                slots[number] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-                return
-            for value in node.values():
-                visit(value)
-        elif isinstance(node, (list, tuple)):
-            for value in node:
-                visit(value)
-
-    visit(tree)
-    return [slots[number] for number in range(len(slots))]
 
 
 def chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

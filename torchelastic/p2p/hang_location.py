@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.naming import listed
 from torchelastic.p2p.stacks import MAX_WHERE
-from torchelastic.text import escaped
+from torchelastic.text import escaped, listed
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.group.messages import all_gather_texts
-from torchelastic.group.naming import listed
 from torchelastic.group.notes import Mailbox
 from torchelastic.group.store_mailbox import StoreMailbox
+from torchelastic.text import listed
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import publish_metric
+from torchelastic.model.transfer import all_gathered
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +127,4 @@ def gather_rates(rate: float | None, world_size: int, group: dist.ProcessGroup |
         group: for CPU tensors.
     """
     mine = torch.tensor([-1.0 if rate is None else rate], dtype=torch.float64)
-    if world_size == 1:
-        gathered = [mine]
-    else:
-        gathered = [torch.zeros_like(mine) for _ in range(world_size)]
-        dist.all_gather(gathered, mine, group=group)
-    return [float(value) for value in gathered if float(value) >= 0]
+    return [float(value) for value in all_gathered(mine, world_size, group) if float(value) >= 0]

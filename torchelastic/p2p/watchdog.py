@@ -20,7 +20,6 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.naming import listed
 from torchelastic.metrics import publish_metric
 from torchelastic.p2p import hang_location
 from torchelastic.p2p.busy import BusySigns, publish_slowest
@@ -43,6 +42,7 @@ from torchelastic.p2p.stacks import lines_of_error, sample_thread, where
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.rendezvous.loss import Loss, MissedProgress, is_time_out
 from torchelastic.rendezvous.round_store import SILENT_S, StoreSilentError
+from torchelastic.text import listed
 
 log = logging.getLogger(__name__)
 

@@ -10,28 +10,16 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.handler import (
-        RendezvousClosedException,
-        RendezvousHandler,
-        RendezvousNonRetryableError,
-        RendezvousTimeoutException,
-    )
-    from torchelastic.rendezvous.server import EtcdServer
+    from torchelastic.rendezvous.handler import RendezvousClosedException as RendezvousClosedException
+    from torchelastic.rendezvous.handler import RendezvousHandler as RendezvousHandler
+    from torchelastic.rendezvous.handler import RendezvousNonRetryableError as RendezvousNonRetryableError
+    from torchelastic.rendezvous.handler import RendezvousTimeoutException as RendezvousTimeoutException
+    from torchelastic.rendezvous.server import EtcdServer as EtcdServer
 
-_MODULE_OF = {
-    "EtcdServer": "torchelastic.rendezvous.server",
-    "RendezvousClosedException": "torchelastic.rendezvous.handler",
-    "RendezvousHandler": "torchelastic.rendezvous.handler",
-    "RendezvousNonRetryableError": "torchelastic.rendezvous.handler",
-    "RendezvousTimeoutException": "torchelastic.rendezvous.handler",
-}
-
-__all__ = [
-    "EtcdServer",
-    "RendezvousClosedException",
-    "RendezvousHandler",
-    "RendezvousNonRetryableError",
-    "RendezvousTimeoutException",
-]
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "handler": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError RendezvousTimeoutException",
+        "server": "EtcdServer",
+    },
+)

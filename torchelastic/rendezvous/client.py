@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from torchelastic.processes.death_notice import leave_notice, notice_path
 from torchelastic.rendezvous import wire
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus, round_from_dict
+from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, round_from_dict
 from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,6 @@ class AgentClient:
         self._noted = 0
         self._welcomed = False
         self._sending = threading.Lock()
-        #: whether this worker is to leave the run
-        self.is_leaving = False
         self.member_id = ""
         self.host = ""
         self.address = ""
@@ -60,8 +59,12 @@ class AgentClient:
         self._socket = _connect(socket_path, connect_timeout_s)
         threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
         notice = leave_notice(notice_path(socket_path, os.getpid()))
-        self._send({"op": "hello", **wire.who(os.environ), "notice": notice})
-        self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
+        try:
+            self._send({"op": "hello", **wire.who(os.environ), "notice": notice})
+            self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
+        except AgentError:
+            self.close()  # or an agent that is only slow would make a member of it all the same
+            raise
 
     @property
     def round(self) -> Round:
@@ -73,9 +76,7 @@ class AgentClient:
         """Whether the agent is gone."""
         return self._fatal is not None and self._fatal.kind == "lost"
 
-    def join(
-        self, *, store_address: str, step: int, state_status: StateStatus, failed: bool, patience_s: float
-    ) -> Round:
+    def join(self, request: JoinRequest) -> Round:
         """Ask for the next round and wait until this member is on the roster of one; returns that round.
 
         The wait has no bound here: the agent ends it by the run's time-out, which does not count for spares.
@@ -85,35 +86,20 @@ class AgentClient:
                 reach, or the agent is gone.
         """
         after = self._round.number if self.member_id in self._round.members else 0
-        self._send(
-            {
-                "op": "join",
-                "store_address": store_address,
-                "step": step,
-                "state_status": int(state_status),
-                "failed": failed,
-                "patience_s": patience_s,
-            }
-        )
-
+        step = request.step
+        self._send({"op": "join", **msgspec.to_builtins(request)})
         self._wait_for(lambda: self.is_over_for(step) or self._is_on_roster_after(after), None, "")
         if self.is_over_for(step):
             raise AgentError("closed", self._round.because or "the run is closed")
         return self._round
 
-    def leave(self) -> None:
-        """Ask to leave the run; from any thread. `join` raises AgentError("drained") when this worker may go."""
-        self.is_leaving = True
-        self._send({"op": "leave"})
+    def tell(self, op: str) -> None:
+        """Say something that has no more words to it ("leave", "stop", "fail_for_good"; see `wire`); from any thread.
 
-    def stop(self) -> None:
-        """Say that this worker and its group stop the run before a deadline; `close` follows."""
-        self.is_leaving = True
-        self._send({"op": "stop"})
-
-    def fail_for_good(self) -> None:
-        """Say that this process is about to end with an error that another one in its place would run into again."""
-        self._send({"op": "fail_for_good"})
+        Raises:
+            AgentError: the agent is gone.
+        """
+        self._send({"op": op})
 
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
@@ -194,8 +180,6 @@ class AgentClient:
             self._take_round(round_from_dict("the agent's message", message["round"]))
         elif op == "contact":
             self.contact = Contact(float(message["leave_at_s"]), float(message["commit_until_s"]))
-        elif op == "leave":
-            self.is_leaving = True
         elif op == "fatal":
             self._fail(AgentError(str(message["kind"]), str(message["message"])))
         elif op in ("welcome", "noted"):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from torchelastic.processes import boot_time_s
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
@@ -22,7 +24,7 @@ from torchelastic.rendezvous.own_agent import (
     start_private_agent,
     tell_launcher,
 )
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, StateStatus
 from torchelastic.rendezvous.round_store import RoundStore
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 
@@ -180,7 +182,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = RoundStore()
         self._joined = NO_ROUND
         self._waits = False
-        self._report = {"step": 0, "state_status": StateStatus.INITIAL, "failed": False, "patience_s": 15.0}
+        self._request = JoinRequest("", 0, StateStatus.INITIAL, False, 15.0)
 
     @property
     def round(self) -> Round:
@@ -218,7 +220,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def report(self, *, step: int, state_status: StateStatus, failed: bool, patience_s: float) -> None:
         """Say what this worker brings to the next group."""
-        self._report = {"step": step, "state_status": state_status, "failed": failed, "patience_s": patience_s}
+        self._request = JoinRequest("", step, state_status, failed, patience_s)
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
         """Wait for the next group.
@@ -230,7 +232,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         client = self._connected()
         self._waits = True
         try:
-            round_ = client.join(store_address=self._store.listen(client.address), **self._report)  # type: ignore[arg-type]  # a dict of keywords
+            round_ = client.join(replace(self._request, store_address=self._store.listen(client.address)))
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
         finally:
@@ -249,7 +251,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Close the run for everybody."""
-        self.signal_done(int(self._report["step"]))
+        self.signal_done(self._request.step)
 
     def signal_done(self, step: int) -> None:
         """This worker has finished after `step` steps, which ends the run for everybody."""
@@ -278,19 +280,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def leave(self) -> None:
         """Ask the agent to let this worker leave the run; from any thread."""
         if self._client is not None:
-            self._client.leave()
+            self._client.tell("leave")
 
     def stop(self) -> None:
         """Tell the agent, which does not start this worker again; waits for nothing."""
-        if self._client is not None:
-            with suppress(AgentError):  # it is gone, and starts nobody again
-                self._client.stop()
+        self._tell_if_there("stop")
 
     def fail_for_good(self) -> None:
         """Tell the agent, which does not start another process in this one's place; waits for nothing."""
+        self._tell_if_there("fail_for_good")
+
+    def _tell_if_there(self, op: str) -> None:
         if self._client is not None:
-            with suppress(AgentError):  # as for `stop`
-                self._client.fail_for_good()
+            with suppress(AgentError):  # it is gone, and starts nobody again
+                self._client.tell(op)
 
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run."""

@@ -27,6 +27,9 @@ ONE_RUN_PER_START = (
 #: The sockets of launchers whose run is over for this process: it has finished, or has left it.
 over_here: set[str] = set()
 
+#: What a script and its launcher may say differently of one run.
+_SIZES = ("min_workers", "max_workers", "multiple_of")
+
 #: Of an agent's folder below the folder for temporary files. Short: a Unix socket's path has 107 bytes.
 FOLDER_PREFIX = "te-"
 #: The launcher takes what it is told at once; one that does not hang up so soon is not waited for.
@@ -42,17 +45,12 @@ def launchers_socket(url: RendezvousUrl, environment: Mapping[str, str]) -> str 
     launchers = _launchers_run(environment)
     if launchers is None or not _is_same_run(launchers, url):
         return None
-    if (launchers.min_workers, launchers.max_workers) != (url.min_workers, url.max_workers):
+    names = [name for name in _SIZES if getattr(url, name) != getattr(launchers, name)]
+    if names:
+        here, there = (", ".join(f"{name}={getattr(one, name)}" for name in names) for one in (url, launchers))
         log.warning(
-            "init_method has min_workers=%d and max_workers=%d, but `torchelastic run`, whose run it names, has %d and "
-            "%d, which count: leave init_method out of the script",
-            url.min_workers, url.max_workers, launchers.min_workers, launchers.max_workers,
-        )  # fmt: skip
-    if launchers.multiple_of != url.multiple_of:
-        log.warning(
-            "init_method has multiple_of=%d, but `torchelastic run`, whose run it names, has --multiple-of %d, which "
-            "counts: leave init_method out of the script",
-            url.multiple_of, launchers.multiple_of,
+            "init_method has %s, but `torchelastic run`, whose run it names, has %s, which counts: leave init_method "
+            "out of the script", here, there,
         )  # fmt: skip
     return environment[wire.SOCKET_VARIABLE]
 

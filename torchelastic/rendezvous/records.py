@@ -8,14 +8,14 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from torchelastic.foreign_json import Count, checked, decode_object
+from torchelastic.foreign_json import Amount, Count, checked, decode_object
 from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
 
 #: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
@@ -131,6 +131,16 @@ class Member:
         return (self.state_status, self.step)
 
 
+class JoinRequest(msgspec.Struct, frozen=True):
+    """What a worker that wants the next round brings to it; see `Member`."""
+
+    store_address: Name
+    step: MemberCount
+    state_status: StateStatus
+    failed: bool
+    patience_s: Amount
+
+
 def rank_members(members: Sequence[Member]) -> list[Member]:
     """Order members by rank: the first of those with the best state leads, the rest keep the given order, by host."""
     best = max(member.progress for member in members)
@@ -215,31 +225,14 @@ class Round:
 NO_ROUND = Round(because="no round yet")
 
 
-@dataclass(frozen=True)
 class Keys:
     """Where a run's documents stand; `root` ends without a slash."""
 
-    root: str
-    round: str = field(init=False)
-    leader: str = field(init=False)
-    incarnation: str = field(init=False)
-    members: str = field(init=False)
-    agents: str = field(init=False)
-    processes: str = field(init=False)
-    drain: str = field(init=False)
-    status: str = field(init=False)
-    look: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "round", f"{self.root}/round")
-        object.__setattr__(self, "leader", f"{self.root}/leader")
-        object.__setattr__(self, "incarnation", f"{self.root}/incarnation")
-        object.__setattr__(self, "members", f"{self.root}/members/")
-        object.__setattr__(self, "agents", f"{self.root}/agents/")
-        object.__setattr__(self, "processes", f"{self.root}/processes/")
-        object.__setattr__(self, "drain", f"{self.root}/drain/")
-        object.__setattr__(self, "status", f"{self.root}/status/")
-        object.__setattr__(self, "look", f"{self.root}/look")
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.round, self.leader, self.incarnation = f"{root}/round", f"{root}/leader", f"{root}/incarnation"
+        self.members, self.agents, self.processes = f"{root}/members/", f"{root}/agents/", f"{root}/processes/"
+        self.drain, self.status, self.look = f"{root}/drain/", f"{root}/status/", f"{root}/look"
 
     def member(self, member_id: str) -> str:
         """The key of one member."""

@@ -85,24 +85,16 @@ class RendezvousUrl:
         return all(host == "localhost" or is_loopback(host) for host, _ in self.endpoints)
 
     def __str__(self) -> str:
-        query: dict[str, object] = {
-            "min_workers": self.min_workers,
-            "max_workers": self.max_workers,
-            "multiple_of": self.multiple_of,
-            "timeout": self.timeout_s,
-            "last_call_timeout": self.last_call_timeout_s,
-            "ttl": self.ttl_s,
-            "connect_timeout": self.connect_timeout_s,
-            "orphan_timeout": UNLIMITED if math.isinf(self.orphan_timeout_s) else self.orphan_timeout_s,
-            "etcd_prefix": self.etcd_prefix,
-        }
-        for name in ACCESS_PARAMETERS:  # the password is none of them
-            value = getattr(self.access, name)
-            if value is not None:
-                query[name] = value
+        query = {name: getattr(self, name) for name in (*_COUNTS, "etcd_prefix")}
+        query |= {name: getattr(self, attribute) for name, attribute in _SECONDS.items()}
+        if math.isinf(self.orphan_timeout_s):
+            query["orphan_timeout"] = UNLIMITED
+        access = {name: getattr(self.access, name) for name in ACCESS_PARAMETERS}  # the password is none of them
+        query |= {name: value for name, value in access.items() if value is not None}
         return f"etcd://{self.endpoints_text}/{quote(self.run_id, safe='')}?{urlencode(query)}"
 
 
+_COUNTS = ("min_workers", "max_workers", "multiple_of")
 _SECONDS = {
     "timeout": "timeout_s",
     "last_call_timeout": "last_call_timeout_s",
@@ -112,7 +104,7 @@ _SECONDS = {
 }
 #: What a URL may say about access, besides `user:password@`.
 ACCESS_PARAMETERS = ("protocol", "cacert", "cert", "key", "user", "password_file")
-PARAMETERS = ("min_workers", "max_workers", "multiple_of", *_SECONDS, "etcd_prefix", *ACCESS_PARAMETERS)
+PARAMETERS = (*_COUNTS, *_SECONDS, "etcd_prefix", *ACCESS_PARAMETERS)
 
 _HOW = "write etcd://HOST:PORT/RUN_ID?min_workers=N"
 _ESCAPES = "and in a user's name or password / as %2F, ? as %3F, # as %23, [ as %5B, % as %25"

@@ -3,7 +3,8 @@
 Worker to agent:
     {"op": "hello", "pid": .., "local_rank": .., "notice": ..}  -> {"op": "welcome", "member": .., "host": .., ..}
         notice: whether the worker has left one of its death, see `torchelastic.processes.death_notice`
-    {"op": "join", ..}      wants the next round    -> {"op": "round", "round": {..}} at every change from then on
+    {"op": "join", ..}      wants the next round, see `records.JoinRequest`
+                                                    -> {"op": "round", "round": {..}} at every change from then on
     {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
     {"op": "leave"}         wants to leave the run  -> {"op": "fatal", "kind": "drained", ..} when it may go
     {"op": "stop"}          stops the run before a deadline, with all of its group, and hangs up
@@ -13,7 +14,6 @@ Worker to agent:
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store
-    {"op": "leave"}         it is to leave the run: somebody else wants that
     {"op": "fatal", "kind": "timeout" | "closed" | "unavailable" | "drained", "message": ..}
 
 Nothing is ever unpickled or evaluated.
@@ -28,9 +28,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from torchelastic.foreign_json import Amount, Count, RecordError, decode_object
+from torchelastic.foreign_json import Count, RecordError, decode_object
 from torchelastic.processes.identity import MAX_PID
-from torchelastic.rendezvous.records import MemberCount, Name, StateStatus
+from torchelastic.rendezvous.records import MemberCount, Name
 
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
 SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
@@ -61,16 +61,6 @@ class Elsewhere(Hello, kw_only=True):
 
     run: Name
     closed: bool
-
-
-class JoinRequest(Struct):
-    """Of a worker that wants the next round."""
-
-    store_address: Name
-    step: MemberCount
-    state_status: StateStatus
-    failed: bool
-    patience_s: Amount
 
 
 class Done(Struct):

@@ -9,7 +9,9 @@ import enum
 import math
 from dataclasses import dataclass, replace
 
-from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
+from msgspec.structs import asdict
+
+from torchelastic.rendezvous.records import MAX_SECONDS, JoinRequest, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
 
 #: Shares of the time for which a group may train without contact to the store: when it leaves at the end of a step, and
@@ -42,26 +44,10 @@ class Contact:
         return cls(sent_s + LEAVE_SHARE * orphan_timeout_s, sent_s + COMMIT_SHARE * orphan_timeout_s)
 
 
-def asks(
-    member: Member,
-    known: Round | None,
-    *,
-    store_address: str,
-    step: int,
-    state_status: StateStatus,
-    failed: bool,
-    patience_s: float,
-) -> Member:
+def asks(member: Member, known: Round | None, request: JoinRequest) -> Member:
     """The record of a member that wants the round after the newest that is known."""
-    return replace(
-        member,
-        store_address=store_address,
-        ready_for=(0 if known is None else known.number) + 1,
-        step=step,
-        state_status=state_status,
-        failed=failed,
-        patience_s=patience_s,
-    )
+    brought = {**asdict(request), "patience_s": min(request.patience_s, MAX_SECONDS)}
+    return replace(member, ready_for=(0 if known is None else known.number) + 1, **brought)
 
 
 def asks_again(member: Member, now: Round) -> Member | None:
@@ -135,23 +121,6 @@ def is_left_behind(member: Member, round_: Round) -> bool:
     return member.leaving and is_out and 0 < member.ready_for <= round_.number and not is_done(member, round_)
 
 
-def may_restart(exit_code: int, *, has_asked: bool, run_is_over: bool, fails_for_good: bool = False) -> bool:
-    """Whether a worker process that has failed may be started again, restarts permitting.
-
-    A script that fails with an error before it first asks for a group (a typo, a missing file) fails the next time too:
-    that is reported now, not after k restarts. So does one whose step has failed with the same error again and again. A
-    signal (the out-of-memory killer, a crash in native code) is no error
-    of the script, so it may go better the next time.
-
-    Args:
-        exit_code: as subprocess has it (negative: a signal).
-        has_asked: whether the process had asked for a group.
-        run_is_over: whether the run is closed or closing.
-        fails_for_good: whether it has said that its error would come again in another process.
-    """
-    return not run_is_over and not (fails_for_good and exit_code > 0) and (has_asked or exit_code < 0)
-
-
 class AfterLoss(enum.Enum):
     """What becomes of the workers of a host when one of them has failed."""
 
@@ -176,18 +145,22 @@ def after_loss(
 
     A group whose members found each other by the environment, as under torchrun, is none without one of them.
 
+    A script that fails with an error before it first asks for a group (a typo, a missing file) fails the next time too:
+    that is reported now, not after k restarts. So does one whose step has failed with the same error again and again. A
+    signal (the out-of-memory killer, a crash in native code) is no error of the script, so it may go better next time.
+
     Args:
-        exit_code: as in `may_restart`, like the other ones that both have.
-        has_asked: see there.
+        exit_code: as subprocess has it (negative: a signal).
+        has_asked: whether the process had asked for a group.
         is_plain_group: whether the workers have initialised such a group, and none has asked the agent for one.
-        run_is_over: see there.
+        run_is_over: whether the run is closed or closing.
         restarts_left: of this worker alone.
-        fails_for_good: see there.
+        fails_for_good: whether it has said that its error would come again in another process.
     """
     if is_plain_group:
         return AfterLoss.ALL_END
-    may = may_restart(exit_code, has_asked=has_asked, run_is_over=run_is_over, fails_for_good=fails_for_good)
-    return AfterLoss.ONE_AGAIN if may and restarts_left > 0 else AfterLoss.GIVEN_UP
+    may_help = exit_code < 0 or (has_asked and not fails_for_good)
+    return AfterLoss.ONE_AGAIN if may_help and not run_is_over and restarts_left > 0 else AfterLoss.GIVEN_UP
 
 
 def late_start_s(slowest_start_s: float) -> float:

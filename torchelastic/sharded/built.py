@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.regions import Region
-from torchelastic.checkpoint.shards.tensors import dtype_named
+from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named, region_of
 from torchelastic.errors import NonRetryableException
 from torchelastic.model import random_state
+from torchelastic.model.companions import Trained
 from torchelastic.model.module_state import plain_name
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.sharded.offers import Layout
-from torchelastic.sharded.parts import entry_of, memory_of
 from torchelastic.text import shortlist
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
@@ -74,6 +74,11 @@ class Built:
         ]
         self._parts: dict[str, Entry] = {}
 
+    @property
+    def trained(self) -> Trained:
+        """What a step changes beside the parts."""
+        return Trained(tuple(self.model.buffers()), self.optimizers, self.schedulers)
+
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         yield from self.model.parameters()
         yield from self.model.buffers()
@@ -104,7 +109,8 @@ class Built:
             found |= {name: value for name, value in self._optimizer_values() if isinstance(value, torch.Tensor)}
         for name, tensor in found.items():
             if name not in self._parts:
-                self._parts[name] = entry_of(name, tensor)
+                form = dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor)
+                self._parts[name] = Entry.of(name, *form, is_shard=isinstance(tensor, DTensor))
         return {name: self._parts[name] for name in found}
 
     def expected_bytes(self) -> int:
@@ -268,6 +274,12 @@ class Built:
         for module in self.model.modules():
             _release_flat_memory(module)
         _give_back_freed_memory()
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this rank holds of one; shares its memory."""
+    # not `to_local`, which takes ten times as long, in each copy, for each tensor
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _release_flat_memory(module: torch.nn.Module) -> None:

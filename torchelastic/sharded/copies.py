@@ -27,7 +27,7 @@ from torchelastic.checkpoint.shards.header import Header, encode_header, header_
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.processes.background import in_background
-from torchelastic.sharded.offers import Layout, Version, layout_of
+from torchelastic.sharded.offers import Layout, Version
 from torchelastic.text import bytes_text
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class _Form:
     def read(cls, text: bytes) -> _Form:
         """The inverse of `text`."""
         header = header_of(zlib.decompress(text))
-        return cls(layout_of(header.entries), header, text)
+        return cls({entry.name: entry for entry in header.entries}, header, text)
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ class Copies:
 
     def leave_group(self) -> None:
         """The group has ended: what is still under way has failed, or is whole."""
+        self.wait_until_copied()  # until then this rank's own copy is none
         self.take_over()
         if self._exchange is not None:
             # its thread ends with the group that was given up, and gives back the memory that it receives into

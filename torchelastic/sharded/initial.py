@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import region_of
 from torchelastic.errors import NonRetryableException
-from torchelastic.sharded.parts import memory_of
+from torchelastic.sharded.built import memory_of
 
 Initialize = Callable[[torch.nn.Module], object]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchelastic.model import random_state
-from torchelastic.model.extras import Snapshot
-from torchelastic.model.optimizers import OptimizerProgress
+from torchelastic.model.companions import Companions, Snapshot
+from torchelastic.model.optimizers import OptimizerProgress, Settings
 from torchelastic.model.random_state import RandomState
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
-from torchelastic.sharded.companions import Companions
+from torchelastic.sharded.companions import companions_tree, to_bytes
 from torchelastic.sharded.handover import HeldState
 from torchelastic.sharded.offers import Phase, Version
 
@@ -40,7 +38,7 @@ class Live:
         self.is_in_sync = False
         self.random_when_failed: RandomState | None = None
         self._companions_when_done: bytes | None = None
-        self._settings_when_ready: tuple[tuple[dict[str, Any], ...], ...] = ()
+        self._settings_when_ready: Settings = ()
 
     @property
     def present(self) -> Built:
@@ -48,6 +46,18 @@ class Live:
         if self.built is None:
             raise RuntimeError("there is no group yet: model, optimizer and mesh exist from the first step on")
         return self.built
+
+    def companions(self, built: Built) -> bytes:
+        """What goes with the parts of what was built."""
+        return to_bytes(companions_tree(self._own, built))
+
+    def snapshot(self) -> Snapshot:
+        """What undoes a step, but for the parts."""
+        return self._own.snapshot(None if self.built is None else self.built.trained)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """The inverse."""
+        self._own.restore(snapshot, None if self.built is None else self.built.trained)
 
     def begin_step(self) -> None:
         """A step begins, if there is a group."""
@@ -65,7 +75,7 @@ class Live:
         """The step that began with this snapshot has failed: undo it, as far as this rank can alone."""
         built = self.built
         if built is None or not self.is_in_sync:
-            self._own.restore(snapshot, built)  # no step has begun since the last one was undone
+            self.restore(snapshot)  # no step has begun since the last one was undone
             return
         self.is_in_sync = False
         self.random_when_failed = random_state.capture()
@@ -77,19 +87,19 @@ class Live:
         elif progress is OptimizerProgress.COMPLETE and self._own.step == snapshot.step:
             self._count_step()
             self.phase = Phase.DONE
-            self._companions_when_done = self._own.to_bytes(built)
+            self._companions_when_done = self.companions(built)
         can_complete = self.phase is Phase.READY and built.optimizers.steps_once
         if can_complete:
-            self._settings_when_ready = built.optimizers.hyperparameters()  # of this step, such as its learning rate
+            self._settings_when_ready = built.optimizers.settings()  # of this step, such as its learning rate
         else:
             built.optimizers.zero_grad()
             self.phase = Phase.UNTOUCHED if self.phase is Phase.READY else self.phase
         if self.phase is not Phase.DONE:
-            self._own.restore(snapshot, built)
+            self.restore(snapshot)
 
     def complete_step(self, version: Version) -> None:
         """Other ranks have computed this state: so does this one, which has all gradients of the step."""
-        self.present.optimizers.restore_hyperparameters(self._settings_when_ready)
+        self.present.optimizers.load_settings(self._settings_when_ready)
         for optimizer in self.present.optimizers.objects:
             optimizer.step()
         self.phase, self.version = Phase.DONE, version
@@ -104,7 +114,7 @@ class Live:
         if self.version is None or self.built is None or self.phase is Phase.NONE:
             return None
         when_done = self._companions_when_done
-        companions = self._own.to_bytes(self.built) if when_done is None else when_done
+        companions = self.companions(self.built) if when_done is None else when_done
         is_own = self.phase is not Phase.DONE  # else the rest of the user's step may be missing
         tensors = self.built.tensors()
         return HeldState(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)

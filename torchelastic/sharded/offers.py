@@ -217,8 +217,3 @@ def _rows(regions: Sequence[Region]) -> str:
         return ""
     spans = [f"{region.offsets[0]}:{region.offsets[0] + region.sizes[0]}" for region in regions[:2]]
     return f"[{', '.join(spans)}{', ..' if len(regions) > 2 else ''}]"
-
-
-def layout_of(entries: Iterable[Entry]) -> dict[str, Entry]:
-    """By the names of the tensors."""
-    return {entry.name: entry for entry in entries}

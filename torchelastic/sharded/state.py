@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -22,14 +22,13 @@ from torchelastic.checkpoint.tiered.reading import StoredParts
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
-from torchelastic.model.extras import Snapshot
-from torchelastic.model.one_or_many import check_stateful
+from torchelastic.model.companions import Companions, Snapshot, WithCompanions
 from torchelastic.model.transfer import message_device
-from torchelastic.model.world_change import WorldChange, WorldWatch
+from torchelastic.model.world_change import WorldWatch
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.sharded.built import Build, Built, other_parameters
 from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, whole_in_copies
-from torchelastic.sharded.companions import Companions, from_bytes
+from torchelastic.sharded.companions import checkpoint_tree, from_bytes, load_companions
 from torchelastic.sharded.copies import Copies, copy_partners, say_if_memory_is_short
 from torchelastic.sharded.handover import (
     HeldState,
@@ -55,7 +54,7 @@ NOT_ALONE = (
 )
 
 
-class ShardedState(State):
+class ShardedState(WithCompanions, State):
     """A sharded model with its optimizer and all that goes with them; lives through losses, joins and drains.
 
     For each new group your `build` makes model and optimizer anew, on the mesh of that group; their contents come from
@@ -106,11 +105,10 @@ class ShardedState(State):
     ) -> None:
         if replicas < 0 or every < 1:
             raise ValueError(f"replicas={replicas} must be at least 0, and every={every} at least 1")
-        check_stateful("sampler", sampler)
         self._build, self._mesh_rule, self._initialize, self._seed = build, mesh, initialize, seed
         self._replicas, self._every, self._data_dims = replicas, every, data_dims
         self._host = host or socket.gethostname()
-        self._own = Companions(sampler, {} if extra is None else extra)
+        self._own = Companions(sampler, extra)
         self._live = Live(self._own)
         self._copies = Copies()
         self._world = WorldWatch()
@@ -146,36 +144,6 @@ class ShardedState(State):
         return self._live.present.mesh
 
     @property
-    def step(self) -> int:
-        """Committed steps."""
-        return self._own.step
-
-    @property
-    def sampler(self) -> Any:
-        """As given."""
-        return self._own.sampler
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Your own values."""
-        return self._own.registered.values
-
-    @property
-    def epoch(self) -> int:
-        """The sampler's epoch where it has one, else what was set."""
-        return int(getattr(self.sampler, "epoch", self._own.own_epoch))
-
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._own.own_epoch = value
-
-    @property
-    def end_step(self) -> int | None:
-        """`step` at the end of the run, as far as the sampler knows; None: it does not. Any time."""
-        left = getattr(self.sampler, "batches_left", None)
-        return None if left is None else self.step + int(left)
-
-    @property
     def status(self) -> StateStatus:
         """COMPLETE where this rank has parts of a state that may be gone on from."""
         has_parts = self._live.version is not None or bool(self._copies.held)
@@ -193,18 +161,13 @@ class ShardedState(State):
         finally:
             model.set_requires_gradient_sync(True)
 
-    def on_world_change(self, callback: Callable[[WorldChange], Any]) -> Callable[[WorldChange], Any]:
-        """As `ModelState.on_world_change`."""
-        self._world.add(callback)
-        return callback
-
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """What `apply` needs; its cost does not depend on the size of the model."""
         self._live.begin_step()
         self._weighting.begin_step()
-        return self._own.snapshot(self._live.built)
+        return self._live.snapshot()
 
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
@@ -266,7 +229,7 @@ class ShardedState(State):
         began_s = time.perf_counter()
         version, built = self._live.version, self._live.present
         assert version is not None
-        self._copies.begin(version, built.layout(), built.tensors(), self._own.to_bytes(built))
+        self._copies.begin(version, built.layout(), built.tensors(), self._live.companions(built))
         publish_metric("torchelastic", "sharded.copy.duration.ms", 1000 * (time.perf_counter() - began_s))
 
     # --- a new group ----------------------------------------------------------------------------------------------
@@ -313,7 +276,7 @@ class ShardedState(State):
             held.clear()
             self._take_over(built, chosen, offers, choice, rank)
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
-        self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._own.to_bytes(built))
+        self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._live.companions(built))
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, whole_copies)
         self._world.changed(world_size, rank)
@@ -370,7 +333,7 @@ class ShardedState(State):
         taken = take_over(built, held, offers, choice, group=self._control, device=message_device())
         if rank in choice.completing:
             self._live.completed(taken.companions)
-        self._own.load(from_bytes(taken.companions), built, with_random=taken.with_random)
+        load_companions(self._own, from_bytes(taken.companions), built, with_random=taken.with_random)
         if not taken.with_random and self._live.random_when_failed is not None:
             random_state.restore(self._live.random_when_failed)
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
@@ -390,13 +353,13 @@ class ShardedState(State):
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
         self._weighting.enter_group(built.model, place.size)
-        self._own.registered.measure()
+        self._own.extras.measure()
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def checkpoint_tree(self) -> dict[str, Any]:
         """The same form as that of `ModelState`, with DTensors; nothing is copied."""
-        return self._own.checkpoint_tree(self._live.present)
+        return checkpoint_tree(self._own, self._live.present)
 
     loads_parts = True
 

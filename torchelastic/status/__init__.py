@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.status.reading import StatusReader
-    from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus
+    from torchelastic.status.reading import StatusReader as StatusReader
+    from torchelastic.status.run_status import EventLine as EventLine
+    from torchelastic.status.run_status import HostStatus as HostStatus
+    from torchelastic.status.run_status import RunStatus as RunStatus
+    from torchelastic.status.run_status import WorkerStatus as WorkerStatus
 
-__all__ = [
-    "EventLine",
-    "HostStatus",
-    "RunStatus",
-    "StatusReader",
-    "WorkerStatus",
-]
-
-_MODULES = {
-    "reading": ("StatusReader",),
-    "run_status": ("EventLine", "HostStatus", "RunStatus", "WorkerStatus"),
-}
-
-__getattr__, __dir__ = lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "reading": "StatusReader",
+        "run_status": "EventLine HostStatus RunStatus WorkerStatus",
+    },
+)

@@ -172,7 +172,8 @@ def _text(event: LedgerEvent) -> str:
             what = "was undone" if event.is_undone else "failed and was not undone, as the state has no snapshot"
             return f"{which} {what}, {duration(event.replayed_ns)} of work"
         case Restore():
-            source = f" from a {event.source}" if event.source else ""
+            has_received = event.source and event.from_step != event.step  # else it kept its own state
+            source = f" from a {event.source}" if has_received else ""
             return f"in sync at step {event.step}{source}, {duration(event.took_ns)}"
         case ReForm():
             phases = ", ".join(f"{name} {duration(ns)}" for name, ns in event.phases_ns.items())

@@ -7,32 +7,21 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.testing.clock import FakeClock
-    from torchelastic.testing.disk_faults import FaultyDisk, fail_at, full_at, kill_at, pause_at, short_write_at
-    from torchelastic.testing.etcd import python_protobuf_env, running_etcd
+    from torchelastic.testing.clock import FakeClock as FakeClock
+    from torchelastic.testing.disk_faults import FaultyDisk as FaultyDisk
+    from torchelastic.testing.disk_faults import fail_at as fail_at
+    from torchelastic.testing.disk_faults import full_at as full_at
+    from torchelastic.testing.disk_faults import kill_at as kill_at
+    from torchelastic.testing.disk_faults import pause_at as pause_at
+    from torchelastic.testing.disk_faults import short_write_at as short_write_at
+    from torchelastic.testing.etcd import python_protobuf_env as python_protobuf_env
+    from torchelastic.testing.etcd import running_etcd as running_etcd
 
-_MODULE_OF = {
-    "FakeClock": "torchelastic.testing.clock",
-    "FaultyDisk": "torchelastic.testing.disk_faults",
-    "fail_at": "torchelastic.testing.disk_faults",
-    "full_at": "torchelastic.testing.disk_faults",
-    "kill_at": "torchelastic.testing.disk_faults",
-    "pause_at": "torchelastic.testing.disk_faults",
-    "python_protobuf_env": "torchelastic.testing.etcd",
-    "running_etcd": "torchelastic.testing.etcd",
-    "short_write_at": "torchelastic.testing.disk_faults",
-}
-
-__all__ = [
-    "FakeClock",
-    "FaultyDisk",
-    "fail_at",
-    "full_at",
-    "kill_at",
-    "pause_at",
-    "python_protobuf_env",
-    "running_etcd",
-    "short_write_at",
-]
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "clock": "FakeClock",
+        "disk_faults": "FaultyDisk fail_at full_at kill_at pause_at short_write_at",
+        "etcd": "python_protobuf_env running_etcd",
+    },
+)

@@ -10,25 +10,18 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue, abort_checkpoints
-    from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
-    from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
-    from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint
+    from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue as AsyncCallsQueue
+    from torchelastic.checkpoint.async_ckpt.calls_queue import abort_checkpoints as abort_checkpoints
+    from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError as AsyncCheckpointError
+    from torchelastic.checkpoint.async_ckpt.request import AsyncRequest as AsyncRequest
+    from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint as TorchAsyncCheckpoint
 
-__all__ = [
-    "AsyncCallsQueue",
-    "AsyncCheckpointError",
-    "AsyncRequest",
-    "TorchAsyncCheckpoint",
-    "abort_checkpoints",
-]
-
-_HOME_OF_NAME = {
-    "AsyncCallsQueue": "calls_queue",
-    "AsyncCheckpointError": "errors",
-    "AsyncRequest": "request",
-    "TorchAsyncCheckpoint": "torch_checkpoint",
-    "abort_checkpoints": "calls_queue",
-}
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "calls_queue": "AsyncCallsQueue abort_checkpoints",
+        "errors": "AsyncCheckpointError",
+        "request": "AsyncRequest",
+        "torch_checkpoint": "TorchAsyncCheckpoint",
+    },
+)

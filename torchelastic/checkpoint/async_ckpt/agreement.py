@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, describe, failed_call
 from torchelastic.checkpoint.async_ckpt.executors import failure_of
-from torchelastic.group.lagged_max import LaggedMax
-from torchelastic.group.messages import all_gather_texts
-from torchelastic.group.naming import describe_calls
+from torchelastic.group.messages import LaggedMax, all_gather_texts
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup
+from torchelastic.text import describe_calls
 
 #: As torch waits for a gloo collective if nobody says otherwise.
 DEFAULT_TIMEOUT_S = 1800.0

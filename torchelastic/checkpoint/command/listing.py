@@ -1,4 +1,4 @@
-"""Finding what is at a path, and `ls`."""
+"""Finding what is at a path, `ls`, and `verify`, which reads everything and names what is damaged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.format import Format, FoundCheckpoint
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
-from torchelastic.checkpoint.command.screen import complain, say_json, table
+from torchelastic.checkpoint.command.screen import complain, progress, say, say_json, table
 from torchelastic.checkpoint.command.shard_folder import FolderOfShards
 from torchelastic.checkpoint.command.shards import ShardFile
 from torchelastic.checkpoint.command.streams import StreamFolder
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import age_text, bytes_text
 
 #: In the order in which they are looked for and listed.
@@ -97,6 +98,38 @@ def ls(path: Path, *, as_json: bool, now_s: float) -> int:
         complain(f"torchelastic checkpoint ls: {damaged_all(path, found)}")
         return 2
     return 0
+
+
+def verify(path: Path, *, as_json: bool) -> int:
+    """`torchelastic checkpoint verify`, for all checkpoints at a path.
+
+    Returns:
+        The exit code: 0 if all are intact, 1 if one is damaged, 2 if one cannot be read.
+
+    Raises:
+        CheckpointCommandError: there is nothing at the path.
+    """
+    found = find(path)
+    code = 0
+    for one in found:
+        unreadable = False
+        try:
+            with progress(one.size_bytes, one.name) as advance:
+                lines = one.format.verify(one, advance)
+        except CheckpointError as error:
+            lines, unreadable = [str(error)], True
+        state = "unreadable" if unreadable else "damaged" if lines else "intact"
+        if lines and not one.path.exists():
+            state, lines = "removed meanwhile", []  # by the run that writes here
+        code = max(code, {"unreadable": 2, "damaged": 1}.get(state, 0))
+        if as_json:
+            about = {"path": str(one.path), "name": one.name, "kind": one.format.kind, "partial": one.partial}
+            say_json({**about, "state": state, "damage": lines})
+        else:
+            say(f"{one.name}: {state} ({bytes_text(one.size_bytes)}{'; ' if one.partial else ''}{one.partial or ''})")
+            for line in lines:
+                say(f"  {line}")
+    return code
 
 
 def record_of(found: FoundCheckpoint) -> dict[str, object]:

@@ -163,7 +163,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from torchelastic.checkpoint.command.verifying import verify
+    from torchelastic.checkpoint.command.listing import verify
 
     return verify(options.path, as_json=options.json)
 

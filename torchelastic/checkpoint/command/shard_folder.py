@@ -17,9 +17,9 @@ from torchelastic.checkpoint.kinds import LOCAL_STATE, Kind, kind_in
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.store.inventory import describe_cut, info_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
-from torchelastic.checkpoint.store.pruning import remove_checkpoint
 from torchelastic.checkpoint.store.reading import names_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
+from torchelastic.checkpoint.store.writing import remove_checkpoint
 
 
 class FolderOfShards(ShardFormat):

@@ -10,34 +10,21 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.errors import OutOfStepError
-    from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-    from torchelastic.checkpoint.local.local_manager import LocalCheckpointManager
-    from torchelastic.checkpoint.local.names import CkptID
-    from torchelastic.checkpoint.local.state_dict import (
-        BasicTensorAwareStateDict,
-        TensorAwareStateDict,
-        TensorPlaceholder,
-    )
+    from torchelastic.checkpoint.errors import OutOfStepError as OutOfStepError
+    from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager as BaseCheckpointManager
+    from torchelastic.checkpoint.local.local_manager import LocalCheckpointManager as LocalCheckpointManager
+    from torchelastic.checkpoint.local.names import CkptID as CkptID
+    from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict as BasicTensorAwareStateDict
+    from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict as TensorAwareStateDict
+    from torchelastic.checkpoint.local.state_dict import TensorPlaceholder as TensorPlaceholder
 
-__all__ = [
-    "BaseCheckpointManager",
-    "BasicTensorAwareStateDict",
-    "CkptID",
-    "LocalCheckpointManager",
-    "OutOfStepError",
-    "TensorAwareStateDict",
-    "TensorPlaceholder",
-]
-
-_HOME_OF_NAME = {
-    "BaseCheckpointManager": "base_manager",
-    "BasicTensorAwareStateDict": "state_dict",
-    "CkptID": "names",
-    "LocalCheckpointManager": "local_manager",
-    "OutOfStepError": "torchelastic.checkpoint.errors",
-    "TensorAwareStateDict": "state_dict",
-    "TensorPlaceholder": "state_dict",
-}
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "torchelastic.checkpoint.errors": "OutOfStepError",
+        "base_manager": "BaseCheckpointManager",
+        "local_manager": "LocalCheckpointManager",
+        "names": "CkptID",
+        "state_dict": "BasicTensorAwareStateDict TensorAwareStateDict TensorPlaceholder",
+    },
+)

@@ -18,8 +18,8 @@ from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.restore import StoredCandidate, newest_readable, shards_of
 from torchelastic.checkpoint.restore_plan import Held, candidates
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
-from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
+from torchelastic.text import listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist

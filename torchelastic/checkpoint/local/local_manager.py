@@ -35,8 +35,8 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
-from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
+from torchelastic.text import listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist

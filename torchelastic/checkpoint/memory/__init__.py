@@ -10,41 +10,28 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointId, CheckpointObjectId
-    from torchelastic.checkpoint.memory.job import job_container
-    from torchelastic.checkpoint.memory.loader import CheckpointLoader, DefaultCheckpointLoader
-    from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-    from torchelastic.checkpoint.memory.reader import MemoryStorageReader
-    from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
-    from torchelastic.checkpoint.memory.staging import StagedItems
-    from torchelastic.checkpoint.memory.writer import MemoryStorageWriter
+    from torchelastic.checkpoint.memory.ids import CheckpointContainerId as CheckpointContainerId
+    from torchelastic.checkpoint.memory.ids import CheckpointId as CheckpointId
+    from torchelastic.checkpoint.memory.ids import CheckpointObjectId as CheckpointObjectId
+    from torchelastic.checkpoint.memory.job import job_container as job_container
+    from torchelastic.checkpoint.memory.loader import CheckpointLoader as CheckpointLoader
+    from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader as DefaultCheckpointLoader
+    from torchelastic.checkpoint.memory.objects import CheckpointObjectManager as CheckpointObjectManager
+    from torchelastic.checkpoint.memory.reader import MemoryStorageReader as MemoryStorageReader
+    from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver as DefaultCheckpointSaver
+    from torchelastic.checkpoint.memory.staging import StagedItems as StagedItems
+    from torchelastic.checkpoint.memory.writer import MemoryStorageWriter as MemoryStorageWriter
 
-__all__ = [
-    "CheckpointContainerId",
-    "CheckpointId",
-    "CheckpointLoader",
-    "CheckpointObjectId",
-    "CheckpointObjectManager",
-    "DefaultCheckpointLoader",
-    "DefaultCheckpointSaver",
-    "MemoryStorageReader",
-    "MemoryStorageWriter",
-    "StagedItems",
-    "job_container",
-]
-
-_MODULE_OF_NAME = {
-    "CheckpointContainerId": "ids",
-    "CheckpointId": "ids",
-    "CheckpointLoader": "loader",
-    "CheckpointObjectId": "ids",
-    "CheckpointObjectManager": "objects",
-    "DefaultCheckpointLoader": "loader",
-    "DefaultCheckpointSaver": "saver",
-    "MemoryStorageReader": "reader",
-    "MemoryStorageWriter": "writer",
-    "StagedItems": "staging",
-    "job_container": "job",
-}
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "ids": "CheckpointContainerId CheckpointId CheckpointObjectId",
+        "job": "job_container",
+        "loader": "CheckpointLoader DefaultCheckpointLoader",
+        "objects": "CheckpointObjectManager",
+        "reader": "MemoryStorageReader",
+        "saver": "DefaultCheckpointSaver",
+        "staging": "StagedItems",
+        "writer": "MemoryStorageWriter",
+    },
+)

@@ -42,7 +42,6 @@ from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import save_tree
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.memory import MemoryTier
-from torchelastic.checkpoint.store.pruning import remove_left_overs
 from torchelastic.checkpoint.store.reading import (
     names_in,
     open_shard,
@@ -52,7 +51,7 @@ from torchelastic.checkpoint.store.reading import (
 )
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
-from torchelastic.checkpoint.store.writing import publish_manifest, require_stored
+from torchelastic.checkpoint.store.writing import publish_manifest, remove_left_overs, require_stored
 from torchelastic.processes.file_locks import lock_of_nobody
 
 

@@ -11,7 +11,7 @@ import torch
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import commit_from
 from torchelastic.checkpoint.memory.ids import is_commit, object_of, parse_object
-from torchelastic.checkpoint.shards.image import tensors_of
+from torchelastic.checkpoint.shards.stage import tensors_of
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import write_whole
 from torchelastic.checkpoint.store.received import ReceivedShards

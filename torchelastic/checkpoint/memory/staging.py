@@ -25,8 +25,7 @@ from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
-from torchelastic.checkpoint.shards.image import read_header
-from torchelastic.checkpoint.shards.stage import Stage, seal
+from torchelastic.checkpoint.shards.stage import Stage, read_header, seal
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_of, require_shard
 from torchelastic.checkpoint.store.save_id import ShardId

@@ -23,75 +23,40 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.policy.costs import SaveCosts
-    from torchelastic.checkpoint.policy.failures import FailurePrior, FailureRate
-    from torchelastic.checkpoint.policy.formulas import (
-        daly_period_s,
-        exact_cost,
-    )
-    from torchelastic.checkpoint.policy.keeping import (
-        KeepAll,
-        KeepBest,
-        KeepDecision,
-        KeepEvery,
-        KeepEverySeconds,
-        KeepLast,
-        KeepPolicy,
-        KeptCheckpoint,
-        prunable,
-    )
-    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
-    from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
-    from torchelastic.checkpoint.policy.young_daly import YoungDaly
+    from torchelastic.checkpoint.policy.costs import SaveCosts as SaveCosts
+    from torchelastic.checkpoint.policy.failures import FailurePrior as FailurePrior
+    from torchelastic.checkpoint.policy.failures import FailureRate as FailureRate
+    from torchelastic.checkpoint.policy.formulas import daly_period_s as daly_period_s
+    from torchelastic.checkpoint.policy.formulas import exact_cost as exact_cost
+    from torchelastic.checkpoint.policy.keeping import KeepAll as KeepAll
+    from torchelastic.checkpoint.policy.keeping import KeepBest as KeepBest
+    from torchelastic.checkpoint.policy.keeping import KeepDecision as KeepDecision
+    from torchelastic.checkpoint.policy.keeping import KeepEvery as KeepEvery
+    from torchelastic.checkpoint.policy.keeping import KeepEverySeconds as KeepEverySeconds
+    from torchelastic.checkpoint.policy.keeping import KeepLast as KeepLast
+    from torchelastic.checkpoint.policy.keeping import KeepPolicy as KeepPolicy
+    from torchelastic.checkpoint.policy.keeping import KeptCheckpoint as KeptCheckpoint
+    from torchelastic.checkpoint.policy.keeping import prunable as prunable
+    from torchelastic.checkpoint.policy.saving import SaveDecision as SaveDecision
+    from torchelastic.checkpoint.policy.saving import SaveMoment as SaveMoment
+    from torchelastic.checkpoint.policy.saving import SavePolicy as SavePolicy
+    from torchelastic.checkpoint.policy.schedules import AtSteps as AtSteps
+    from torchelastic.checkpoint.policy.schedules import EverySeconds as EverySeconds
+    from torchelastic.checkpoint.policy.schedules import EverySteps as EverySteps
+    from torchelastic.checkpoint.policy.schedules import Never as Never
+    from torchelastic.checkpoint.policy.schedules import OnSignal as OnSignal
+    from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
 
-__all__ = [
-    "AtSteps",
-    "EverySeconds",
-    "EverySteps",
-    "FailurePrior",
-    "FailureRate",
-    "KeepAll",
-    "KeepBest",
-    "KeepDecision",
-    "KeepEvery",
-    "KeepEverySeconds",
-    "KeepLast",
-    "KeepPolicy",
-    "KeptCheckpoint",
-    "Never",
-    "OnSignal",
-    "SaveCosts",
-    "SaveDecision",
-    "SaveMoment",
-    "SavePolicy",
-    "YoungDaly",
-    "daly_period_s",
-    "exact_cost",
-    "prunable",
-]
-
-_NAMES_OF_HOME = {
-    "costs": ("SaveCosts",),
-    "failures": ("FailurePrior", "FailureRate"),
-    "formulas": (
-        "daly_period_s",
-        "exact_cost",
-    ),
-    "keeping": (
-        "KeepAll",
-        "KeepBest",
-        "KeepDecision",
-        "KeepEvery",
-        "KeepEverySeconds",
-        "KeepLast",
-        "KeepPolicy",
-        "KeptCheckpoint",
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "costs": "SaveCosts",
+        "failures": "FailurePrior FailureRate",
+        "formulas": "daly_period_s exact_cost",
+        "keeping": "KeepAll KeepBest KeepDecision KeepEvery KeepEverySeconds KeepLast KeepPolicy KeptCheckpoint "
         "prunable",
-    ),
-    "saving": ("SaveDecision", "SaveMoment", "SavePolicy"),
-    "schedules": ("AtSteps", "EverySeconds", "EverySteps", "Never", "OnSignal"),
-    "young_daly": ("YoungDaly",),
-}
-_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+        "saving": "SaveDecision SaveMoment SavePolicy",
+        "schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
+        "young_daly": "YoungDaly",
+    },
+)

@@ -1,9 +1,8 @@
-"""How two policies become one: shared by those that save and those that keep."""
+"""How policies become one: shared by those that save and those that keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 Policy = TypeVar("Policy", bound="Composable")
 
@@ -20,32 +19,43 @@ class Composable:
         )
 
 
-def flattened(
-    name: str, policies: Iterable[Policy], kind: type[Composable], inside: Callable[[Policy], Sequence[Policy]]
-) -> tuple[Policy, ...]:
-    """The members of a combination: each of them once, those of an inner combination of the same sort in its place.
+class Combination(Generic[Policy]):
+    """Several policies in one: each of them once, those of an inner combination of the same sort in its place.
 
-    Args:
-        name: of the combination, for the error.
-        policies: from left to right.
-        kind: what each must be.
-        inside: the members of an inner combination of the same sort; of any other policy, itself.
+    The other base of a frozen dataclass that is a policy itself.
 
     Raises:
-        TypeError: one of them is no such policy.
+        TypeError: a member is no such policy.
         ValueError: there are none.
     """
-    flat: list[Policy] = []
-    for policy in policies:
-        if not isinstance(policy, kind):
-            raise TypeError(f"{name} was given {policy!r}: every member must be a {kind.__name__}")
-        flat.extend(new for new in inside(policy) if new not in flat)
-    if not flat:
-        raise ValueError(f"{name} was given no policies: give at least one")
-    return tuple(flat)
+
+    policies: tuple[Policy, ...]
+    #: What each member must be, and what is written between two of them.
+    _member: ClassVar[type[Composable]]
+    _operator: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        name, flat = type(self).__name__, list[Policy]()
+        for policy in self.policies:
+            if not isinstance(policy, self._member):
+                raise TypeError(f"{name} was given {policy!r}: every member must be a {self._member.__name__}")
+            flat.extend(
+                new for new in (policy.policies if isinstance(policy, type(self)) else (policy,)) if new not in flat
+            )
+        if not flat:
+            raise ValueError(f"{name} was given no policies: give at least one")
+        object.__setattr__(self, "policies", tuple(flat))
+
+    def __repr__(self) -> str:
+        """As one would type it: `|` binds less than `&`."""
+        is_and = self._operator == "&"
+        texts = (f"({one!r})" if is_and and isinstance(one, Combination) else repr(one) for one in self.policies)
+        return f" {self._operator} ".join(texts)
 
 
-def written(policies: Iterable[Composable], operator: str, weaker: tuple[type[Composable], ...] = ()) -> str:
-    """The combination as one would type it; members of the types `weaker` bind less and get parentheses."""
-    texts = (f"({policy!r})" if isinstance(policy, weaker) else repr(policy) for policy in policies)
-    return f" {operator} ".join(texts)
+def combined(kind: Any, left: Policy, right: Policy) -> Policy:
+    """The combination of this kind of two policies; NotImplemented if the right one is none of that kind's members."""
+    if not isinstance(right, kind._member):
+        return NotImplemented  # type: ignore[no-any-return]  # as `__or__` and `__and__` may
+    both: Policy = kind((left, right))
+    return both if len(both.policies) > 1 else left  # type: ignore[attr-defined]

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text, whole_number
 
-__all__ = ["MARGIN", "Bound", "SaveCosts", "TierCost", "needed_samples", "upper_bound"]
-
 #: How many times the longest one is the bound, where there are too few samples for the confidence.
 MARGIN = 1.5
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text, whole_number
 
-__all__ = ["FailurePrior", "FailureRate"]
-
 
 @dataclass(frozen=True)
 class FailurePrior:

@@ -14,21 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text, whole_number
-from torchelastic.checkpoint.policy.composition import Composable, flattened, written
-
-__all__ = [
-    "KeepAll",
-    "KeepBest",
-    "KeepDecision",
-    "KeepEvery",
-    "KeepEverySeconds",
-    "KeepIfAll",
-    "KeepIfAny",
-    "KeepLast",
-    "KeepPolicy",
-    "KeptCheckpoint",
-    "prunable",
-]
+from torchelastic.checkpoint.policy.composition import Combination, Composable, combined
 
 
 @dataclass(frozen=True)
@@ -123,16 +109,10 @@ class KeepPolicy(Composable, ABC):
         return [decision.keep for decision in self.decide(checkpoints)]
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
-        if not isinstance(other, KeepPolicy):
-            return NotImplemented
-        combined = KeepIfAny((self, other))
-        return combined if len(combined.policies) > 1 else self
+        return combined(KeepIfAny, self, other)
 
     def __and__(self, other: KeepPolicy) -> KeepPolicy:
-        if not isinstance(other, KeepPolicy):
-            return NotImplemented
-        combined = KeepIfAll((self, other))
-        return combined if len(combined.policies) > 1 else self
+        return combined(KeepIfAll, self, other)
 
 
 def rising_s(times_s: Iterable[float]) -> list[float]:
@@ -301,7 +281,7 @@ class KeepBest(KeepPolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepIfAny(KeepPolicy):
+class KeepIfAny(Combination[KeepPolicy], KeepPolicy):
     """Keeps what at least one of its members wants: what `a | b` gives.
 
     Args:
@@ -313,12 +293,8 @@ class KeepIfAny(KeepPolicy):
     """
 
     policies: tuple[KeepPolicy, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policies", flattened("KeepIfAny", self.policies, KeepPolicy, _inside_any))
-
-    def __repr__(self) -> str:
-        return written(self.policies, "|")
+    _member = KeepPolicy
+    _operator = "|"
 
     def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
         """Ask every member."""
@@ -328,7 +304,7 @@ class KeepIfAny(KeepPolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepIfAll(KeepPolicy):
+class KeepIfAll(Combination[KeepPolicy], KeepPolicy):
     """Keeps what all of its members want: what `a & b` gives.
 
     Args:
@@ -340,12 +316,8 @@ class KeepIfAll(KeepPolicy):
     """
 
     policies: tuple[KeepPolicy, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policies", flattened("KeepIfAll", self.policies, KeepPolicy, _inside_all))
-
-    def __repr__(self) -> str:
-        return written(self.policies, "&", weaker=(KeepIfAny,))
+    _member = KeepPolicy
+    _operator = "&"
 
     def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
         """Ask every member."""
@@ -354,14 +326,6 @@ class KeepIfAll(KeepPolicy):
             None if None in reasons else "; ".join(reason for reason in reasons if reason is not None)
             for reasons in answers
         ]
-
-
-def _inside_any(policy: KeepPolicy) -> Sequence[KeepPolicy]:
-    return policy.policies if isinstance(policy, KeepIfAny) else (policy,)
-
-
-def _inside_all(policy: KeepPolicy) -> Sequence[KeepPolicy]:
-    return policy.policies if isinstance(policy, KeepIfAll) else (policy,)
 
 
 def _check_oldest_first(checkpoints: Sequence[KeptCheckpoint]) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping
-from torchelastic.checkpoint.policy.composition import Composable, flattened, written
+from torchelastic.checkpoint.policy.composition import Combination, Composable, combined
 from torchelastic.checkpoint.policy.costs import SaveCosts
 from torchelastic.checkpoint.policy.failures import FailureRate
-
-__all__ = ["SaveDecision", "SaveIfAll", "SaveIfAny", "SaveMoment", "SavePolicy"]
 
 
 @dataclass(frozen=True)
@@ -120,20 +118,14 @@ class SavePolicy(Composable, ABC):
         """Whether to save now, and why. Never raises for a valid moment."""
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
-        if not isinstance(other, SavePolicy):
-            return NotImplemented
-        combined = SaveIfAny((self, other))
-        return combined if len(combined.policies) > 1 else self
+        return combined(SaveIfAny, self, other)
 
     def __and__(self, other: SavePolicy) -> SavePolicy:
-        if not isinstance(other, SavePolicy):
-            return NotImplemented
-        combined = SaveIfAll((self, other))
-        return combined if len(combined.policies) > 1 else self
+        return combined(SaveIfAll, self, other)
 
 
 @dataclass(frozen=True, repr=False)
-class SaveIfAny(SavePolicy):
+class SaveIfAny(Combination[SavePolicy], SavePolicy):
     """Saves when at least one of its members would: what `a | b` gives.
 
     Where members give a number of the same name, the first that wants to save has it; all are in `parts`.
@@ -147,13 +139,8 @@ class SaveIfAny(SavePolicy):
     """
 
     policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        members = flattened("SaveIfAny", self.policies, SavePolicy, _inside_any)
-        object.__setattr__(self, "policies", members)
-
-    def __repr__(self) -> str:
-        return written(self.policies, "|")
+    _member = SavePolicy
+    _operator = "|"
 
     def decide(self, moment: SaveMoment) -> SaveDecision:
         """Ask every member."""
@@ -162,7 +149,7 @@ class SaveIfAny(SavePolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class SaveIfAll(SavePolicy):
+class SaveIfAll(Combination[SavePolicy], SavePolicy):
     """Saves when all of its members would: what `a & b` gives.
 
     Where members give a number of the same name, the first that does not want to save has it (the first, if all do);
@@ -177,26 +164,13 @@ class SaveIfAll(SavePolicy):
     """
 
     policies: tuple[SavePolicy, ...]
-
-    def __post_init__(self) -> None:
-        members = flattened("SaveIfAll", self.policies, SavePolicy, _inside_all)
-        object.__setattr__(self, "policies", members)
-
-    def __repr__(self) -> str:
-        return written(self.policies, "&", weaker=(SaveIfAny,))
+    _member = SavePolicy
+    _operator = "&"
 
     def decide(self, moment: SaveMoment) -> SaveDecision:
         """Ask every member."""
         parts = tuple(policy.decide(moment) for policy in self.policies)
         return _joined(all(part.save for part in parts), parts)
-
-
-def _inside_any(policy: SavePolicy) -> Sequence[SavePolicy]:
-    return policy.policies if isinstance(policy, SaveIfAny) else (policy,)
-
-
-def _inside_all(policy: SavePolicy) -> Sequence[SavePolicy]:
-    return policy.policies if isinstance(policy, SaveIfAll) else (policy,)
 
 
 def _joined(save: bool, parts: tuple[SaveDecision, ...]) -> SaveDecision:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
 
-__all__ = ["AtSteps", "EverySeconds", "EverySteps", "Never", "OnSignal"]
-
 
 def due_in_s(moment: SaveMoment, period_s: float) -> float:
     """Seconds until a period since the last save is over; 0: it is.

@@ -12,8 +12,6 @@ from torchelastic.checkpoint.policy.formulas import daly_period_s, exact_cost
 from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.schedules import already_saved, due_in_s, running, shown_s
 
-__all__ = ["YoungDaly"]
-
 
 @dataclass(frozen=True)
 class YoungDaly(SavePolicy):

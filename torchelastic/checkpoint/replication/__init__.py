@@ -13,49 +13,33 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
-    from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
-    from torchelastic.checkpoint.replication.manager import ReplicationManager
-    from torchelastic.checkpoint.replication.placement import (
-        ExchangePlan,
-        ExchangePlanEntry,
-        PairwiseReplicationStrategy,
-        parse_group_sequence,
+    from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError as NoReplicasAvailableError
+    from torchelastic.checkpoint.replication.errors import ReplicationError as ReplicationError
+    from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper as GroupWrapper
+    from torchelastic.checkpoint.replication.manager import ReplicationManager as ReplicationManager
+    from torchelastic.checkpoint.replication.placement import ExchangePlan as ExchangePlan
+    from torchelastic.checkpoint.replication.placement import ExchangePlanEntry as ExchangePlanEntry
+    from torchelastic.checkpoint.replication.placement import PairwiseReplicationStrategy as PairwiseReplicationStrategy
+    from torchelastic.checkpoint.replication.placement import parse_group_sequence as parse_group_sequence
+    from torchelastic.checkpoint.replication.strategies import CliqueReplicationStrategy as CliqueReplicationStrategy
+    from torchelastic.checkpoint.replication.strategies import (
+        LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
     )
     from torchelastic.checkpoint.replication.strategies import (
-        CliqueReplicationStrategy,
-        LazyCliqueReplicationStrategy,
-        LazyReplicationStrategyBuilder,
-        ReplicationStrategy,
+        LazyReplicationStrategyBuilder as LazyReplicationStrategyBuilder,
     )
-    from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig
+    from torchelastic.checkpoint.replication.strategies import ReplicationStrategy as ReplicationStrategy
+    from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig as ReplicationRetryConfig
 
-#: The names of each module; to add one, name it here, above and below.
-_NAMES_OF_HOME = {
-    "errors": "NoReplicasAvailableError ReplicationError",
-    "group_wrapper": "GroupWrapper",
-    "manager": "ReplicationManager",
-    "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence",
-    "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
-    "ReplicationStrategy",
-    "topology": "ReplicationRetryConfig",
-}
-_HOME_OF_NAME = {name: home for home, names in _NAMES_OF_HOME.items() for name in names.split()}
-
-__all__ = [
-    "CliqueReplicationStrategy",
-    "ExchangePlan",
-    "ExchangePlanEntry",
-    "GroupWrapper",
-    "LazyCliqueReplicationStrategy",
-    "LazyReplicationStrategyBuilder",
-    "NoReplicasAvailableError",
-    "PairwiseReplicationStrategy",
-    "ReplicationError",
-    "ReplicationManager",
-    "ReplicationRetryConfig",
-    "ReplicationStrategy",
-    "parse_group_sequence",
-]
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "errors": "NoReplicasAvailableError ReplicationError",
+        "group_wrapper": "GroupWrapper",
+        "manager": "ReplicationManager",
+        "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence",
+        "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
+        "ReplicationStrategy",
+        "topology": "ReplicationRetryConfig",
+    },
+)

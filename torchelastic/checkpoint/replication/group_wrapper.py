@@ -17,8 +17,8 @@ from torchelastic.checkpoint.replication.placement import ExchangePlan
 from torchelastic.checkpoint.replication.receive import MemoryShelf
 from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet
 from torchelastic.checkpoint.restore_plan import Id
-from torchelastic.checkpoint.shards.image import image_of, tensors_of
 from torchelastic.checkpoint.shards.layout import RecurringLayout
+from torchelastic.checkpoint.shards.stage import image_of, tensors_of
 from torchelastic.group.rank_group import RankGroup
 
 DEFAULT_TIMEOUT_S = 600.0

@@ -12,32 +12,22 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.shards.loading import read_into, read_tree
-    from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
-    from torchelastic.checkpoint.shards.tensors import ShardOf
-    from torchelastic.checkpoint.shards.tree import flatten, unflatten
-    from torchelastic.checkpoint.shards.writing import save_tree
+    from torchelastic.checkpoint.shards.loading import read_into as read_into
+    from torchelastic.checkpoint.shards.loading import read_tree as read_tree
+    from torchelastic.checkpoint.shards.reading import ShardReader as ShardReader
+    from torchelastic.checkpoint.shards.reading import load_tree as load_tree
+    from torchelastic.checkpoint.shards.tensors import ShardOf as ShardOf
+    from torchelastic.checkpoint.shards.tree import flatten as flatten
+    from torchelastic.checkpoint.shards.tree import unflatten as unflatten
+    from torchelastic.checkpoint.shards.writing import save_tree as save_tree
 
-__all__ = [
-    "ShardOf",
-    "ShardReader",
-    "flatten",
-    "load_tree",
-    "read_into",
-    "read_tree",
-    "save_tree",
-    "unflatten",
-]
-
-_MODULE_OF_NAME = {
-    "ShardOf": "tensors",
-    "ShardReader": "reading",
-    "flatten": "tree",
-    "load_tree": "reading",
-    "read_into": "loading",
-    "read_tree": "loading",
-    "save_tree": "writing",
-    "unflatten": "tree",
-}
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "loading": "read_into read_tree",
+        "reading": "ShardReader load_tree",
+        "tensors": "ShardOf",
+        "tree": "flatten unflatten",
+        "writing": "save_tree",
+    },
+)

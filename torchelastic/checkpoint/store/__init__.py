@@ -22,39 +22,29 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.store.disk import DiskTier
-    from torchelastic.checkpoint.store.durable import DurableTier
-    from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
-    from torchelastic.checkpoint.store.memory import MemoryTier
-    from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpoint
-    from torchelastic.checkpoint.store.save_id import SaveId
-    from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
+    from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
+    from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
+    from torchelastic.checkpoint.store.manifest import MANIFEST_NAME as MANIFEST_NAME
+    from torchelastic.checkpoint.store.manifest import Manifest as Manifest
+    from torchelastic.checkpoint.store.manifest import ShardRecord as ShardRecord
+    from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
+    from torchelastic.checkpoint.store.reading import list_checkpoints as list_checkpoints
+    from torchelastic.checkpoint.store.reading import open_checkpoint as open_checkpoint
+    from torchelastic.checkpoint.store.save_id import SaveId as SaveId
+    from torchelastic.checkpoint.store.tier import SealedShard as SealedShard
+    from torchelastic.checkpoint.store.tier import Tier as Tier
+    from torchelastic.checkpoint.store.tier import TierContext as TierContext
+    from torchelastic.checkpoint.store.tier import TierEntry as TierEntry
 
-__all__ = [
-    "MANIFEST_NAME",
-    "DiskTier",
-    "DurableTier",
-    "Manifest",
-    "MemoryTier",
-    "SaveId",
-    "SealedShard",
-    "ShardRecord",
-    "Tier",
-    "TierContext",
-    "TierEntry",
-    "list_checkpoints",
-    "open_checkpoint",
-]
-
-_NAMES_OF_HOME = {
-    "disk": ("DiskTier",),
-    "durable": ("DurableTier",),
-    "manifest": ("MANIFEST_NAME", "Manifest", "ShardRecord"),
-    "memory": ("MemoryTier",),
-    "reading": ("list_checkpoints", "open_checkpoint"),
-    "save_id": ("SaveId",),
-    "tier": ("SealedShard", "Tier", "TierContext", "TierEntry"),
-}
-_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "disk": "DiskTier",
+        "durable": "DurableTier",
+        "manifest": "MANIFEST_NAME Manifest ShardRecord",
+        "memory": "MemoryTier",
+        "reading": "list_checkpoints open_checkpoint",
+        "save_id": "SaveId",
+        "tier": "SealedShard Tier TierContext TierEntry",
+    },
+)

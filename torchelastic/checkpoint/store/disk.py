@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
+from torchelastic.checkpoint.shards.writing import write_whole
 from torchelastic.checkpoint.store.folder import FolderTier
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.pruning import abandon, prune
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext
-from torchelastic.checkpoint.store.writing import begin, commit, write_shard
+from torchelastic.checkpoint.store.writing import abandon, remove_checkpoint, require_stored, write_manifest
+
+#: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
+WRITE_BYTES = 64 * 2**20
 
 
 class DiskTier(FolderTier):
@@ -55,37 +60,58 @@ class DiskTier(FolderTier):
         self._fence.advance(context.epoch, context.round)
 
     def put(self, shard: SealedShard) -> ShardRecord:
-        """See `Tier`."""
-        if not self.is_shared:
-            folder = self._folder_of(shard.name)
-            return write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
+        """See `Tier`; in a shared folder all ranks fill one hidden folder."""
+        record = shard.record
+        pieces = [shard.data[begin : begin + WRITE_BYTES] for begin in range(0, record.size_bytes, WRITE_BYTES)]
         self._fence.check(*shard.name.token)
-        folder = begin(self._root, shard.name, self._disk)
+        folder = self._root / (shard.name.staging_name if self.is_shared else shard.name.folder_name)
+        self._disk.make_folder(folder)
         try:
-            return write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
+            write_whole(folder / record.file, pieces, self._disk)
         except CheckpointError:
             self._fence.check(*shard.name.token)  # whoever raised it has taken the folder away: say so
             raise
+        return record
 
     def commit(self, manifest: Manifest) -> None:
-        """See `Tier`."""
-        if self.is_shared:
-            commit(self._root, manifest, fence=self._fence, disk=self._disk)
-        else:
+        """See `Tier`; in a shared folder by one rename."""
+        if not self.is_shared:
             super().commit(manifest)
+            return
+        name = manifest.name
+        staging, target = self._root / name.staging_name, self._root / name.folder_name
+        if target.exists():
+            raise CheckpointError(
+                f"the checkpoint {target} exists already, and nothing is overwritten: count generation up"
+            )
+        self._fence.check(*name.token)
+        for record in manifest.shards:
+            require_stored(staging, record)
+        try:
+            write_manifest(staging, manifest, self._disk)
+            remove_hidden_files(staging, self._disk)
+            self._fence.check(*name.token)
+            # From here the fence may still rise. Whoever raises it takes older staging folders away: the rename fails.
+            self._disk.rename(staging, target)
+        except CheckpointError:
+            if not target.exists():
+                self._fence.check(*name.token)  # the folder was taken away: say why
+            raise
+        self._disk.sync_folder(self._root)
 
     def abandon(self, name: SaveId) -> None:
-        """See `Tier`."""
+        """See `Tier`; a rank that is still writing its shard into a shared folder gets an error."""
         if self.is_shared:
             abandon(self._root, name, self._disk)
         else:
             super().abandon(name)
 
-    def prune(self) -> list[SaveId]:
-        """See `Tier`."""
-        if self.is_shared:
-            return prune(self._root, self.keep, self._disk, kind=self.kind)
-        return super().prune()
+    def _discard(self, names: Iterable[SaveId]) -> None:
+        if not self.is_shared:
+            super()._discard(names)
+            return
+        for name in sorted(names):
+            remove_checkpoint(self._root, name, self._disk)
 
     def _retire(self, path: Path) -> None:
         self._disk.remove(path)

@@ -33,9 +33,9 @@ from torchelastic.checkpoint.store.owner import (
     locked,
     read_fence,
 )
-from torchelastic.checkpoint.store.pruning import remove_left_overs
 from torchelastic.checkpoint.store.reading import names_in
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
+from torchelastic.checkpoint.store.writing import remove_left_overs
 
 log = logging.getLogger(__name__)
 

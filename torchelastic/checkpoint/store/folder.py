@@ -25,11 +25,10 @@ from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import Manifest
-from torchelastic.checkpoint.store.pruning import remove_checkpoint, remove_left_overs
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
-from torchelastic.checkpoint.store.writing import require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import remove_checkpoint, remove_left_overs, require_stored, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -135,17 +134,19 @@ class FolderTier(Tier):
         return open_in(self._root, name, shard_rank)
 
     def prune(self) -> list[SaveId]:
-        """See `Tier`; what was never committed and is older than what was goes, too.
+        """See `Tier`; damaged ones are neither counted nor removed, and a reader that has one open can go on.
 
-        Of a checkpoint of this group each rank removes only what it has put, since the memory of it is used again by
-        the process that has put it. What older groups have left, anyone removes.
+        Where each host has its own folder, what was never committed and is older than what was goes, too. There, of a
+        checkpoint of this group each rank removes only what it has put, since the memory of it is used again by the
+        process that has put it. What older groups have left, anyone removes.
         """
         infos = self._own_checkpoints()
         committed = [info for info in infos if info.manifest is not None and info.damage is None]
         if not committed:
             return []
         unwanted = {info.name for info in prunable_checkpoints(self.keep, infos)}
-        unwanted |= {info.name for info in infos if info.manifest is None and info.name < committed[0].name}
+        if not self.is_shared:
+            unwanted |= {info.name for info in infos if info.manifest is None and info.name < committed[0].name}
         self._discard(unwanted)
         return sorted(unwanted)
 

@@ -30,11 +30,9 @@ from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
 from torchelastic.checkpoint.tiered.reading import AllOnEachRank
 from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
-from torchelastic.checkpoint.training_state.reading import Loaded, read
-from torchelastic.checkpoint.training_state.shard import ShardMaker
+from torchelastic.checkpoint.training_state.shard import Loaded, ShardMaker, read
 from torchelastic.group.peers import Alone, Peers
-from torchelastic.group.program_peers import ProgramPeers
-from torchelastic.group.rank_group import RankGroup
+from torchelastic.group.rank_group import ProgramPeers, RankGroup
 from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)

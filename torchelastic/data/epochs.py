@@ -1,7 +1,8 @@
-"""A loader for loops that iterate once per epoch and save the loader's state themselves, as Lightning's does."""
+"""Loaders for loops that iterate once per epoch and save the loader's state themselves, as Lightning's does."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import Dataset
 
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.loader import ElasticLoader
+from torchelastic.data.stream import ElasticStream
 
 
 class EpochLoader:
@@ -70,10 +72,7 @@ class EpochLoader:
         Raises:
             RuntimeError: at the first batch: all epochs of the sampler are over.
         """
-        place = self._place
-        if place is None:
-            place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.sampler.set_world(*place)
+        self.sampler.set_world(*(self._place or _place_in_group()))
         return self._rest_of_epoch()
 
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -100,3 +99,79 @@ class EpochLoader:
     def close(self) -> None:
         """Drop what was prefetched and let the worker processes end. A later iteration starts them anew."""
         self._loader.close()
+
+
+class EpochStream:
+    """What `EpochLoader` is for a dataset with an index: one iteration per epoch, that goes on in the middle of one.
+
+    All ranks of the default process group share the stream. Near the end of an epoch batches have fewer samples, and
+    a rank may get a copy of another one's. A loop that weights ranks alike, as Lightning's DDP, wants none of that:
+    shards of equal lengths, which the samples of a shard in each batch divide.
+
+    Args:
+        stream: its `epochs` are at least those of the loop, or None.
+        fetched_ahead: how many batches the loop holds beside the one that it trains; they do not count as trained.
+            Lightning: 1, since a stream does not know its length; a `for` loop: 0.
+
+    Raises:
+        ValueError: `fetched_ahead` is neither 0 nor 1.
+    """
+
+    def __init__(self, stream: ElasticStream, *, fetched_ahead: int) -> None:
+        if fetched_ahead not in (0, 1):
+            raise ValueError(
+                f"fetched_ahead is 0 or 1 batches, got {fetched_ahead}: the progress of the loop is not known otherwise"
+            )
+        self.stream = stream
+        self._may_look = fetched_ahead == 1  # whether anything is left, when nothing is
+        #: The places that the loop may be at: the newest is behind what it has taken, the first behind what it trained.
+        self._places: deque[dict[str, int | str]] = deque([stream.state_dict()], maxlen=fetched_ahead + 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from the present place to the end of its epoch.
+
+        Raises:
+            RuntimeError: at the first batch: all epochs of the stream are over. (A loop that takes a batch ahead may
+                look once.)
+        """
+        self.load_state_dict(self.state_dict())  # an epoch that was left early: what was not trained comes again
+        self.stream.set_world(*_place_in_group())
+        return self._rest_of_epoch()
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        stream = self.stream
+        epoch = stream.epoch
+        if stream.finished and self._may_look:
+            self._may_look = False
+            return
+        if stream.finished:
+            raise RuntimeError(
+                f"all {stream.epochs} epochs of the stream are over: give ElasticStream at least as many epochs= as "
+                "the loop has, or None"
+            )
+        while stream.epoch == epoch:
+            batch = next(stream)
+            stream.commit()
+            self._places.append(stream.state_dict())
+            yield batch
+        self._places.popleft()  # who asks for more than there is begins to train the last batch
+        self._places.append(stream.state_dict())
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The place behind the newest batch that the loop has trained; the same on every rank, and plain values."""
+        return self._places[0]
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a saved place; takes effect at once. Raises: as `ElasticStream.load_state_dict`."""
+        self.stream.load_state_dict(state)
+        self._places.clear()
+        self._places.append(self.stream.state_dict())
+
+    def close(self) -> None:
+        """Drop what was read ahead and let the worker processes end. A later iteration starts them anew."""
+        self.stream.close()
+
+
+def _place_in_group() -> tuple[int, int]:
+    """Rank and size in the default process group, if there is one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,15 +1,110 @@
-"""Several sources as one, by weights."""
+"""What makes one source of others: a function of each sample, repeats, and weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from torchelastic.data.sources.api import PlacedIterator, Source, fields, of_epoch, opened
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class mapped(Generic[T, R]):
+    """What a function makes of each sample of a source: decoding, augmenting, choosing a field.
+
+    Position: the source's own.
+
+    Args:
+        source: of samples.
+        function: takes a sample; the same result for the same sample each time. With worker processes that are spawned
+            it must survive `pickle`: a function of a module, no lambda.
+    """
+
+    source: Source[T]
+    function: Callable[[T], R]
+
+    def for_epoch(self, epoch: int) -> mapped[T, R]:
+        """The source for an epoch."""
+        return replace(self, source=of_epoch(self.source, epoch))
+
+    def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[R]:
+        """Opens a shard; see `Source`."""
+        return _Mapped(self, shard, num_shards, position)
+
+
+class _Mapped(Iterator[R]):
+    def __init__(self, how: mapped[T, R], shard: int, num_shards: int, position: Any) -> None:
+        self._function: Callable[[Any], R] = how.function
+        self._inner = opened(how.source, shard, num_shards, position)
+
+    def __next__(self) -> R:
+        return self._function(next(self._inner))
+
+    def state_dict(self) -> Any:
+        return self._inner.state_dict()
+
+
+@dataclass(frozen=True)
+class repeated(Generic[T]):
+    """A source several times, one after the other; each time is an epoch to what shuffles inside.
+
+    A shard that has no samples is over at once, also where it is to be repeated for ever. Position: which time it is,
+    and the source's own.
+
+    Args:
+        source: what to repeat.
+        times: how often; None: for ever.
+        epoch: which `for_epoch` sets.
+
+    Raises:
+        ValueError: `times` is below 1.
+    """
+
+    source: Source[T]
+    times: int | None = None
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.times is not None and self.times < 1:
+            raise ValueError(f"times is {self.times}: give 1 or more, or None for ever")
+
+    def for_epoch(self, epoch: int) -> repeated[T]:
+        """The source for an epoch; no time in it is shuffled as one in another epoch, if `times` is given."""
+        return replace(self, epoch=epoch)
+
+    def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[T]:
+        """Opens a shard; see `Source`."""
+        return _Repeated(self, shard, num_shards, position)
+
+
+class _Repeated(Iterator[T]):
+    def __init__(self, how: repeated[T], shard: int, num_shards: int, position: Any) -> None:
+        self._how, self._shard, self._num_shards = how, shard, num_shards
+        self._time, begin = (0, 0) if position == 0 else fields(position, "time", "source")
+        self._open(begin)
+
+    def _open(self, position: Any) -> None:
+        epoch = self._how.epoch * (self._how.times or 1) + self._time
+        self._inner = opened(of_epoch(self._how.source, epoch), self._shard, self._num_shards, position)
+        self._has_none = position == 0
+
+    def __next__(self) -> T:
+        while True:
+            for sample in self._inner:
+                self._has_none = False
+                return sample
+            if self._has_none or self._time + 1 == self._how.times:
+                raise StopIteration
+            self._time += 1
+            self._open(0)
+
+    def state_dict(self) -> Any:
+        return {"time": self._time, "source": self._inner.state_dict()}
 
 
 @dataclass(frozen=True)

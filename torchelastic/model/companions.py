@@ -1,0 +1,221 @@
+"""What belongs to a state beside weights and optimizers, and is small: counters, sampler, the user's own values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchelastic.model import random_state
+from torchelastic.model.extras import Copied, Extras
+from torchelastic.model.one_or_many import OneOrMany, check_stateful
+from torchelastic.model.optimizers import Optimizers, Settings
+from torchelastic.model.random_state import RandomState
+from torchelastic.model.transfer import Packed
+from torchelastic.model.world_change import WorldChange, WorldWatch
+
+#: Types of immutable values.
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+class Trained(NamedTuple):
+    """What a step changes besides, as far as it is small: copied before each step."""
+
+    buffers: Sequence[torch.Tensor]
+    optimizers: Optimizers
+    schedulers: OneOrMany
+
+
+class Snapshot(NamedTuple):
+    """What undoes a step. Its size does not grow with the weights, except for `full`."""
+
+    step: int
+    epoch: int
+    buffers: tuple[torch.Tensor, ...]
+    random: RandomState
+    groups: Settings
+    scheduler: Any
+    sampler: Any
+    extra: Copied
+    full: Packed | None
+    replaced: int
+
+
+def copied(state: Any) -> Any:
+    """A deep copy. Quick for a dict of plain values, as samplers' states are: it is made before every step."""
+    if type(state) is dict and _PLAIN.issuperset(map(type, state.values())):
+        return dict(state)
+    return copy.deepcopy(state)
+
+
+class Companions:
+    """The counters, the sampler and the user's own values of one state.
+
+    Args:
+        sampler: the user's; None: none.
+        extra: the user's own values.
+
+    Attributes:
+        step: committed steps.
+        epoch: where the sampler has none.
+
+    Raises:
+        ValueError: the sampler cannot be kept.
+    """
+
+    def __init__(self, sampler: Any, extra: dict[str, Any] | None) -> None:
+        check_stateful("sampler", sampler)
+        self.step = self.epoch = 0
+        self.sampler = sampler
+        self.extras = Extras({} if extra is None else extra)
+
+    def count_step(self) -> None:
+        """A step has succeeded."""
+        self.step += 1
+        if hasattr(self.sampler, "commit"):
+            self.sampler.commit()
+
+    def sampler_state(self) -> Any:
+        """The sampler's state; None: there is none."""
+        return None if self.sampler is None else self.sampler.state_dict()
+
+    # --- undoing a step -------------------------------------------------------------------------------------------
+
+    def snapshot(self, trained: Trained | None, *, full: Packed | None = None, replaced: int = 0) -> Snapshot:
+        """What undoes a step, but for large tensors: those are in `full`, or undone otherwise."""
+        return Snapshot(
+            step=self.step,
+            epoch=self.epoch,
+            buffers=() if trained is None else tuple(buffer.clone() for buffer in trained.buffers),
+            random=random_state.capture(),
+            groups=() if trained is None else trained.optimizers.settings(),
+            scheduler=None if trained is None else copied(trained.schedulers.state_dict()),
+            sampler=copied(self.sampler_state()),
+            extra=self.extras.capture(everything=full is not None),
+            full=full,
+            replaced=replaced,
+        )
+
+    def restore(self, snapshot: Snapshot, trained: Trained | None) -> None:
+        """The inverse."""
+        self.step, self.epoch = snapshot.step, snapshot.epoch
+        random_state.restore(snapshot.random)
+        if trained is not None:
+            with torch.no_grad():
+                for buffer, value in zip(trained.buffers, snapshot.buffers, strict=True):
+                    buffer.copy_(value)
+            trained.optimizers.load_settings(snapshot.groups)
+            trained.schedulers.load_state_dict(copied(snapshot.scheduler))
+        if self.sampler is not None:
+            self.sampler.load_state_dict(copied(snapshot.sampler))
+        self.extras.restore(snapshot.extra)
+
+    # --- for other ranks, and for later ---------------------------------------------------------------------------
+
+    def state_dict(self, trained: Trained) -> dict[str, Any]:
+        """All of it, as plain values and tensors, which are not copied; without settings and buffers."""
+        return {
+            "optimizer_steps": trained.optimizers.usual,
+            "scheduler": trained.schedulers.state_dict(),
+            "sampler": self.sampler_state(),
+            "extra": self.extras.state_dict(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, tree: dict[str, Any], trained: Trained, *, with_random: bool) -> None:
+        """The inverse.
+
+        Args:
+            tree: of this rank or of another one; may hold more.
+            trained: what is trained here.
+            with_random: the random numbers too: not those of another rank, or two would draw alike.
+        """
+        trained.optimizers.usual = tree.get("optimizer_steps", ())
+        trained.schedulers.load_state_dict(tree["scheduler"])
+        if self.sampler is not None:
+            self.sampler.load_state_dict(tree["sampler"])
+        self.extras.load_state_dict(tree["extra"])
+        self.step, self.epoch = int(tree["step"]), int(tree["epoch"])
+        if with_random:
+            random_state.restore(RandomState(tree["random"].cpu(), ()))
+
+    def synchronize(self, trained: Trained, equals: Sequence[int], move: Callable[..., Any]) -> None:
+        """Synchronize settings, schedulers and objects after a failed step whose weights are final, on every rank.
+
+        All optimizers had stepped, so the weights are equal; but the steps failed at different places after that: one
+        rank may have stepped its scheduler, or updated its EMA, where another had not. Plain values of `extra` stay
+        each rank's own.
+
+        Args:
+            trained: what is trained here; the optimizers' tensors are in sync.
+            equals: ranks that take the source's; equal on all ranks; may be empty.
+            move: `transfer.synchronize`, from the source in this group.
+
+        Raises:
+            RuntimeError: a peer is lost; nothing has changed here.
+        """
+        if not equals:
+            return
+        tree = {
+            "settings": trained.optimizers.settings(),
+            "scheduler": trained.schedulers.state_dict(),
+            "objects": self.extras.states(),
+        }
+        received = move(tree, stale=equals)
+        if received is not None:
+            trained.optimizers.load_settings(received["settings"])
+            trained.schedulers.load_state_dict(received["scheduler"])
+            self.extras.load_states(received["objects"])
+
+
+class WithCompanions:
+    """What users see of the companions of a state; a part of `ModelState` and `ShardedState`."""
+
+    _own: Companions
+    _world: WorldWatch
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self._own.step
+
+    @property
+    def sampler(self) -> Any:
+        """As given."""
+        return self._own.sampler
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Your own values."""
+        return self._own.extras.values
+
+    @extra.setter
+    def extra(self, values: dict[str, Any]) -> None:
+        self._own.extras.values = values
+
+    @property
+    def epoch(self) -> int:
+        """The sampler's epoch where it has one, else what was set."""
+        return int(getattr(self.sampler, "epoch", self._own.epoch))
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._own.epoch = value
+
+    @property
+    def end_step(self) -> int | None:
+        """`step` at the end of the run, as far as the sampler knows; None: it does not. Any time."""
+        left = getattr(self.sampler, "batches_left", None)
+        return None if left is None else self.step + int(left)
+
+    def on_world_change(self, callback: Callable[[WorldChange], Any]) -> Callable[[WorldChange], Any]:
+        """Have it called at the end of `sync` on every rank whose group has another size than its last one had.
+
+        A process's first group counts too. What the callback raises, `sync` raises. Returns the callback.
+        """
+        self._world.add(callback)
+        return callback
