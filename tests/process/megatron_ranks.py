@@ -558,6 +558,46 @@ def message_of(function: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+class OfTheUser:
+    """A class that torch does not load unless it is told to."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OfTheUser)
+
+
+def pickled_objects(root: str, hosts: str) -> dict[str, Any]:
+    with memory(root, hosts) as mem:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+        def state() -> dict[str, Any]:
+            return {"object": ShardedObject("object", OfTheUser(), (ranks,), (rank,)), "mine": OfTheUser()}
+
+        saver = mem.writer.checkpoint_saver
+        refused = message_of(
+            lambda: MegatronAsyncSaveStrategy(mem.writer).save({"object": state()["object"]}, mem.step(1))
+        )
+        strategy = MegatronAsyncSaveStrategy(MemoryStorageWriter(checkpoint_saver=saver, allow_pickles=True))
+        save_local_aware_megatron_checkpoint(
+            state(), mem.step(1), strategy, async_save=False, validate_access_integrity=True
+        )
+        latest = mem.latest()
+        assert latest is not None
+        trusting = MegatronLoadStrategy(mem.replication, mem.loader, allow_pickles=True)
+        loading = {"object": state()["object"]}
+        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+        try:
+            return {
+                "refused": refused,
+                "safe": message_of(lambda: MegatronLoadStrategy(None, mem.loader).load(dict(loading), latest)),
+                "trusting": trusting.load(dict(loading), latest)["object"] == OfTheUser(),
+                "common": message_of(lambda: MegatronCommonLoadStrategy().load_common(latest)),
+                "megatrons": "mine" in TorchCommonLoadStrategy().load_common(latest),
+                "nowhere": message_of(lambda: MegatronCommonLoadStrategy().load_common("/nowhere")),
+            }
+        finally:
+            del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+
+
 def wipe(root: str, host: str) -> None:
     """The host was replaced: nothing is there."""
     shutil.rmtree(Path(root) / host)

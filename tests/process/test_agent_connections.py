@@ -246,6 +246,33 @@ async def hear_fatal(worker: Worker) -> dict[str, Any]:
             return message
 
 
+def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_without_it(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="hello", pid=os.getpid(), local_rank=0)
+        join(worker)
+        name = (await worker.hear())["member"]
+        await until(lambda: len(host.declared) == 1)
+        host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, (name, "x"), "h:1")))
+        assert host.connections.leave(name)
+        assert host.declared[-1].leaving
+        assert host.let_leave == [os.getpid()]
+        join(worker)
+        await until(lambda: len(host.declared) == 3)
+        assert (host.declared[-1].ready_for, host.declared[-1].leaving) == (2, True)
+        host.connections.on_event(RoundChanged(Round(1, RoundState.GATHERING, (name, "x"), "h:1", leaving=(name,))))
+        assert host.withdrawn == []
+        host.connections.on_event(RoundChanged(Round(2, RoundState.RUNNING, ("x",), "h:1")))
+        assert (await hear_fatal(worker))["kind"] == "drained"
+        assert host.withdrawn == [name]
+        worker.say(op="done", step=8)  # it has left: nothing that it says counts any more
+        worker.say_no_more()
+        assert await worker.is_hung_up()
+        assert len(host.declared) == 3
+
+    with_host(tmp_path, scenario)
+
+
 def test_a_spare_that_asks_to_leave_goes_at_once_and_is_not_started_again(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, ("x",), "h:1")))

@@ -152,6 +152,16 @@ def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(lived: lis
         assert rank.after == [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]
 
 
+def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> None:
+    for answer in succeeded(crew.run(work.pickled_objects, root, TWO, ranks=2)):
+        assert "allow_pickles=True to the MemoryStorageWriter" in answer["refused"]
+        assert "allow_pickles=True" in answer["safe"]
+        assert answer["trusting"]
+        assert "without running code in it" in answer["common"]
+        assert answer["megatrons"], "with the variable set, Megatron's own strategy runs it"
+        assert "/nowhere/common.pt does not exist" in answer["nowhere"]
+
+
 # Looking
 
 

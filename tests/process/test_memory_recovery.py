@@ -68,6 +68,26 @@ def files_in(folder: Path) -> list[str]:
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
+def repair_one(root: str, hosts: str, file: str) -> list[bool]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        checkpoint = each.container.folder_of(5)
+        if rank == 0:
+            ranks.damage(each.container.root / file)
+            with each.loader.repair(checkpoint, file) as again:
+                again.verify()
+        each.meet()
+        values = ranks.read_back(each, 5)
+        each.meet()
+        return values
+
+
+def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    found = succeeded(crew.run(repair_one, str(root), "ab", str(ranks.shard(0, 2, 5, 0)), ranks=2))
+    assert found == [[True, True]] * 2
+
+
 def fetch_from_several(root: str, hosts: str, shard: ShardId, damaged: list[str]) -> list[Any]:
     """What rank 2 gets when it asks ranks 0 and 1, in this order, after some copies went bad."""
     rank = dist.get_rank()

@@ -223,6 +223,23 @@ def test_ranks_save_together(crew: Crew, root: Path, hosts: str, shards: int, ca
         assert answer["files"] >= shards or hosts == "aab", (rank, answer)
 
 
+def save_what_one_rank_writes(root: str, hosts: str) -> tuple[Any, ...]:
+    with saving(root, hosts) as one:
+        one.save({"w": torch.arange(5.0)}, 1)
+        one.replication.all_gather("saved", None)
+        target = {"w": torch.zeros(5)}
+        latest = one.latest()
+        one.load(target, 1)
+        answer = latest, len(one.shards()), target["w"].tolist()
+        one.replication.all_gather("done", None)
+        return answer
+
+
+def test_a_rank_that_has_nothing_to_write_has_an_empty_shard(crew: Crew, root: Path) -> None:
+    answers = succeeded(crew.run(save_what_one_rank_writes, str(root), "ab", ranks=2))
+    assert answers == [(1, 2, [0.0, 1.0, 2.0, 3.0, 4.0])] * 2
+
+
 def save_with_failing_rank(root: str, hosts: str, failing: int) -> dict[str, Any]:
     rank = dist.get_rank()
     with saving(root, hosts) as one:

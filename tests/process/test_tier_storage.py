@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from tests.process.tier_saves import context_of, hidden_in, name_at, restore, save, sealed
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
+from torchelastic.checkpoint.restore_plan import Candidate, candidates
+from torchelastic.checkpoint.shards import read_tree
 from torchelastic.checkpoint.store import (
     DiskTier,
     DurableTier,
     Manifest,
     MemoryTier,
+    SaveId,
     Tier,
     TierContext,
+    TierEntry,
 )
 from torchelastic.checkpoint.store.durable import without_credentials
 
 KINDS = ["memory", "private", "shared", "file", "object"]
+
+
+def restorable(inventories: Sequence[Mapping[str, Sequence[TierEntry]]]) -> list[Candidate[SaveId, int]]:
+    held = [[entry.held(tier) for tier, each in mine.items() for entry in each] for mine in inventories]
+    return [candidate for candidate in candidates(held) if candidate.is_complete]
 
 
 @pytest.fixture
@@ -76,6 +85,31 @@ def test_what_a_group_puts_is_found_by_the_next_one_and_the_old_ones_go(kind: st
     assert hidden_in(place.parent) == []
 
 
+@pytest.mark.parametrize("kind", ["memory", "private"])
+def test_a_host_that_dies_before_it_commits_has_its_shards_all_the_same(kind: str, place: Path) -> None:
+    """The other host has committed, and removed the checkpoint before it."""
+    hosts = [tier_of(kind, place / host, keep=1) for host in "ab"]
+    for rank, tier in enumerate(hosts):
+        tier.prepare(TierContext("run", 1, 1, rank, 2))
+    for step, committing in ((1, hosts), (2, hosts[:1])):
+        records = tuple(tier.put(sealed(name_at(step), rank, 2)) for rank, tier in enumerate(hosts))
+        for tier in committing:
+            tier.commit(Manifest(name_at(step), "run", 2, records))
+            tier.prune()
+    close(hosts)
+    following = [tier_of(kind, place / host, keep=1) for host in "ab"]
+    for rank, tier in enumerate(following):
+        tier.prepare(TierContext("run", 1, 2, rank, 2))
+    (newest,) = restorable([{"tier": tier.inventory()} for tier in following])
+    shards = [following[each[0].rank].open(newest.save, shard) for shard, each in newest.sources.items()]
+    assert require_whole(read_tree(shards)) == 2
+    (older,) = (place / "b" / name_at(2).folder_name).glob("*.shard")  # no manifest tells what it has to be
+    older.rename(older.with_name("shard-00000-of-00002.shard"))
+    with pytest.raises(CorruptCheckpointError, match="holds another shard than its name says, that of rank 1"):
+        following[1].open(name_at(2), 0)
+    close(following)
+
+
 def test_a_rank_leaves_to_another_one_of_its_host_the_shards_whose_memory_that_uses_again(place: Path) -> None:
     first, second = group_of("memory", place, 2, keep=1)
     for step in (1, 2):
@@ -89,6 +123,34 @@ def test_a_rank_leaves_to_another_one_of_its_host_the_shards_whose_memory_that_u
     assert not (place / name_at(1).folder_name).exists()
     assert restore(first) == 2
     close([first, second])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_commit_without_the_shard_of_a_rank_publishes_nothing(kind: str, place: Path) -> None:
+    tiers = group_of(kind, place, 2)
+    record = tiers[0].put(sealed(name_at(1), 0, 2))
+    other = sealed(name_at(1), 1, 2).record
+    committing = tiers[0] if tiers[0].is_shared else tiers[1]
+    with pytest.raises(CorruptCheckpointError, match="the shard of rank 1"):
+        committing.commit(Manifest(name_at(1), "run", 2, (record, other)))
+    assert restore(tiers[0]) is None
+    close(tiers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_was_replaced_publishes_nothing(kind: str, place: Path) -> None:
+    (old,) = group_of(kind, place, 1)
+    name = name_at(1, epoch=1, round_number=1)
+    record = old.put(sealed(name))
+    new = tier_of(kind, place)
+    has_name = kind in ("memory", "private")  # the shard; then only another job fences this one off
+    new.prepare(TierContext("run", 2, 1, 0, 1) if has_name else TierContext("run", 1, 2, 0, 1))
+    with pytest.raises(FencedError if has_name else (FencedError, CorruptCheckpointError)):
+        old.commit(Manifest(name, "run", 1, (record,)))
+    with pytest.raises(FencedError, match=rf"was replaced by run 'run'.*{'epoch' if has_name else 'round'} 2"):
+        old.prepare(TierContext("run", 1, 1, 0, 1))
+    assert [entry for entry in new.inventory() if entry.is_committed] == []
+    close([old, new])
 
 
 def test_a_replica_that_is_damaged_or_unwanted_is_not_taken(place: Path) -> None:
