@@ -14,6 +14,7 @@ is raised as it is. The order of the calls is that of torchelastic 0.1.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,8 @@ from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, StopException, is_retryable
 from torchelastic.ledger.meter import this_worker
-from torchelastic.loop_observer import telling
-from torchelastic.metrics.loop_durations import LoopDurations
+from torchelastic.loop_observer import LoopObserver, telling
+from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
 from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
@@ -341,3 +342,38 @@ class TrainLoop:
             )
             self.coordinator.on_error(error)
             raise error from last_error
+
+
+class LoopDurations(LoopObserver):
+    """Publishes how long the parts of a loop take, under the names of torchelastic 0.1.
+
+    A part that ends with an error is not published, except for a train step.
+    """
+
+    def __init__(self) -> None:
+        self._loop_s = self._group_s = self._sync_s = self._step_s = time.monotonic()
+
+    def sync_begins(self) -> None:
+        """See `LoopObserver`."""
+        self._sync_s = time.monotonic()
+
+    def in_sync(self, state: State) -> None:  # noqa: ARG002 - part of the contract
+        """See `LoopObserver`."""
+        publish_metric("torchelastic", "state_sync.duration.ms", get_elapsed_time_ms(self._sync_s))
+        self._group_s = time.monotonic()
+
+    def step_begins(self) -> None:
+        """See `LoopObserver`."""
+        self._step_s = time.monotonic()
+
+    def step_ends(self) -> None:
+        """See `LoopObserver`."""
+        publish_metric("torchelastic", "train_step.duration.ms", get_elapsed_time_ms(self._step_s))
+
+    def group_left(self) -> None:
+        """See `LoopObserver`."""
+        publish_metric("torchelastic", "inner_train_loop.duration.ms", get_elapsed_time_ms(self._group_s))
+
+    def returns(self, *, has_left: bool) -> None:  # noqa: ARG002 - as above
+        """See `LoopObserver`."""
+        publish_metric("torchelastic", "outer_train_loop.duration.ms", get_elapsed_time_ms(self._loop_s))

@@ -122,20 +122,20 @@ class _Host:
 
     def expect_the_next_round(self) -> None:
         """Nobody has heard of it yet."""
-        self._wanted, self._asked_for = self.membership.round.number + 1, 0
+        self._wanted, self._asked_for = self.membership.host.round.number + 1, 0
 
     def ask(self, failed: bool) -> None:
         """The member wants the next round: at first for the first time, then because a step failed."""
         self._asked_for = self._wanted
         state_status = StateStatus.COMPLETE if failed else StateStatus.INITIAL
         step = 1000 * self._wanted if failed else 0
-        self.membership.declare(
+        self.membership.host.declare(
             Member(self._member_id, self._name, self._address, self._wanted, step, state_status, failed=failed)
         )
 
     def replace_member(self) -> None:
         """The member ends; another one asks as soon as the host hears that the round is broken, as a spare would."""
-        self.membership.withdraw(self._member_id)
+        self.membership.host.withdraw(self._member_id)
         self._count += 1
 
     @property

@@ -67,12 +67,12 @@ class LightHost:
     @property
     def round(self) -> Round:
         """The newest round that it knows."""
-        return self.membership.round
+        return self.membership.host.round
 
     @property
     def leads(self) -> bool:
         """Whether its agent decides."""
-        return self.membership.leads
+        return self.membership.host.leads
 
     def another(self, name: str) -> LightHost:
         """One more host of the same run, by the same way."""
@@ -96,7 +96,7 @@ class LightHost:
         self._waiting.discard(worker)
         self._hung.discard(worker)
         del self.workers[worker]
-        self.membership.withdraw(worker)
+        self.membership.host.withdraw(worker)
 
     def hang(self, worker: str) -> None:
         """A worker lives, and does nothing any more of its own accord."""
@@ -108,7 +108,7 @@ class LightHost:
 
     def _declare(self, member: Member) -> None:
         self.workers[member.member_id] = member
-        self.membership.declare(member)
+        self.membership.host.declare(member)
 
     def _on_round(self, round_: Round) -> None:
         self.rounds.append(round_)

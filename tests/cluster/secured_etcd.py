@@ -6,12 +6,14 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.harness import ROOT
+from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer, find_etcd_binary
 
 PASSWORD = "correct:horse@battery/staple?9f3c#41"  # every character that means something in a URL
@@ -24,6 +26,36 @@ class Pair:
 
     cert: Path
     key: Path
+
+
+class SecuredEtcd(EtcdServer):
+    """Speaks TLS; how it is, it says without TLS, at another port of this host.
+
+    Args:
+        cert: its certificate, which names the host that clients connect to.
+        key: its private key.
+        client_ca: the authority that signs clients' certificates; None: clients need none.
+        options: as for EtcdServer.
+    """
+
+    def __init__(
+        self, cert: Path | str, key: Path | str, client_ca: Path | str | None = None, options: Sequence[str] = ()
+    ) -> None:
+        super().__init__(options=options)
+        asks = () if client_ca is None else ("--client-cert-auth", "--trusted-ca-file", str(client_ca))
+        self._secured = ["--cert-file", str(cert), "--key-file", str(key), *asks]
+        self._metrics_port = 0
+
+    def _command(self, binary: Path, port: int) -> list[str]:
+        self._metrics_port = unused_ports("127.0.0.1")[0]
+        command = [
+            word.replace("http:", "https:") if word.endswith(f":{port}") else word
+            for word in super()._command(binary, port)
+        ]
+        return [*command, *self._secured, "--listen-metrics-urls", f"http://127.0.0.1:{self._metrics_port}"]
+
+    def _health(self, port: int) -> tuple[str, int]:
+        return "127.0.0.1", self._metrics_port
 
 
 class Authority:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.cluster.secured_etcd import PASSWORD, Authority, guard
+from tests.cluster.secured_etcd import PASSWORD, Authority, SecuredEtcd, guard
 from tests.hosts import Lab
 from torchelastic.doctor.etcd_facts import check, gather_etcd, open_store
 from torchelastic.doctor.etcd_rules import judge_etcd
@@ -24,7 +24,7 @@ from torchelastic.doctor.meeting import meet
 from torchelastic.doctor.meeting_rules import MeetingFacts, judge_meeting
 from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import Credentials
-from torchelastic.rendezvous.server import EtcdServer, ServerTls
+from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.testing.etcd import running_etcd
@@ -143,7 +143,7 @@ def test_an_encrypted_etcd_wants_its_authority(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     server_pair = authority.issue("server", common_name="etcd", names="IP:127.0.0.1")
     client = authority.issue("client", common_name="trainer")
-    with running_etcd(ServerTls(server_pair.cert, server_pair.key, authority.cert)) as server:
+    with SecuredEtcd(server_pair.cert, server_pair.key, authority.cert) as server:
         refused = check(url_of(server), NOBODY)
         facts = gather_etcd(url_of(server), Credentials(str(authority.cert), str(client.cert), str(client.key)))
     assert bad(refused) == [ERROR]

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from tests.cluster.harness import Job
-from tests.cluster.secured_etcd import PASSWORD, Authority, Pair, etcdctl, guard
+from tests.cluster.secured_etcd import PASSWORD, Authority, Pair, SecuredEtcd, etcdctl, guard
 from tests.waiting import wait_until
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.etcd_wire import etcd3, etcdrpc, grpc
-from torchelastic.rendezvous.server import EtcdServer, ServerTls
+from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import StoreAccessError
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.testing.etcd import running_etcd
@@ -57,7 +57,7 @@ def client(authority: Authority) -> Pair:
 def tls_etcd(authority: Authority) -> Iterator[EtcdServer]:
     """An etcd that wants a client certificate."""
     pair = authority.issue("server", common_name="etcd", names="IP:127.0.0.1")
-    with running_etcd(ServerTls(pair.cert, pair.key, authority.cert)) as server:
+    with SecuredEtcd(pair.cert, pair.key, authority.cert) as server:
         yield server
 
 
@@ -109,7 +109,7 @@ def test_a_run_may_be_authenticated_by_its_certificate_alone(
 ) -> None:
     pair = authority.issue("named-server", common_name="root", names="IP:127.0.0.1")
     environment = {"ETCDCTL_CACERT": authority.cert, "ETCDCTL_CERT": pair.cert, "ETCDCTL_KEY": pair.key}
-    with running_etcd(ServerTls(pair.cert, pair.key, authority.cert)) as server:
+    with SecuredEtcd(pair.cert, pair.key, authority.cert) as server:
         guard(server, run_id, **{name: str(path) for name, path in environment.items()})
         job = jobs(epochs=1)
         for name, path in {"CACERT": authority.cert, "CERT": client.cert, "KEY": client.key}.items():

@@ -324,6 +324,10 @@ def test_the_password_appears_in_no_error_log_or_repr(
 # Arguments ----------------------------------------------------------------------------------------------------------
 
 
+def test_an_endpoint_that_is_given_twice_is_tried_once_so_that_the_one_behind_it_gets_its_turn() -> None:
+    assert repr(EtcdStore([("::1", 1), ("[::1]", 1), ("host", 3)])) == "EtcdStore([::1]:1,host:3)"
+
+
 def test_the_rendezvous_package_loads_neither_torch_nor_grpc_nor_protobuf() -> None:
     script = (
         "import sys, torchelastic.rendezvous; torchelastic.rendezvous.EtcdServer; dir(torchelastic.rendezvous);"

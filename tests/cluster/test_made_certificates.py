@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import Job
+from tests.cluster.secured_etcd import SecuredEtcd
 from tests.process.made_certificates import make_certs
-from torchelastic.rendezvous.server import EtcdServer, ServerTls
-from torchelastic.testing.etcd import running_etcd
+from torchelastic.rendezvous.server import EtcdServer
 
 MakeJob = Callable[..., Job]
 
@@ -41,7 +41,7 @@ def etcd_over_tls(said: str) -> Iterator[EtcdServer]:
     cert, key, *others = shlex.split(line.removeprefix("etcd "))
     values = [word.partition("=")[2] for word in (cert, key)]
     assert "--client-cert-auth" in others
-    with running_etcd(ServerTls(*values), options=others) as server:
+    with SecuredEtcd(values[0], values[1], options=others) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchelastic.adapters.accelerate import MemoryCheckpointer
-from torchelastic.adapters.hugging_face.memory import save_step
+from torchelastic.adapters.hugging_face.state import save_step
 from torchelastic.adapters.memory_tier import StorageTier
 
 EPOCHS, EPOCH_STEPS = 3, 4

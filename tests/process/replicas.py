@@ -32,8 +32,8 @@ def content_of(seed: int, size_bytes: int = SIZE_BYTES) -> bytes:
 class RecordingShelf(MemoryShelf):
     """A shelf that tells the test what happened."""
 
-    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self) -> None:
+        super().__init__()
         self.abandoned: list[str] = []
         self.places: dict[str, bytearray] = {}
 

@@ -41,11 +41,11 @@ class Agent:
 
     @property
     def round(self) -> Round:
-        return self.membership.round
+        return self.membership.host.round
 
     def member(self, name: str, **fields: Any) -> None:
         base = Member(name, "host", store_address="h:1", ready_for=self.round.number + 1)
-        self.membership.declare(replace(base, **fields))
+        self.membership.host.declare(replace(base, **fields))
 
 
 def with_agents(
@@ -105,12 +105,12 @@ def test_a_leader_whose_session_fails_gives_the_leadership_to_another_agent(
 
     async def scenario(store: MemoryStore, agents: list[Agent]) -> None:
         await form(agents)
-        leader = next(agent for agent in agents if agent.membership.leads)
-        other = next(agent for agent in agents if not agent.membership.leads)
+        leader = next(agent for agent in agents if agent.membership.host.leads)
+        other = next(agent for agent in agents if not agent.membership.host.leads)
         fault.left = 1
-        other.membership.withdraw(f"m{agents.index(other)}")
-        await until(lambda: other.membership.leads)
-        assert not leader.membership.leads
+        other.membership.host.withdraw(f"m{agents.index(other)}")
+        await until(lambda: other.membership.host.leads)
+        assert not leader.membership.host.leads
         kv = store.get(KEYS.leader)
         assert kv is not None
         assert kv.value == f"agent-{agents.index(other)}".encode()
@@ -118,7 +118,7 @@ def test_a_leader_whose_session_fails_gives_the_leadership_to_another_agent(
         other.member("m-new")
         leader.member(f"m{agents.index(leader)}")
         await until(lambda: leader.round.number == 2)
-        assert leader.membership.members, "its member was registered all the time"
+        assert leader.membership.host.members, "its member was registered all the time"
 
     with_agents(2, scenario, TWO)
     assert fault.raised == 1

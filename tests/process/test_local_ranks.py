@@ -130,7 +130,7 @@ def test_a_lost_clique_means_an_older_checkpoint_or_none(crew: Crew, tmp_path: P
             path.unlink()
     answers = crew.run(load, tmp_path, ranks=4)
     assert iterations_and_parts(answers) == parts(3, 4)
-    assert all("nobody holds the part(s) of ranks 0, 1" in " ".join(messages) for *_, messages in answers)
+    assert all("lacks the shards of rank(s) 0, 1" in " ".join(messages) for *_, messages in answers)
     lose(tmp_path, 2)
     lose(tmp_path, 3)
     assert [answer[0] for answer in succeeded(crew.run(load, tmp_path, ranks=4))] == [-1] * 4

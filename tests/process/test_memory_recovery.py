@@ -17,6 +17,7 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.restore import fetch
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
@@ -228,3 +229,25 @@ def test_a_rank_that_never_calls_is_named_and_nobody_hangs(crew: Crew, root: Pat
 
 
 # --- what lies where --------------------------------------------------------------------------------------------------
+
+
+def look_around(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        found = each.loader.get_candidate_checkpoints(each.container.root)
+        by_rank = each.loader.get_checkpoint_objects_by_rank(found[0])
+        paths = {
+            rank: [str(Path(one).relative_to(each.container.root)) for one in ids] for rank, ids in by_rank.items()
+        }
+        retrieved = [each.loader.retrieve_checkpoint(each.container.folder_of(step)) for step in (9, 7)]
+        return [[one.name for one in found], paths, retrieved]
+
+
+def test_candidates_and_their_objects_are_told_by_rank_and_any_one_may_be_retrieved(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
+    first, second, commit = (str(ranks.shard(rank, 2, 9, 1)) for rank in range(3))
+    for names, by_rank, retrieved in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
+        assert names == ["step-9_ckpt", "step-5_ckpt"]
+        assert by_rank == {0: [first, second, commit], 1: [first, second]}
+        assert retrieved == [True, False]
+    assert MANIFEST_NAME in ranks.files_of(root, "b", 9)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
-from torchelastic.adapters.hugging_face import memory as hugging_face_memory
+from torchelastic.adapters.hugging_face.state import refuse_sharding
 from torchelastic.checkpoint.shards import ShardReader
 
 HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
@@ -207,5 +207,5 @@ def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_p
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_strategies_that_shard_the_model_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*MemoryStorageWriter"):
-        hugging_face_memory.refuse_sharding("MemoryCheckpointCallback", kind)
-    hugging_face_memory.refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
+        refuse_sharding("MemoryCheckpointCallback", kind)
+    refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")

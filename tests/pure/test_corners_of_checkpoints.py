@@ -37,7 +37,7 @@ from torchelastic.checkpoint.shards.tree import flatten, unflatten
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
-from torchelastic.group.notes import Drawer, Notes, Patience
+from torchelastic.group.notes import Drawer, Notes
 from torchelastic.group.peers import Alone
 from torchelastic.testing.clock import FakeClock
 
@@ -138,8 +138,8 @@ def test_a_mailbox_that_is_gone_ends_the_agreement_with_its_reason() -> None:
             raise RuntimeError("connection reset")
 
     clock = FakeClock(0.0)
-    patience = Patience(10.0, monotonic=clock, sleep=clock.sleep)
-    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), patience))
+    notes = Notes(Gone(), 10.0, monotonic=clock, sleep=clock.sleep)
+    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), notes)
     with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
         agreement.done(NAME)
 

@@ -13,7 +13,6 @@ import pytest
 from tests.memory_store import MemoryStore
 from tests.simulation.tree import Tree, check_txn
 from torchelastic.rendezvous.credentials import Credentials, CredentialsError
-from torchelastic.rendezvous.drain_requests import DrainRequests
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, encode_member, encode_round
@@ -368,9 +367,14 @@ def test_a_message_of_a_worker_survives_the_wire_and_everything_else_is_refused(
 
 
 def test_a_request_to_leave_of_another_agent_s_member_stays_for_that_agent() -> None:
-    requests = DrainRequests("drain/", lambda member: member == "mine")
-    for member in ("mine", "other"):
-        requests.take(KeyValue(f"drain/{member}", b"", 1, 1, 1), is_put=True)
-    assert requests.deletions(9) == [Delete("drain/mine")]
-    requests.take(KeyValue("drain/mine", b"", 1, 2, 1), is_put=False)
-    assert requests.deletions(9) == []
+    keys = Keys("run")
+    host = Host(
+        keys, Settings(1, 2), name="h", agent_id="a", incarnation="i", clock=lambda: 0.0, jitter=lambda: 0.0,
+        post=lambda _: None, on_round=lambda _: None, on_drain=lambda member: member == "mine",
+    )  # fmt: skip
+    host._take_drain_request(KeyValue("run/drain/h/other", b"", 1, 1, 1))
+    assert host.is_written
+    host._take_drain_request(KeyValue("run/drain/h/mine", b"", 1, 1, 1))
+    host.declare(Member("mine", "h", leaving=True))
+    assert list(host._records.unwritten(9)) == ["run/members/mine", "run/drain/h/mine"], "what it has led to goes first"
+    assert host._records.write_of("run/drain/h/mine", host.round, 1) == Delete("run/drain/h/mine")

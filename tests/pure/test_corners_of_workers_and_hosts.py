@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
-from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tests.pure.status_runs import a_host
@@ -16,8 +15,9 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
-from torchelastic.lifetime.bounds import guess
+from torchelastic.group.peers import Alone
 from torchelastic.lifetime.decision import SaveTarget
+from torchelastic.lifetime.iteration_times import guess
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
 from torchelastic.p2p import hang_location, stragglers
@@ -55,34 +55,42 @@ def test_the_odd_ones_are_named_in_the_log_and_nothing_is_said_where_all_stood_t
     assert "when the group was given up, rank 2 was in train.py:41 step (step 8), ranks 0, 1 in" in caplog.text
 
 
-def rates_of_others(monkeypatch: pytest.MonkeyPatch, *others: float) -> None:
-    """Have a group of three tell this rank's progress rate and these."""
+class RatesOfOthers(Alone):
+    """Rank 2 of a group of three; the others tell these progress rates."""
 
-    def all_gather(into: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-        for place, rate in enumerate((float(mine), *others)):
-            into[place].fill_(rate)
+    rank, world_size = 2, 3
 
-    monkeypatch.setattr(dist, "all_gather", all_gather)
+    def __init__(self, *others: float | None) -> None:
+        super().__init__()
+        self._others = others
+        self.own: list[float | None] = []
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.own.append(value)
+        return [*self._others, value]
 
 
 @pytest.mark.parametrize(("rate", "logged"), [(9.0, ""), (5.0, "straggler: rank 2 runs at 50 % of the best")])
 def test_a_straggler_is_named_with_its_rank_and_who_is_none_is_not(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rate: float, logged: str
+    caplog: pytest.LogCaptureFixture, rate: float, logged: str
 ) -> None:
-    rates_of_others(monkeypatch, 10.0, 10.0)
-    comparison = stragglers.compare_rates(StragglerPolicy(), rate, 0, 2, 3, None)
+    comparison = stragglers.compare_rates(StragglerPolicy(), rate, 0, RatesOfOthers(10.0, 10.0))
     assert comparison is not None
     assert comparison.is_straggler == bool(logged)
     assert logged in caplog.text
     assert bool(caplog.text) == bool(logged)
 
 
-def test_only_rates_that_are_known_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stragglers.gather_rates(2.5, 1, None) == [2.5]
-    assert stragglers.gather_rates(None, 1, None) == []
-    rates_of_others(monkeypatch, 0.0, -1.0)
-    assert stragglers.gather_rates(2.5, 3, None) == [2.5, 0.0]
-    assert stragglers.compare_rates(StragglerPolicy(), None, 0, 0, 3, None) is None
+@pytest.mark.parametrize("unknown", [None, float("nan"), float("inf"), -1.0])
+def test_only_rates_that_are_known_are_compared(unknown: float | None) -> None:
+    slowest = StragglerPolicy(threshold=1.0)
+    told = RatesOfOthers(0.0, None)
+    comparison = stragglers.compare_rates(slowest, 2.5, 0, told)
+    assert comparison is not None
+    assert (comparison.best, comparison.stragglers) == (2.5, 1)  # who tells no rate is none
+    assert stragglers.compare_rates(slowest, unknown, 0, told) is None
+    assert told.own == [2.5, None]
+    assert stragglers.compare_rates(slowest, unknown, 0, Alone()) is None  # whose rates are none at all
 
 
 def test_a_failure_between_two_steps_is_no_long_step() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.policy.costs import Bound, needed_samples, upper_bound
-from torchelastic.lifetime.bounds import step_bound
+from torchelastic.lifetime.iteration_times import step_bound
 
 seconds = st.floats(0.0, 1e4)
 durations = st.lists(seconds, min_size=1, max_size=120)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.policy.costs import Bound
-from torchelastic.lifetime.bounds import guess
 from torchelastic.lifetime.decision import SaveTarget, decide
+from torchelastic.lifetime.iteration_times import guess
 
 DURABLE, DISK, MEMORY = (
     SaveTarget(name, guess(s, "given"), s / 2) for name, s in (("durable", 60), ("disk", 8), ("ram", 1))

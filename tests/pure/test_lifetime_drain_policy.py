@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.lifetime.bounds import guess
 from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.drain_policy import (
     TOGETHER_S,
@@ -19,6 +18,7 @@ from torchelastic.lifetime.drain_policy import (
     plan_stop,
     who_requeues,
 )
+from torchelastic.lifetime.iteration_times import guess
 from torchelastic.lifetime.sample import Sample
 
 INF = math.inf

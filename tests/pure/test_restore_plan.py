@@ -51,6 +51,20 @@ def test_what_is_committed_and_whole_is_complete_and_the_rest_says_what_it_lacks
         assert {(shard, one) for shard, each in candidate.sources.items() for one in each} == sources
 
 
+def test_what_was_completed_once_and_cannot_be_restored_says_why() -> None:
+    def fault(*held: Held[int, int]) -> str:
+        (found,) = candidates([[each] for each in held])
+        return found.fault
+
+    cut = "a file was cut"
+    assert fault(Held(7, range(2), [0, 1])) == ""
+    assert fault(Held(7, range(2), [0, 1], damage=cut)) == "", "another copy is whole"
+    assert fault(Held(7, range(2), [0]), Held(7, range(2), [])) == "7 lacks the shards of rank(s) 1"
+    assert fault(*[Held(7, range(2), [0], damage=cut)] * 2) == f"7 lacks the shards of rank(s) 1: {cut}"
+    assert fault(Held(7, range(2), [0], is_committed=False)) == "", "it was never completed"
+    assert fault(Held(7, range(2), [0], is_committed=False, damage=cut)) == f"7: {cut}"
+
+
 @given(groups, st.randoms(use_true_random=False))
 def test_the_order_of_what_is_listed_changes_nothing(group: Found, chance: random.Random) -> None:
     assert candidates([chance.sample(each, len(each)) for each in group]) == candidates(group)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.model.salvage import second_deals
+from torchelastic.data.shares import second_deals
 from torchelastic.model.step_gradients import check_mode
 
 UNITS = 12

@@ -8,7 +8,7 @@ from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
 from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
-from torchelastic.group.notes import Drawer, Notes, Patience
+from torchelastic.group.notes import Drawer, Notes
 from torchelastic.testing.clock import FakeClock
 
 NAME = SaveId(1, 2, 3, 4)
@@ -22,7 +22,7 @@ class Rig:
         self.ranks = [
             SaveAgreement(
                 TierContext("run", 1, 2, rank, world_size),
-                Notes(self.region, Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep)),
+                Notes(self.region, 10.0, monotonic=self.clock, sleep=self.clock.sleep),
             )
             for rank in range(world_size)
         ]
@@ -88,9 +88,21 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
         def look(self, key: str) -> bytes | None:
             raise RuntimeError("connection reset by peer")
 
-    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), Patience(10.0)))
+    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), 10.0))
     with pytest.raises(OutOfStepError, match="rank 0 cannot be reached"):
         agreement.hear(NAME, "disk")
+
+
+def test_a_save_that_all_have_stored_does_not_fail_because_its_notes_cannot_be_thrown_away() -> None:
+    class GivenUp(Drawer):
+        def drop(self, key: str) -> None:
+            raise RuntimeError("its connection was given up")
+
+    notes = Notes(GivenUp(), 10.0)
+    ranks = [SaveAgreement(TierContext("run", 1, 2, rank, 2), notes) for rank in (0, 1)]
+    for rank, agreement in enumerate(ranks):
+        agreement.stored(NAME, "disk", record(rank, 2))
+    assert len(ranks[0].gather(NAME, "disk", {}, 0.0).shards) == 2
 
 
 def test_rank_0_chooses_the_tiers() -> None:

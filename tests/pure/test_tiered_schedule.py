@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
-from torchelastic.checkpoint.schedule import SaveSchedule
-from torchelastic.checkpoint.store import DiskTier
-from torchelastic.checkpoint.tiered.turns import TierTurns
+from torchelastic.checkpoint.schedule import SaveSchedule, TierSchedules
 from torchelastic.testing.clock import FakeClock
 
 
@@ -63,22 +61,13 @@ def test_a_policy_is_put_off_while_a_save_would_have_to_wait_and_heard_after() -
     assert decide(schedule, 11, is_full=True, wanted=True)
 
 
-class PlainTier(DiskTier):
-    """Its policy is all that matters here."""
-
-
-def test_each_tier_takes_its_own_turns() -> None:
+def test_each_tier_takes_part_as_often_as_its_own_policy_says() -> None:
     clock = FakeClock()
-    tiers = [
-        PlainTier("memory", name="memory"),
-        PlainTier("disk", every=EverySteps(10), name="disk"),
-        PlainTier("durable", every=EverySeconds(60.0), name="durable"),
-    ]
-    turns = TierTurns(tiers, clock)
+    schedules = TierSchedules({"memory": None, "disk": EverySteps(10), "durable": EverySeconds(60.0)}, clock)
     seen = {}
     for step in (5, 10, 12, 20, 24):
         clock.advance(20.0)
-        seen[step] = turns.next(step)
+        seen[step] = schedules.due(step)
     assert seen == {
         5: ["memory"],
         10: ["memory", "disk"],
@@ -86,9 +75,9 @@ def test_each_tier_takes_its_own_turns() -> None:
         20: ["memory", "disk"],
         24: ["memory"],
     }
-    assert turns.next(25, everywhere=True) == ["memory", "disk", "durable"]
-    turns.begin(30)
-    assert turns.next(31) == ["memory"], "a restored step is saved already"
+    assert schedules.due(25, everywhere=True) == ["memory", "disk", "durable"]
+    schedules.begin(30)
+    assert schedules.due(31) == ["memory"], "a restored step is saved already"
 
 
 def test_a_step_that_nobody_saw_begin_has_no_duration() -> None:

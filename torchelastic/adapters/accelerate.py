@@ -13,7 +13,6 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; accelerate is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.memory import refuse_sharding, save_step
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
@@ -21,7 +20,9 @@ from torchelastic.adapters.hugging_face.state import (
     belongs_to,
     own_part,
     part_from,
+    refuse_sharding,
     rng_state,
+    save_step,
     set_rng_state,
     split_model,
     tensors_of,

@@ -19,7 +19,6 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; transformers is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.memory import distributed_kind, refuse_sharding, save_step
 from torchelastic.adapters.hugging_face.resume import (
     Durable,
     best_of_all,
@@ -34,9 +33,12 @@ from torchelastic.adapters.hugging_face.state import (
     REPLICATED,
     RankState,
     belongs_to,
+    distributed_kind,
     own_part,
     part_from,
+    refuse_sharding,
     rng_state,
+    save_step,
     split_model,
     tensors_of,
 )

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect, say_if_unfit
+from torchelastic.processes.lifeline import process_end
 from torchelastic.processes.own_folder import OwnFolder
-from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.url import parse_url
 

@@ -13,19 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent import signal_forwarding
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.dashboard import dashboard
 from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, WorkerExited
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
-from torchelastic.agent.idle_workers import IdleWorkers
+from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
-from torchelastic.agent.metrics_endpoint import MetricsEndpoint
+from torchelastic.agent.metrics_endpoint import MetricsEndpoint, dashboard
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.tasks import keep_running
-from torchelastic.agent.wait_limit import WaitLimit
+from torchelastic.agent.worker import NOTICE_SIGNALS, forward
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError
@@ -34,7 +32,7 @@ from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
 from torchelastic.page.server import PageServer
 from torchelastic.processes import boot_time_s
-from torchelastic.processes.process_end import process_end
+from torchelastic.processes.lifeline import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -124,7 +122,7 @@ class Agent:
         except (StoreError, InterfaceError, OSError) as error:
             return await self._refuse(f"{error}; the run was not started")
         self._look_at_address()
-        self.connections.run_was_closed = self.membership.round.is_over
+        self.connections.run_was_closed = self.membership.host.round.is_over
         if self.connections.run_was_closed and self._make_supervisor is not None:
             return Outcome(1, _closed_already(self._options.url), came_late=True)
         self.connections.open()
@@ -134,7 +132,7 @@ class Agent:
             self._page.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        for number in signal_forwarding.SIGNALS:
+        for number in NOTICE_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
@@ -198,7 +196,7 @@ class Agent:
         self._metrics = MetricsEndpoint(url.run_id, host)
         self._failures = FailureReporter(incarnation, lambda: read_members(self._store, keys))
         if self._make_supervisor is not None:
-            self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, publish)
+            self.supervisor = self._make_supervisor(lambda: self.membership.host.round.is_over, publish)
             self._recorder = self._make_recorder(self.supervisor, host, incarnation, publish)
         self._status = StatusPublisher(
             self._store, keys, host=host, incarnation=incarnation,
@@ -223,7 +221,7 @@ class Agent:
             folder=self._options.ledger_dir,
             configured_workers=self._options.url.max_workers,
             workers=lambda: supervisor.workers,
-            sees_store=lambda: self.membership.sees_store,
+            sees_store=lambda: self.membership.host.in_reach,
             logs_each=self._options.log_form == JSON,
             publish=publish,
         )
@@ -238,7 +236,7 @@ class Agent:
             case RoundChanged(round_):
                 self._end_as_decided(round_)
             case WorkerExited(worker):
-                worker.has_finished = worker.has_finished and self.membership.round.state is RoundState.CLOSED
+                worker.has_finished = worker.has_finished and self.membership.host.round.state is RoundState.CLOSED
 
     def _end_as_decided(self, round_: Round) -> None:
         assert self.supervisor is not None
@@ -258,7 +256,7 @@ class Agent:
 
     def _on_notice(self, number: signal.Signals) -> None:
         workers = [] if self.supervisor is None else self.supervisor.workers
-        signal_forwarding.forward(number, [worker.process.pid for worker in workers if worker.process is not None])
+        forward(number, [worker.process.pid for worker in workers if worker.process is not None])
 
     # --- the two lives of an agent ----------------------------------------------------------------
 
@@ -285,7 +283,7 @@ class Agent:
         if self._recorder is not None:
             self._recorder.start()
         grace_s = self._options.term_grace_s
-        idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.round, grace_s)
+        idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.host.round, grace_s)
         checking = asyncio.ensure_future(keep_running("checking the idle workers", idle.run))
         ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
         await _first_of(*(end.wait() for end in ends))
@@ -301,8 +299,8 @@ class Agent:
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
-        is_given_up = self.supervisor.too_few.is_set() and not self.membership.round.is_over
-        if self.membership.round.is_over or (codes <= {0} and not is_given_up):
+        is_given_up = self.supervisor.too_few.is_set() and not self.membership.host.round.is_over
+        if self.membership.host.round.is_over or (codes <= {0} and not is_given_up):
             return Outcome(0)
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
@@ -322,7 +320,7 @@ class Agent:
 
     async def _leave_in_order(self, at_most_s: float) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
-        if not any(member.done for member in self.membership.members):
+        if not any(member.done for member in self.membership.host.members):
             await _within(2.0, self.membership.until_written())
             return
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good

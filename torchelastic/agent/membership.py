@@ -23,7 +23,7 @@ from torchelastic.agent.predecessors import POLL_S, Predecessors, describe
 from torchelastic.agent.tasks import keep_running
 from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.host import Host
-from torchelastic.rendezvous.records import Keys, Member, Round, RoundState
+from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.requests import Ask, EndWatches, Failed, Message, OpenWatch, Receive, Request, Sleep
 from torchelastic.rendezvous.store import CoordinationStore, StoreError, StoreEvent, StoreUnavailableError, Watch
 from torchelastic.rendezvous.view import Settings
@@ -50,6 +50,9 @@ class Membership:
         processes: of all members of this host that there have been.
         owner_pid: of a private agent: the process that it serves.
         clock: seconds that never go backwards.
+
+    Attributes:
+        host: what this host says and knows of the run.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Membership:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         is_another = lambda key, _process: not key.endswith(f"/{agent_id}")  # noqa: E731 - one line
         self._predecessors = Predecessors(store, keys, host, is_one=is_another, owner_pid=owner_pid)
-        self._host = Host(
+        self.host = Host(
             keys,
             settings,
             name=host,
@@ -113,12 +116,12 @@ class Membership:
             asyncio.create_task(
                 keep_running(
                     "the session with etcd",
-                    lambda: self._drive(self._host.run(), self._writer),
-                    lambda: self._drive(self._host.give_up(), self._writer),
+                    lambda: self._drive(self.host.run(), self._writer),
+                    lambda: self._drive(self.host.give_up(), self._writer),
                 )
             ),
             asyncio.create_task(
-                keep_running("keeping the lease alive", lambda: self._drive(self._host.beat(), self._heart))
+                keep_running("keeping the lease alive", lambda: self._drive(self.host.beat(), self._heart))
             ),
         ]
 
@@ -126,57 +129,19 @@ class Membership:
         """Declare and withdraw members of this host."""
         match event:
             case MemberDeclared(member):
-                self.declare(member)
+                self.host.declare(member)
             case MemberWithdrawn(member_id, for_good):
-                self.withdraw(member_id, for_good=for_good)
-
-    def declare(self, member: Member) -> None:
-        """Write or rewrite the record of a member of this host."""
-        self._host.declare(member)
-
-    def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
-        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored.
-
-        Args:
-            member_id: which one.
-            for_good: it is not started again. To be said once that is known, if it is not known at its end.
-        """
-        self._host.withdraw(member_id, for_good=for_good)
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members of this host, as declared."""
-        return self._host.members
-
-    @property
-    def round(self) -> Round:
-        """The newest round that this host knows."""
-        return self._host.round
-
-    @property
-    def leads(self) -> bool:
-        """Whether this agent decides for the run."""
-        return self._host.leads
-
-    @property
-    def sees_store(self) -> bool:
-        """Whether the store answers, as far as is known."""
-        return self._host.in_reach
-
-    @property
-    def lease(self) -> int:
-        """The lease of what this host writes; 0: it has no session with the store at the moment."""
-        return self._host.lease
+                self.host.withdraw(member_id, for_good=for_good)
 
     async def until_closed(self) -> None:
         """Wait until the run is closed."""
         async with self._written:
-            await self._written.wait_for(lambda: self.round.state is RoundState.CLOSED)
+            await self._written.wait_for(lambda: self.host.round.state is RoundState.CLOSED)
 
     async def until_written(self) -> None:
         """Wait until the store holds everything that was declared and withdrawn."""
         async with self._written:
-            await self._written.wait_for(lambda: self._host.is_written)
+            await self._written.wait_for(lambda: self.host.is_written)
 
     async def stop(self) -> None:
         """Leave: say that this host's members have ended, and revoke the lease. Idempotent."""
@@ -202,14 +167,14 @@ class Membership:
 
     async def _declare_predecessors_dead(self) -> None:
         for predecessor in await self._blocking(lambda _store: self._predecessors.ended()):
-            self._host.declare_dead(predecessor)
+            self.host.declare_dead(predecessor)
 
     async def _look(self) -> None:
-        await self._drive(self._host.look(), self._writer)
+        await self._drive(self.host.look(), self._writer)
 
     async def _leave(self) -> None:
         await self._end_watches()
-        await self._drive(self._host.leave(), self._writer)
+        await self._drive(self.host.leave(), self._writer)
 
     # --- carrying requests out ----------------------------------------------------------------------------------------
 

@@ -20,16 +20,12 @@ from torchelastic.agent import events
 from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in
-from torchelastic.agent.signal_forwarding import catches
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import Worker, signal_group, worker_stdin
-from torchelastic.agent.worker_lines import WorkerLines
-from torchelastic.agent.worker_log import WorkerLog, WorkerLogs
+from torchelastic.agent.worker import Worker, catches, signal_group, worker_stdin
+from torchelastic.agent.worker_log import WorkerLines, WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
-from torchelastic.processes.lifeline import dies_with_parent
-from torchelastic.processes.main_thread import signal_main_thread
-from torchelastic.processes.process_end import process_end
+from torchelastic.processes.lifeline import dies_with_parent, process_end, signal_main_thread
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import AfterLoss, after_loss
 

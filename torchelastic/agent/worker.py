@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 import os
+import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchelastic.agent.causes import FailedWorker, begins_traceback, failed_at_s
 from torchelastic.log_lines import NOWHERE, Position
 
+log = logging.getLogger(__name__)
+
 #: Lines of standard error that are kept to be shown last when a worker has failed.
 TAIL_LINES = 60
+#: Schedulers send them to every process of a job (`sbatch --signal`), as a notice for the workers; by default they
+#: would end the launcher, and with it everything.
+NOTICE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -129,3 +137,27 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
     except ProcessLookupError:
         pass  # it has ended by itself
+
+
+def catches(status: str, number: int) -> bool:
+    r"""Whether a process has a handler for a signal, by the text of its `/proc/PID/status` (proc(5), SigCgt).
+
+    >>> catches("Name:\tpython\nSigCgt:\t0000000000000200\n", signal.SIGUSR1)
+    True
+    """
+    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def forward(number: signal.Signals, pids: Iterable[int]) -> list[int]:
+    """Send a signal to those of the processes that handle it, for it would end the others; returns whom."""
+    told = []
+    for pid in pids:
+        try:
+            if catches(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), number):
+                os.kill(pid, number)
+                told.append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+    log.warning("%s came: passed on to %d worker(s) that handle it", number.name, len(told))
+    return told

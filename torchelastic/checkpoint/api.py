@@ -79,7 +79,13 @@ class Checkpoint(ABC):
 
 
 class CheckpointManager(ABC):
-    """Creates checkpoints and finds them again."""
+    """Creates checkpoints and finds them again.
+
+    Attributes:
+        saves_on_every_rank: whether it is a `TieredCheckpointManager`, which takes a share of the state on every rank.
+    """
+
+    saves_on_every_rank = False
 
     @abstractmethod
     def create_checkpoint(self) -> Checkpoint:

@@ -7,19 +7,19 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from torchelastic.checkpoint import api
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
-from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.loop_observer import LoopObserver
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
 if TYPE_CHECKING:
+    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
     from torchelastic.coordinator import Coordinator
     from torchelastic.state import State
 
@@ -86,7 +86,7 @@ class LoopCheckpoints(LoopObserver):
             TypeError: no rank can hold the whole state, and this manager saves what one rank holds.
         """
         manager = self.manager
-        if state.loads_parts and manager is not None and not isinstance(manager, ElasticCheckpointManager):
+        if state.loads_parts and manager is not None and not _is_tiered(manager):
             raise TypeError(
                 f"the checkpoint manager is a {type(manager).__name__}, to which one rank writes the whole state, and "
                 f"of a {type(state).__name__} no rank has the whole: give a TieredCheckpointManager, to which every "
@@ -138,7 +138,7 @@ class LoopCheckpoints(LoopObserver):
         is_wanted = self._coordinator.nobody_has_progress()
         if rank == 0:
             self._take_over(manager)
-        if isinstance(manager, ElasticCheckpointManager):
+        if _is_tiered(manager):
             self._enter_with_all(manager, state, is_wanted)
         elif rank == 0 and (not self._synced_before if is_wanted is None else is_wanted):
             loaded = api.load_latest(manager, state)
@@ -150,13 +150,13 @@ class LoopCheckpoints(LoopObserver):
     def _take_over(self, manager: CheckpointManager) -> None:
         """A rank 0 of an older group that is only paused must not publish what it was saving."""
         run_id = _run_id_of(self._coordinator)
-        if run_id and not isinstance(manager, ElasticCheckpointManager):  # those have the round in every name
+        if run_id and not _is_tiered(manager):  # those have the round in every name
             try:
                 manager.take_over(run_id)
             except OSError as error:  # the disk may be full, and may have room again when the next save is due
                 log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
 
-    def _enter_with_all(self, manager: ElasticCheckpointManager, state: State, is_wanted: bool | None) -> None:
+    def _enter_with_all(self, manager: TieredCheckpointManager, state: State, is_wanted: bool | None) -> None:
         self._peers = self._coordinator.peers() or Alone()
         if self._peers.world_size == 1 and self._rank != 0:
             return  # the group is not known: rank 0 does it all
@@ -210,7 +210,7 @@ class LoopCheckpoints(LoopObserver):
         if not self._rank_0_says(decision.save):
             return
         with self._coordinator.saving():
-            if isinstance(manager, ElasticCheckpointManager):
+            if _is_tiered(manager):
                 self._save_share(manager, state, self._peers, leaves or on_trial)
             else:
                 self._save_on_rank_0(manager, state)
@@ -237,7 +237,7 @@ class LoopCheckpoints(LoopObserver):
         if manager is None or not self._rank_0_says(is_due):
             return self._saved_in()
         with self._coordinator.saving():
-            if isinstance(manager, ElasticCheckpointManager):
+            if _is_tiered(manager):
                 self._save_share(manager, state, self._peers, True)
                 if manager.wait(patience_s):
                     manager.end_run()  # rank 0, which has the notes of all, waits until they were read
@@ -248,7 +248,7 @@ class LoopCheckpoints(LoopObserver):
     def leaves_last(self, state: State) -> None:
         """This worker leaves a run that cannot go on, with the best state there is: it saves alone."""
         manager = self.manager
-        if isinstance(manager, ElasticCheckpointManager):
+        if _is_tiered(manager):
             self._save_share(manager, state, Alone(self._peers.round_number), True)
         elif manager is not None:
             self._take_over(manager)
@@ -256,15 +256,16 @@ class LoopCheckpoints(LoopObserver):
 
     def over(self) -> None:
         """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
-        if isinstance(self.manager, ElasticCheckpointManager) and not self._has_ended:
-            self.manager.end_run()
+        manager = self.manager
+        if _is_tiered(manager) and not self._has_ended:
+            manager.end_run()
 
     def gives_up(self) -> None:
         """The time is over: `over` waits for nothing any more."""
         self._has_ended = True
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
-        tiered = manager if isinstance(manager, ElasticCheckpointManager) else None
+        tiered = manager if _is_tiered(manager) else None
         return self._schedule.decide(
             self._step,
             wanted=wanted,
@@ -287,7 +288,7 @@ class LoopCheckpoints(LoopObserver):
         (self._coordinator.peers() or Alone()).wait_for_rank_0("to save a checkpoint", bound_s)
         self._slowest_s = max(self._slowest_s or 0.0, self._clock() - began_s)
 
-    def _save_share(self, manager: ElasticCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
+    def _save_share(self, manager: TieredCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
         self._schedule.began(self._step)
         try:
             manager.save_step(state, self._step, peers, everywhere=leaves, observe=partial(self._saved, self._step))
@@ -329,3 +330,8 @@ def _run_id_of(coordinator: Coordinator) -> str:
         return parse_url(str(getattr(coordinator, "init_method", ""))).run_id
     except RendezvousUrlError:
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _is_tiered(manager: CheckpointManager | None) -> TypeGuard[TieredCheckpointManager]:
+    """Whether every rank saves its share; asked without torch, which that manager imports."""
+    return manager is not None and manager.saves_on_every_rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,29 +36,47 @@ StoredCandidate = Candidate[SaveId, int]
 #: Fetches a shard of a rank that has it; see `ReplicaClient.pull`.
 Pull = Callable[[ShardId, int, Destination], Transferred]
 
-Save = TypeVar("Save")
 Got = TypeVar("Got")
 
 #: For how long another process of this host is waited for that fetches the same shard.
 FETCHING_ELSEWHERE_S = 600.0
+#: How many damaged checkpoints an error names.
+_SHOWN = 5
 
 
 def newest_readable(
-    saves: Iterable[Save], read: Callable[[Save], Got], pass_over: Callable[[Save, CorruptCheckpointError], None]
-) -> Got | None:
-    """What `read` returns for the first checkpoint that is not damaged; None if there is none.
+    found: Iterable[StoredCandidate],
+    read: Callable[[StoredCandidate], Got],
+    tell: Callable[[str], None],
+    faults: dict[SaveId, str],
+) -> tuple[StoredCandidate, Got] | None:
+    """The first checkpoint that can be read, and what `read` returned for it; None if there is none.
 
     Args:
-        saves: the newest first.
+        found: newest first; what was never completed is passed over.
         read: reads one. If several ranks read together, it raises on all of them alike.
-        pass_over: called with each that proved damaged.
+        tell: hears, in words, of each that is of no use; on all ranks alike.
+        faults: what is known to be of no use, and why; what proves so is added.
     """
-    for save in saves:
-        try:
-            return read(save)
-        except CorruptCheckpointError as error:
-            pass_over(save, error)
+    for candidate in found:
+        if candidate.save in faults:
+            continue
+        fault = candidate.fault
+        if candidate.is_complete:
+            try:
+                return candidate, read(candidate)
+            except CorruptCheckpointError as error:
+                fault = f"{candidate.save} is damaged: {error}"
+        if fault:
+            faults[candidate.save] = fault
+            tell(f"{fault}; looking for an older one")
     return None
+
+
+def because(faults: Mapping[SaveId, str]) -> str:
+    """Why there is no checkpoint to restore, newest first; of a few, for people."""
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return "; ".join(list(faults.values())[:_SHOWN]) + more
 
 
 def first_good_copy(shard: object, sources: Sequence[ShardSource], take: Callable[[ShardSource], Got]) -> Got:
@@ -144,7 +162,7 @@ def fetch(
         raise CorruptCheckpointError(f"{instead_of}; and on other hosts: {error}") from error
 
 
-def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[tuple[int, int]]:
+def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[int]:
     """Compares shards that lie in a tier with their checksums; what is damaged is removed, with a warning.
 
     Args:
@@ -152,14 +170,14 @@ def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[tuple[int, int]]
         shards: which, all of one save.
 
     Returns:
-        The ranks of the good ones, and their sizes in bytes.
+        The ranks of the good ones.
     """
     good = []
     for shard in shards:
         try:
             with tier.open(shard.name, shard.rank) as opened:
                 opened.verify()
-                good.append((shard.rank, opened.size_bytes))
+                good.append(shard.rank)
         except CorruptCheckpointError as error:
             log.warning("%s is of no use and is removed: %s", shard, error)
             tier.remove_damaged(shard)

@@ -6,13 +6,11 @@ and a shard are called is the caller's; nothing is known here of tiers, folders 
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.text import shortlist
 
 
@@ -53,6 +51,7 @@ class Held(Generic[Save, Id]):
         shards: those that can be read here.
         place: see `ShardSource`.
         is_committed: whether it is known here that the checkpoint was completed.
+        damage: why something that should be here cannot be read; None if nothing is known of that.
     """
 
     save: Save
@@ -60,6 +59,7 @@ class Held(Generic[Save, Id]):
     shards: Collection[Id]
     place: str = ""
     is_committed: bool = True
+    damage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,14 @@ class Candidate(Generic[Save, Id]):
         whole: all shards that it consists of.
         sources: by shard, where it can be read; shards that nobody has are left out.
         is_committed: whether anybody knows that it was completed.
+        damages: what cannot be read of it, in words.
     """
 
     save: Save
     whole: tuple[Id, ...]
     sources: Mapping[Id, tuple[ShardSource, ...]]
     is_committed: bool
+    damages: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[Id]:
@@ -88,10 +90,16 @@ class Candidate(Generic[Save, Id]):
         """Whether it can be restored."""
         return self.is_committed and not self.missing
 
-    def require_whole(self) -> None:
-        """Raises: CorruptCheckpointError: nobody has a good copy of a shard; names it."""
-        if self.missing:
-            raise CorruptCheckpointError(f"nobody has a good copy of shard {shortlist(self.missing, 8)} of {self.save}")
+    @property
+    def fault(self) -> str:
+        """Why what was completed once, as far as anybody can tell, cannot be restored; empty if it can, or never was.
+
+        That its shards are good only a reader finds out.
+        """
+        lack = f"{self.save} lacks the shards of rank(s) {shortlist(self.missing, 8)}" if self.missing else ""
+        if self.is_committed:
+            return ": ".join([lack, *self.damages]) if lack else ""
+        return f"{self.save}: {'; '.join(self.damages)}" if self.damages else ""
 
 
 def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save, Id]]:
@@ -102,6 +110,7 @@ def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save,
     """
     found: dict[tuple[Save, tuple[Id, ...]], dict[Id, set[ShardSource]]] = defaultdict(lambda: defaultdict(set))
     committed: set[Save] = set()
+    damages: dict[Save, list[str]] = defaultdict(list)
     for rank, each in enumerate(held):
         for one in each:
             sources = found[one.save, tuple(one.whole)]
@@ -109,8 +118,16 @@ def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save,
                 sources[shard].add(ShardSource(rank, one.place))
             if one.is_committed:
                 committed.add(one.save)
+            if one.damage is not None and one.damage not in damages[one.save]:
+                damages[one.save].append(one.damage)
     return [
-        Candidate(save, whole, {shard: tuple(sorted(sources[shard])) for shard in sorted(sources)}, save in committed)
+        Candidate(
+            save,
+            whole,
+            {shard: tuple(sorted(sources[shard])) for shard in sorted(sources)},
+            save in committed,
+            tuple(damages[save]),
+        )
         for (save, whole), sources in sorted(found.items(), key=lambda item: item[0], reverse=True)
     ]
 
@@ -144,7 +161,6 @@ def plan_reads(
     wanted: Mapping[int, Iterable[Id]],
     *,
     distance: Distance[Id] = own_first,
-    size_bytes: Mapping[Id, int] | None = None,
 ) -> dict[int, dict[Id, tuple[ShardSource, ...]]]:
     """Orders the sources of each shard for each rank that wants it: the nearest first, others for when it is damaged.
 
@@ -155,7 +171,6 @@ def plan_reads(
         sources: by shard, where it can be read; see `Candidate`.
         wanted: by rank, which shards it needs.
         distance: how far a source is.
-        size_bytes: of the shards, if they differ much; without it, each counts as one.
 
     Returns:
         For each rank and shard that was wanted the sources, best first; none where nobody has the shard.
@@ -170,149 +185,70 @@ def plan_reads(
 
         plan[reader][shard] = ordered = tuple(sorted(sources.get(shard, ()), key=key))
         if ordered and ordered[0].rank != reader:
-            given[ordered[0].rank] += 1 if size_bytes is None else size_bytes[shard]
+            given[ordered[0].rank] += 1
     return plan
 
 
-# --- what is fetched, and kept ----------------------------------------------------------------------------------------
+# --- where each rank keeps what it fetches ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fetch(Generic[Id]):
-    """One shard that a rank fetches from another one.
+def holders_elsewhere(
+    sources: Mapping[Id, Collection[ShardSource]], shard: Id, rank: int, folders: Sequence[str]
+) -> list[int]:
+    """The ranks with other folders that can read a shard, in the order in which a rank is to ask them.
 
-    Attributes:
+    Args:
+        sources: by shard, where it can be read.
         shard: which.
-        receiver: the rank that fetches it.
-        holders: the ranks that can give it, in the order in which to ask.
-        size_bytes: how long it is.
+        rank: who asks.
+        folders: see `nearness`.
     """
-
-    shard: Id
-    receiver: int
-    holders: tuple[int, ...]
-    size_bytes: int
+    nearest = plan_reads(sources, {rank: [shard]}, distance=nearness(folders))[rank][shard]
+    return [source.rank for source in nearest if folders[source.rank] != folders[rank]]
 
 
-@dataclass(frozen=True)
-class RestorePlan(Generic[Save, Id]):
-    """How the shards of a checkpoint get to where they are wanted.
-
-    Attributes:
-        candidate: the checkpoint, and who can read its shards before anything is fetched.
-        wanted: by rank, which shards it needs.
-        fetches: what has to be done before it is loaded.
-        copies: what is to be done afterwards, so that any host may be lost again.
-    """
-
-    candidate: Candidate[Save, Id]
-    wanted: Mapping[int, Sequence[Id]]
-    fetches: tuple[Fetch[Id], ...]
-    copies: tuple[Fetch[Id], ...]
-
-
-def restore_plan(
-    candidate: Candidate[Save, Id],
-    wanted: Mapping[int, Sequence[Id]],
-    *,
-    folders: Sequence[str],
-    hosts: Sequence[str],
-    size_bytes: Mapping[Id, int],
-    losses: int,
-) -> RestorePlan[Save, Id]:
-    """Plans how ranks restore that keep what they fetch.
+def kept(
+    sources: Mapping[Id, Collection[ShardSource]], wanted: Mapping[int, Collection[Id]], folders: Sequence[str]
+) -> dict[Id, set[ShardSource]]:
+    """Where each shard can be read when all ranks have what they want in their folders.
 
     Args:
-        candidate: with the good copies alone; all ranks of a folder can read what is in it.
-        wanted: by rank, which shards it needs.
-        folders: of each rank, what identifies the folder that it keeps shards in.
-        hosts: of each rank; those of one host are lost together. One may have several folders.
-        size_bytes: of the shards.
-        losses: see `missing_copies`.
-
-    Raises:
-        CorruptCheckpointError: a shard is held by nobody; names it.
+        sources: by shard, where it can be read before.
+        wanted: by rank, which shards it fetches if they are not in its folder.
+        folders: see `nearness`.
     """
-    candidate.require_whole()
-    fetches = _fetches(candidate.sources, wanted, size_bytes)
-    after = {shard: set(sources) for shard, sources in candidate.sources.items()}
-    for fetch in fetches:
-        folder = folders[fetch.receiver]
-        after[fetch.shard] |= {ShardSource(rank) for rank, other in enumerate(folders) if other == folder}
-    copies = missing_copies(after, hosts, size_bytes, losses=losses)
-    return RestorePlan(candidate, wanted, tuple(fetches), tuple(copies))
-
-
-def missing_copies(
-    sources: Mapping[Id, Collection[ShardSource]],
-    hosts: Sequence[str],
-    size_bytes: Mapping[Id, int],
-    *,
-    losses: int,
-) -> list[Fetch[Id]]:
-    """Plans the fewest bytes after which any `losses` hosts may be lost and every shard is left somewhere.
-
-    A shard survives every such loss exactly if `losses` + 1 hosts hold it, so each lacks a number of copies of its own
-    and the sum is the least there is. The largest shards are placed first, each copy with the rank that receives least
-    so far; senders take turns.
-
-    Args:
-        sources: by shard, who holds it.
-        hosts: of each rank; those of one host are lost together. Ranks that hold nothing may receive.
-        size_bytes: of the shards.
-        losses: how many hosts may be lost at once. With fewer hosts than that and one more, each gets a copy: a job
-            that goes on with one host must not fail over this.
-
-    Returns:
-        What is to be fetched, sorted by receiver and shard.
-    """
-    hosts_wanted = min(losses + 1, len(set(hosts)))
-    received = [(0, rank) for rank in range(len(hosts))]  # a heap: who has received least is first
-    wanted: dict[int, list[Id]] = {}
-    for shard in sorted(sources, key=lambda shard: (-size_bytes[shard], shard)):
-        there = {hosts[source.rank] for source in sources[shard]}
-        passed_over = []
-        while len(there) < hosts_wanted:
-            received_bytes, rank = heapq.heappop(received)
-            if hosts[rank] not in there:
-                there.add(hosts[rank])
-                wanted.setdefault(rank, []).append(shard)
-                received_bytes += size_bytes[shard]
-            passed_over.append((received_bytes, rank))
-        for entry in passed_over:
-            heapq.heappush(received, entry)
-    return _fetches(sources, wanted, size_bytes)
+    has_it = {(folders[rank], shard) for rank, shards in wanted.items() for shard in shards}
+    return {
+        shard: {*there, *(ShardSource(rank) for rank, folder in enumerate(folders) if (folder, shard) in has_it)}
+        for shard, there in sources.items()
+    }
 
 
 def lost_copies(
-    sources: Mapping[int, Collection[ShardSource]], folders: Sequence[str], partners_of: Sequence[Collection[int]]
+    sources: Mapping[int, Collection[ShardSource]],
+    folders: Sequence[str],
+    hosts: Sequence[str],
+    partners_of: Sequence[Collection[int]],
 ) -> dict[int, list[int]]:
-    """The shards that ranks are to hold for others, and of which nothing lies in their folders any more.
+    """The shards that ranks are to hold for others, and that lie on fewer hosts than they should.
 
     Args:
         sources: by shard, where it can be read. Where another number of ranks has saved it, shard s counts as that of
             rank s modulo today's.
         folders: see `nearness`.
-        partners_of: per rank, who keeps copies of its shards.
+        hosts: of each rank; those of one host are lost together. One may have several folders.
+        partners_of: per rank, who keeps copies of its shards; empty if nobody does.
+
+    Returns:
+        By rank, what it is to fetch.
     """
     lost: dict[int, list[int]] = {}
     for shard, there in sources.items():
-        has_it = {folders[source.rank] for source in there}
-        for keeper in partners_of[shard % len(folders)] if partners_of else ():
-            if folders[keeper] not in has_it:
+        has_it, safe = {folders[source.rank] for source in there}, {hosts[source.rank] for source in there}
+        keepers = partners_of[shard % len(folders)] if partners_of else ()
+        for keeper in keepers:
+            if folders[keeper] not in has_it and len(safe) <= len(keepers):
                 lost.setdefault(keeper, []).append(shard)
                 has_it.add(folders[keeper])
+                safe.add(hosts[keeper])
     return lost
-
-
-def _fetches(
-    sources: Mapping[Id, Collection[ShardSource]], wanted: Mapping[int, Sequence[Id]], size_bytes: Mapping[Id, int]
-) -> list[Fetch[Id]]:
-    """What ranks want and cannot read themselves, from whom each gets it."""
-    reads = plan_reads(sources, wanted, size_bytes=size_bytes)
-    return [
-        Fetch(shard, receiver, tuple(source.rank for source in reads[receiver][shard]), size_bytes[shard])
-        for receiver in sorted(wanted)
-        for shard in sorted(wanted[receiver])
-        if all(source.rank != receiver for source in sources[shard])
-    ]

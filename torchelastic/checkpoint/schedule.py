@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy import FailureRate, SaveCosts, SaveDecision, SaveMoment, SavePolicy
@@ -125,3 +125,33 @@ class SaveSchedule:
     def failed(self, failure_class: str) -> None:
         """Something has failed and taken the group with it."""
         self.failures = self.failures.failed(failure_class)
+
+
+class TierSchedules:
+    """Which tiers take part in a save: each may have a policy that makes it rarer than saves are. Asked on rank 0.
+
+    Args:
+        policies: of each tier, by its name; None: it takes part in all.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, policies: Mapping[str, SavePolicy | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._policies = policies
+        self._clock = clock
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """The run goes on from this step, which is saved already."""
+        self._schedules = {name: SaveSchedule(policy, self._clock) for name, policy in self._policies.items()}
+        for schedule in self._schedules.values():
+            schedule.enter_group(step)
+
+    def due(self, step: int, *, everywhere: bool = False) -> list[str]:
+        """The names of the tiers that take part in a save after this step; with `everywhere` all do."""
+        due = []
+        for name, schedule in self._schedules.items():
+            wanted = everywhere or self._policies[name] is None
+            if schedule.decide(step, wanted=wanted, saving=False, is_full=False, stop_requested=False):
+                schedule.began(step)
+                due.append(name)
+        return due

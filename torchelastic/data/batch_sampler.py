@@ -208,37 +208,30 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
 
         The position and the world are those of this call; a running iterator does not notice later changes.
         """
-        end = (min(self.epoch + 1, self.epochs), 0)
-        return self._loads(
-            self._progress, self._progress.position, end, self._rank, self._world_size, self._reassignment
-        )
+        return self._loads(self._progress.position, (min(self.epoch + 1, self.epochs), 0))
 
     def upcoming(self) -> Iterator[list[int]]:
         """Like iterating, but from `position` (behind the pending batches) and on to the end of the last epoch."""
-        end = (self.epochs, 0)
-        return self._loads(self._progress, self._next, end, self._rank, self._world_size, self._reassignment)
+        return self._loads(self._next, (self.epochs, 0))
 
-    def _loads(
-        self,
-        progress: EpochProgress,
-        start: Position,
-        end: Position,
-        rank: int,
-        world_size: int,
-        deal: SecondDeal | None,
-    ) -> Iterator[list[int]]:
-        # all that may change is an argument: a generator begins to run with its first `next`
-        at = start
-        if deal is not None and at == progress.position and at < end:
-            batch = progress.batch(self._order(at[0]), at)
-            yield self.keys(at[0], self._reassigned(deal, batch, at).load)
-            progress = progress.advanced(progress.following(at), self._of(batch, deal.postponed))
-            at = progress.position
-        while at < end:
-            order = self._order(at[0])  # held over the epoch, even when the cache has moved on
-            for number in range(at[1], progress.batches_in(at[0])):
-                yield self.keys(at[0], self._to_load(progress.batch(order, (at[0], number)), rank, world_size))
-            at = (at[0] + 1, 0)
+    def _loads(self, start: Position, end: Position) -> Iterator[list[int]]:
+        # what may change is taken down here: a generator begins to run with its first `next`
+        begun, rank, world_size, deal = self._progress, self._rank, self._world_size, self._reassignment
+
+        def loads() -> Iterator[list[int]]:
+            progress, at = begun, start
+            if deal is not None and at == progress.position and at < end:
+                batch = progress.batch(self._order(at[0]), at)
+                yield self.keys(at[0], self._reassigned(deal, batch, at).load)
+                progress = progress.advanced(progress.following(at), self._of(batch, deal.postponed))
+                at = progress.position
+            while at < end:
+                order = self._order(at[0])  # held over the epoch, even when the cache has moved on
+                for number in range(at[1], progress.batches_in(at[0])):
+                    yield self.keys(at[0], self._to_load(progress.batch(order, (at[0], number)), rank, world_size))
+                at = (at[0] + 1, 0)
+
+        return loads()
 
     def _batch(self, position: Position) -> tuple[int, ...]:
         """The dataset indices of one global batch."""

@@ -98,7 +98,7 @@ class StreamExchange:
             if lengths[shard]:
                 parts[shard].copy_(torch.frombuffer(bytearray(place.position.encode()), dtype=torch.uint8))
         dist.all_reduce(flat, group=self._group)
-        return [bytes(part.tolist()).decode() for part in parts]
+        return [part.numpy().tobytes().decode() for part in parts]
 
     def __getstate__(self) -> dict[str, object]:
         return {"_world_size": self._world_size, "_default": None, "_group": None}

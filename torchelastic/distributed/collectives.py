@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 # 8 chunks of 4 MiB in flight keep gloo's tree busy from the root to the leaves, and bound what is staged on a GPU.
 _CHUNK_BYTES = 4 * 2**20
@@ -128,7 +126,7 @@ def broadcast_model(src_rank: int, model: torch.nn.Module) -> None:
 
 
 def broadcast_binary(data: npt.NDArray[Any] | bytes | None, src_rank: int) -> npt.NDArray[np.uint8] | None:
-    """Return the source's bytes on every rank. Collective; needs numpy.
+    """Return the source's bytes on every rank. Collective.
 
     The source's memory is sent from and the result's memory is received into directly, in chunks that overlap.
 
@@ -142,13 +140,10 @@ def broadcast_binary(data: npt.NDArray[Any] | bytes | None, src_rank: int) -> np
 
     Raises:
         TypeError: this rank's `data` is of another type.
-        ImportError: numpy is not installed.
     """
     payload = None if data is None else _as_bytes(data)
     if not is_distributed_training_run():
         return payload
-    import numpy as np
-
     is_source = get_rank() == src_rank
     size = broadcast_long(_NO_DATA if payload is None else payload.size, src_rank)
     if size == _NO_DATA:
@@ -204,10 +199,6 @@ def _device_for(device: torch.device) -> torch.device:
 
 def _as_bytes(data: object) -> npt.NDArray[np.uint8]:
     """View an array or bytes as a flat, read-only uint8 array."""
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ImportError("broadcast_binary returns numpy arrays: install numpy") from error
     if isinstance(data, bytes):
         return np.frombuffer(data, dtype=np.uint8)
     if not isinstance(data, np.ndarray):
@@ -228,6 +219,4 @@ class _Writable:
 
 def _tensor_over(array: npt.NDArray[np.uint8]) -> torch.Tensor:
     """Wrap an array without copying. The source's may be read-only: broadcasting only reads there."""
-    import numpy as np
-
     return torch.from_numpy(np.asarray(_Writable(array)))

@@ -9,9 +9,10 @@ stored is still completed in the time of grace after that; and forming it for ea
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torchelastic.checkpoint.errors import OutOfStepError
@@ -62,40 +63,34 @@ class Drawer:
         """Nothing: nobody waits for oneself."""
 
 
-@dataclass
-class Patience:
-    """Until when notes of other ranks are waited for; shortened when the group has ended. Any thread may look at it.
-
-    Attributes:
-        timeout_s: for each note that is waited for.
-        until_s: nothing is waited for after that, by the clock.
-    """
-
-    timeout_s: float
-    until_s: float = float("inf")
-    monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-    def shorten(self, grace_s: float) -> None:
-        """The group has ended: whoever is not done soon may be gone."""
-        self.until_s = min(self.until_s, self.monotonic() + grace_s)
-
-
 class Notes:
     """What one rank writes into a mailbox and reads from it, as JSON. Used by one thread.
 
     Args:
         mailbox: of the group.
-        patience: how long to wait for others.
+        timeout_s: for each note of another rank that is waited for.
+        monotonic: clock.
+        sleep: lets time pass.
+
+    Attributes:
+        timeout_s: as given.
     """
 
-    def __init__(self, mailbox: Mailbox, patience: Patience) -> None:
-        self._mailbox = mailbox
-        self.patience = patience
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        timeout_s: float,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._mailbox, self._monotonic, self._sleep = mailbox, monotonic, sleep
+        self._until_s = math.inf  # nothing is waited for after that: who is not done soon after the group may be gone
 
     def end(self, grace_s: float) -> None:
         """The group has ended: nothing is waited for any longer than so many seconds from now; from any thread."""
-        self.patience.shorten(grace_s)
+        self._until_s = min(self._until_s, self._monotonic() + grace_s)
         self._mailbox.end(grace_s)
 
     def post(self, key: str, value: Any) -> None:
@@ -107,7 +102,8 @@ class Notes:
 
     def drop(self, key: str) -> None:
         """Throw a note away that all who need it have read; there may be none."""
-        self._mailbox.drop(key)
+        with suppress(RuntimeError):  # the group has ended, and its notes with it: what they said has been heard
+            self._mailbox.drop(key)
 
     def wait(self, key: str, rank: int, timeout_s: float | None = None) -> Any:
         """Read a note, when it is there.
@@ -115,16 +111,15 @@ class Notes:
         Args:
             key: of the note.
             rank: who leaves it, for the error.
-            timeout_s: default: that of the patience.
+            timeout_s: default: as given at the start.
 
         Raises:
             OutOfStepError: it is not there in time, or the group has ended.
         """
-        patience, pause_s = self.patience, FIRST_LOOK_S
-        timeout_s = patience.timeout_s if timeout_s is None else timeout_s
-        until_s = patience.monotonic() + timeout_s
+        pause_s, timeout_s = FIRST_LOOK_S, self.timeout_s if timeout_s is None else timeout_s
+        until_s = self._monotonic() + timeout_s
         while True:
-            if patience.monotonic() > patience.until_s:  # not asked any more: if its host is gone, answers take long
+            if self._monotonic() > self._until_s:  # not asked any more: if its host is gone, answers take long
                 raise OutOfStepError(f"the group has ended before rank {rank} had stored or decided anything")
             try:
                 words = self._mailbox.look(key)
@@ -132,9 +127,9 @@ class Notes:
                 raise _ended(error) from error
             if words is not None:
                 return json.loads(words)
-            if patience.monotonic() >= until_s:
+            if self._monotonic() >= until_s:
                 raise OutOfStepError(f"rank {rank} has neither stored nor decided anything for {timeout_s:g} s")
-            patience.sleep(pause_s)
+            self._sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_LOOK_S)
 
 

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.notes import Mailbox
+from torchelastic.group.peers import Peers
 from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
 from torchelastic.processes.background import done_here, in_background
@@ -111,10 +112,7 @@ class RankGroup:
             answers = self.all_gather(call, _told(running) if is_done else {"busy": True})
             if not any("busy" in each for each in answers):
                 break
-        failed = {rank: each for rank, each in enumerate(answers) if "error" in each}
-        if failed:
-            _raise_failure(call, failed, running.exception())
-        return [each["value"] for each in answers]
+        return _values(call, answers, running)
 
     def own_on_all(self, call: str, work: Callable[[], Got]) -> Got:
         """The same for what the others need not be told: returns what the own part returned, whatever that is."""
@@ -182,6 +180,18 @@ class RankGroup:
         raise OutOfStepError(f"the ranks could not agree on {call}, because {self._broken}") from error
 
 
+def run_with_peers(peers: Peers, call: str, work: Callable[[], Answer]) -> list[Answer]:
+    """`RankGroup.run_on_all` for the ranks of a train loop; who works for long is waited for.
+
+    Raises:
+        CheckpointError: see there.
+        RuntimeError: a peer is lost.
+    """
+    ended = done_here(work)
+    peers.barrier()
+    return _values(call, peers.all_gather(_told(ended)), ended)
+
+
 class ProgramPeers:
     """A `RankGroup` as the `Peers` of a train loop: for scripts that have a training loop of their own. Collective.
 
@@ -229,6 +239,14 @@ def _told(ended: Future[Any]) -> dict[str, Any]:
         return {"value": ended.result()}
     is_damage = isinstance(failure, CorruptCheckpointError)
     return {"error": f"{type(failure).__name__}: {failure}"[:_MAX_TEXT], "is_damage": is_damage}
+
+
+def _values(call: str, answers: Sequence[dict[str, Any]], own: Future[Any]) -> list[Any]:
+    """What all ranks' parts returned; raises where one has failed."""
+    failed = {rank: each for rank, each in enumerate(answers) if "error" in each}
+    if failed:
+        _raise_failure(call, failed, own.exception())
+    return [each["value"] for each in answers]
 
 
 def _raise_failure(call: str, failed: dict[int, dict[str, Any]], failure: BaseException | None) -> NoReturn:

@@ -10,8 +10,8 @@ import logging
 import socket
 import threading
 import time
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from tenacity import (
     RetryCallState,
@@ -67,9 +67,7 @@ class OwnEtcd:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         with self._lock:
             self._server.stop()
@@ -127,8 +125,11 @@ def _say_first(state: RetryCallState) -> None:
         )
 
 
-class MeetingPlace:
-    """Use it with `with`: on the host that is named it starts an etcd, unless somebody serves the port already.
+@contextmanager
+def meeting_place(host: str, port: int, run_id: str) -> Iterator[None]:
+    """On the host that is named there is an etcd inside, started here unless somebody serves the port already.
+
+    If the block ends without an error, it is kept until the agents of the other hosts have left.
 
     Args:
         host: name or address of one of the run's hosts.
@@ -139,50 +140,37 @@ class MeetingPlace:
         OSError: on entering, the name is not known.
         FileNotFoundError, RuntimeError, TimeoutError: on entering, as `EtcdServer.start`.
     """
-
-    def __init__(self, host: str, port: int, run_id: str) -> None:
-        self._host, self._port, self._keys = host, port, Keys(f"{DEFAULT_PREFIX}/{run_id}")
-        self._etcd: OwnEtcd | None = None
-
-    def __enter__(self) -> MeetingPlace:
-        address = _own_address(self._host)
-        if address is not None and not self._is_served():
-            etcd = OwnEtcd(address, self._port)
+    address, etcd = _own_address(host), None
+    with ExitStack() as stack:
+        if address is not None and not _is_served(host, port):
             try:
-                self._etcd = etcd.__enter__()
+                etcd = stack.enter_context(OwnEtcd(address, port))
             except RuntimeError:
-                if not self._is_served():  # another launcher of this host was faster
+                if not _is_served(host, port):  # another launcher of this host was faster
                     raise
-        return self
+        yield
+        if etcd is not None:
+            _wait_for_others(etcd.endpoint, Keys(f"{DEFAULT_PREFIX}/{run_id}"))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._etcd is None:
-            return
-        try:
-            if error is None:
-                self._wait_for_others(self._etcd.endpoint)
-        finally:
-            self._etcd.__exit__(kind, error, trace)
 
-    def _is_served(self) -> bool:
-        with suppress(OSError), socket.create_connection((self._host, self._port), _CONNECT_S):
-            return True
-        return False
+def _is_served(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
+        return True
+    return False
 
-    def _wait_for_others(self, endpoint: str) -> None:
-        from torchelastic.rendezvous.etcd import EtcdStore  # gRPC, which most launches import later
 
-        host, _, port = endpoint.rpartition(":")
-        store, is_told, pause = EtcdStore([(host, int(port))]), False, threading.Event()
-        with suppress(StoreError, KeyboardInterrupt):
-            while store.list_prefix(self._keys.agents).items:
-                if not is_told:
-                    log.warning("other hosts still take part, and meet at the etcd of this launcher: it ends with them")
-                    is_told = True
-                pause.wait(SAMPLE_S)
-        store.close()
+def _wait_for_others(endpoint: str, keys: Keys) -> None:
+    from torchelastic.rendezvous.etcd import EtcdStore  # gRPC, which most launches import later
+
+    host, _, port = endpoint.rpartition(":")
+    store, is_told, pause = EtcdStore([(host, int(port))]), False, threading.Event()
+    with suppress(StoreError, KeyboardInterrupt):
+        while store.list_prefix(keys.agents).items:
+            if not is_told:
+                log.warning("other hosts still take part, and meet at the etcd of this launcher: it ends with them")
+                is_told = True
+            pause.wait(SAMPLE_S)
+    store.close()
 
 
 def _own_address(host: str) -> str | None:

@@ -23,7 +23,7 @@ from torchelastic.agent.events import Publish
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker_environment import worker_environment
-from torchelastic.launch.own_etcd import MeetingPlace, OwnEtcd
+from torchelastic.launch.own_etcd import OwnEtcd, meeting_place
 from torchelastic.launch.run_address import (
     SOCKET,
     access,
@@ -156,7 +156,7 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
 
 def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> None:
     try:
-        stack.enter_context(MeetingPlace(host, port, run_id))
+        stack.enter_context(meeting_place(host, port, run_id))
     except OSError as error:
         raise UsageError(f"the hosts cannot meet at {host}:{port}: {error}") from error
 

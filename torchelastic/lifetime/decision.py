@@ -23,7 +23,7 @@ from typing import Literal
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping
 from torchelastic.checkpoint.policy.costs import Bound, upper_bound
-from torchelastic.lifetime.bounds import guess
+from torchelastic.lifetime.iteration_times import guess
 
 #: The shortest usual grace after a notice that does not say how much time is left: that of `docker stop`.
 SHORTEST_GRACE_S = 10.0

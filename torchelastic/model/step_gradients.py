@@ -1,7 +1,7 @@
 """The gradients of a step: how they become those of the global batch, and what is kept of them when the step fails.
 
 What a rank has computed of a step in which a worker was lost can count in the second attempt: the ranks of the next
-group agree on who computes the rest (see `salvage`).
+group agree on who computes the rest (see `data.shares`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchelastic.data.shares import SecondDeal
+from torchelastic.data.shares import MODES, SecondDeal, second_deals
 from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
 from torchelastic.model.reduction import Reduction
-from torchelastic.model.salvage import MODES, second_deals
 from torchelastic.model.shards import LogicalShards
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import leaves_of

@@ -78,13 +78,12 @@ def message_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
 
 
-def all_gathered(mine: torch.Tensor, world_size: int, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+def all_gathered(mine: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     """What each rank has, by rank; called on every rank of the group. This rank's alone where it is all of the group.
 
     Args:
         mine: of the same shape and dtype on all ranks.
         world_size: of the group.
-        group: the default one if not given.
 
     Raises:
         RuntimeError: a peer is lost.
@@ -92,7 +91,7 @@ def all_gathered(mine: torch.Tensor, world_size: int, group: dist.ProcessGroup |
     if world_size == 1:
         return [mine]
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(gathered, mine, group=group)
+    dist.all_gather(gathered, mine)
     return gathered
 
 
@@ -162,7 +161,7 @@ class _Channel:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         else:
             payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        return bytes(self.tensor(payload).tolist())  # without numpy, which torch does not bring
+        return self.tensor(payload).cpu().numpy().tobytes()
 
 
 def chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -299,9 +299,7 @@ class CoordinatorP2P(Coordinator):
         if self.monitor_progress_step % self.MONITOR_PROGRESS_FREQ:
             return
         rate = None if worker_stats is None else worker_stats.get_progress_rate()
-        comparison = compare_rates(
-            self._straggler_policy, rate, self._times_straggler, self.rank, self.world_size, self._groups.control
-        )
+        comparison = compare_rates(self._straggler_policy, rate, self._times_straggler, self._peers)
         if comparison is None:
             return
         self.last_relative_prog_rate = comparison.relative

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
+from torchelastic.group.peers import Peers
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import publish_metric
-from torchelastic.model.transfer import all_gathered
 
 log = logging.getLogger(__name__)
 
@@ -92,39 +90,24 @@ class PaceComparison:
         )
 
 
-def compare_rates(
-    policy: StragglerPolicy, rate: float | None, times: int, rank: int, world_size: int, group: dist.ProcessGroup | None
-) -> PaceComparison | None:
+def compare_rates(policy: StragglerPolicy, rate: float | None, times: int, peers: Peers) -> PaceComparison | None:
     """Compare this worker's rate with those of the others, and publish, log and note for the ledger what it shows.
 
     Every rank calls this. None: nothing can be said, for its own rate is not known.
 
     Args:
         policy: who is a straggler.
-        rate: this worker's progress rate; None: it is not known.
+        rate: this worker's progress rate; None, or no finite number from 0 on: it is not known.
         times: how often in a row it was a straggler before.
-        rank: of this worker.
-        world_size: of the group.
-        group: for CPU tensors.
+        peers: the ranks of its group.
     """
-    rates = gather_rates(rate, world_size, group)
-    if rate is None:
+    own = float(rate) if rate is not None and math.isfinite(rate) and rate >= 0 else None
+    rates = [known for known in peers.all_gather(own) if known is not None]
+    if own is None:
         return None
-    comparison = policy.compare(rate, rates, times)
+    comparison = policy.compare(own, rates, times)
     publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
     if comparison.is_straggler:
-        log.warning("straggler: rank %d runs at %s", rank, comparison)
+        log.warning("straggler: rank %d runs at %s", peers.rank, comparison)
         this_worker().straggles(100 * comparison.relative)
     return comparison
-
-
-def gather_rates(rate: float | None, world_size: int, group: dist.ProcessGroup | None) -> list[float]:
-    """The progress rates of all workers that know theirs; every rank calls this.
-
-    Args:
-        rate: this worker's; None: it is not known.
-        world_size: of the group.
-        group: for CPU tensors.
-    """
-    mine = torch.tensor([-1.0 if rate is None else rate], dtype=torch.float64)
-    return [float(value) for value in all_gathered(mine, world_size, group) if float(value) >= 0]

@@ -94,7 +94,9 @@ class Watchdog:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_over = False
-        self._patience_bound_s = timeout_s
+        #: how long to wait for a live member that does not join the next round, without a margin: the bound if a step
+        #: was given up; the time-out if something else was (a sync, a checkpoint), that takes longer
+        self.patience_s = timeout_s
         # of the step that is late: by when it began
         self._late_step: float | None = None
         self._last_sample: ThreadSample | None = None
@@ -116,14 +118,6 @@ class Watchdog:
     def bound_s(self) -> float:
         """How long a step may take at present before this worker is suspected to hang."""
         return self.policy.bound_s(self._step.slowest_s if self._step.is_warm else None, self._timeout_s)
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait for a live member that does not join the next round, without a margin.
-
-        The bound if a step was given up; the time-out if something else was (a sync, a checkpoint), that takes longer.
-        """
-        return self._patience_bound_s
 
     def enter(self, phase: str, heartbeat: Heartbeat | None = None) -> None:
         """Between steps: something begins that needs all ranks; until the next `enter`, `begin`, `leave` or `failed`.
@@ -148,7 +142,7 @@ class Watchdog:
     def new_round(self) -> None:
         """A group is being formed."""
         self._step.new_round()
-        self._patience_bound_s = self._timeout_s
+        self.patience_s = self._timeout_s
         self.location, self.has_cut, self.has_noticed_hang, self._ran = None, False, False, None
 
     def begin(self, rank: int, world_size: int, step: int) -> None:
@@ -157,13 +151,13 @@ class Watchdog:
         self._training_thread = threading.get_ident()
         self._end_phase()
         self._step.begin()
-        self._patience_bound_s = self.bound_s
+        self.patience_s = self.bound_s
         self._wake_up()
 
     def leave(self) -> None:
         """The group is left, for whatever reason: nothing is timed before the next `begin`."""
         if self._step.began_s is not None:
-            self._patience_bound_s = self._patience_of_step_s()
+            self.patience_s = self._patience_of_step_s()
         self._step.rest()
         self._end_phase()
         if self._heartbeat is not None:
@@ -176,11 +170,11 @@ class Watchdog:
             self._gives_up_for_silence(FORMING, {0: SILENT_S})
         if self._phase is not None and self._silent(0.5 * self._silence_bound_s):
             # a peer has noticed it a moment earlier, and its cut is the error
-            self._patience_bound_s = self._silence_bound_s
+            self.patience_s = self._silence_bound_s
         self._end_phase()
         if self._step.began_s is None:
             return
-        self._patience_bound_s = self._patience_of_step_s()
+        self.patience_s = self._patience_of_step_s()
         signs = self._signs()
         if signs is not None:
             self._ran = signs.works or signs.stuck
@@ -220,12 +214,12 @@ class Watchdog:
     def resting(self) -> Iterator[None]:
         """Time nothing inside: a checkpoint may take any time. The step begins anew afterwards."""
         self._step.rest()
-        self._patience_bound_s = self._timeout_s
+        self.patience_s = self._timeout_s
         self._begin_phase("saving a checkpoint")
         yield
         self._end_phase()
         self._step.begin()
-        self._patience_bound_s = self.bound_s
+        self.patience_s = self.bound_s
         self._wake.set()
 
     @contextmanager
@@ -362,7 +356,7 @@ class Watchdog:
         self._cut()
 
     def _gives_up_for_silence(self, phase: str, silent_s: dict[int, float]) -> None:
-        self._patience_bound_s = self._silence_bound_s
+        self.patience_s = self._silence_bound_s
         self._has_cut_phase = self.has_cut = self.has_noticed_hang = True
         log.warning(
             "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is given up",

@@ -1,4 +1,4 @@
-"""Which process one is, so that another one of the same host can tell later whether it still lives."""
+"""Which process one is, so that another of its host can tell later whether it still lives; and the host's clock."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from msgspec import Meta
 #: No process has a larger number: a pid is a C int.
 MAX_PID = 2**31 - 1
 _PROC = Path("/proc")
+# macOS has no such clock under this name; there, a sleep of the host is not counted
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class Process:
         now_ticks = _started_ticks(self.pid)
         # /proc may be mounted so that it hides the processes of other users (hidepid)
         return now_ticks != self.started_ticks and (now_ticks >= 0 or not _is_hidden(self.pid))
+
+
+def boot_time_s() -> float:
+    """Seconds since the host was started, time asleep included; never goes backwards, the same for all its processes.
+
+    >>> before = boot_time_s()
+    >>> boot_time_s() >= before
+    True
+    """
+    return time.clock_gettime(_CLOCK)
 
 
 def boot_id() -> str:

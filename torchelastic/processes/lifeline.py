@@ -1,7 +1,9 @@
-"""A child that the kernel kills when its parent is gone, however the parent went (SIGKILL included)."""
+"""Other processes of this host: one that dies with its parent, a signal to a main thread, the end of any."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -63,3 +65,49 @@ def dies_with_parent(argv: Sequence[str]) -> list[str]:
         return list(argv)
     # -I: neither the current folder nor PYTHON* variables decide what `import ctypes` means; -S: no site-packages
     return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *argv]
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process of this host (`tgkill(2)`).
+
+    `os.kill` leaves to the kernel which thread takes the signal. In a stopped process that is the first one to run
+    after SIGCONT: the stacks that it then dumps may show the main thread already somewhere else.
+
+    Args:
+        pid: of the process, which is also the id of its main thread.
+        number: of the signal.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        PermissionError: it belongs to somebody else.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        tgkill = libc.tgkill
+    except AttributeError:  # a libc without it (musl, macOS): the process as a whole then
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))  # the subclass that belongs to the code
+
+
+async def process_end(pid: int) -> None:
+    """Return as soon as the process has ended (it need not be reaped yet)."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _resolve, ended)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -99,7 +99,8 @@ class Failover:
             raise ValueError("endpoints is empty: give at least one (host, port)")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}: give a time above 0")
-        self._endpoints = [(host.strip("[]"), port) for host, port in endpoints]
+        # each once: "the next one" is behind the first of its name
+        self._endpoints = list(dict.fromkeys((host.strip("[]"), port) for host, port in endpoints))
         self._timeout_s = timeout_s
         self._credentials, self._root, self._on_connect = credentials, root, on_connect
         self._state = threading.Lock()  # held briefly; guards the next three

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from torchelastic.rendezvous.dead_agents import MAX_WRITES, Predecessor, declare_dead
-from torchelastic.rendezvous.drain_requests import DrainRequests
 from torchelastic.rendezvous.leadership import Leadership, read_members
 from torchelastic.rendezvous.own_records import OwnRecords
 from torchelastic.rendezvous.records import Keys, Member, Round
@@ -107,7 +106,7 @@ class Host:
         self._records = OwnRecords(keys, self._outliving_key, describe)
         self._document = RoundDocument(keys, self._on_change)
         self._leadership = Leadership(keys, agent_id, settings, self._document, clock)
-        self._drain_requests = DrainRequests(keys.drain_of_host(name), on_drain)
+        self._drain, self._on_drain = keys.drain_of_host(name), on_drain
         self._keys, self._settings, self._agent_id = keys, settings, agent_id
         self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
         self._clock, self._jitter, self._post = clock, jitter, post
@@ -131,7 +130,12 @@ class Host:
         self._post(Changed())
 
     def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
-        """A member of this host has ended, or will not be started again: a fact. Unknown ids are ignored."""
+        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored.
+
+        Args:
+            member_id: which one.
+            for_good: it is not started again. To be said once that is known, if it is not known at its end.
+        """
         if self._records.withdraw(member_id, for_good=for_good):
             self._post(Changed())
 
@@ -158,7 +162,7 @@ class Host:
     @property
     def is_written(self) -> bool:
         """Whether the store holds everything that was declared and withdrawn."""
-        return self._records.is_written and not self._drain_requests.carried_out
+        return self._records.is_written
 
     # --- the coroutines -----------------------------------------------------------------------------------------------
 
@@ -312,7 +316,10 @@ class Host:
         await OpenWatch(self._keys.round, revision + 1)
         leaders = await list_prefix(self._keys.leader)
         await OpenWatch(self._keys.leader, leaders.revision + 1)
-        await self._drain_requests.follow()
+        requests = await list_prefix(self._drain)
+        for kv in requests.items:
+            self._take_drain_request(kv)
+        await OpenWatch(self._drain, requests.revision + 1)
         await self._declare_all_dead()  # before anybody decides here: it may be what a decision waits for
         leader = next((kv for kv in leaders.items if kv.key == self._keys.leader), None)
         if leader is None:
@@ -340,13 +347,12 @@ class Host:
     async def _take_event(self, event: StoreEvent, present: dict[str, Member], gone: list[str]) -> None:
         """Act on a change of the round or the leader; collect those of the members."""
         kv, is_put = event.kv, event.kind is EventKind.PUT
-        if kv.key == self._keys.round:
-            if is_put:
-                self._document.take(kv)
+        if is_put and kv.key == self._keys.round:
+            self._document.take(kv)
         elif kv.key == self._keys.leader:
             await self._take_leader(kv, is_put)
-        elif kv.key.startswith(self._drain_requests.prefix):
-            self._drain_requests.take(kv, is_put=is_put)
+        elif is_put and kv.key.startswith(self._drain):
+            self._take_drain_request(kv)
         elif kv.key.startswith(self._keys.members):
             name = kv.key.removeprefix(self._keys.members)
             if is_put:
@@ -357,6 +363,11 @@ class Host:
                 if name in present and not present[name].departed:
                     del present[name]
                 gone.append(name)
+
+    def _take_drain_request(self, kv: KeyValue) -> None:
+        """Somebody wants a member to leave the run, maybe one of another agent; each session takes it up anew."""
+        if self._on_drain(kv.key.removeprefix(self._drain)):
+            self._records.carried_out(kv.key)
 
     async def _take_leader(self, kv: KeyValue, is_put: bool) -> None:
         if self.leads and not (is_put and self._leadership.is_held_by(kv)):
@@ -383,12 +394,10 @@ class Host:
     async def _flush(self) -> None:
         """Write what has changed on this host, in as few transactions as possible."""
         while not self.is_written:
-            records = self._records.unwritten(MAX_WRITES // 2)
-            deletions = self._drain_requests.deletions(MAX_WRITES // 2)
-            writes = [self._records.write_of(name, self.round, self._lease_id) for name in records]
-            await self._write([*writes, *self._records.outliving_write(self._lease_id), *deletions])
+            records = self._records.unwritten(MAX_WRITES)
+            writes = [self._records.write_of(key, self.round, self._lease_id) for key in records]
+            await self._write([*writes, *self._records.outliving_write(self._lease_id)])
             self._records.written(records)
-            self._drain_requests.deleted(deletions)
 
     async def _write(self, writes: Sequence[Put | Delete]) -> None:
         """Write in the name of this host: once, in order, or not at all."""

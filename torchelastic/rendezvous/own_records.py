@@ -1,4 +1,4 @@
-"""What one host says of its workers, and what of it the store has yet to hear."""
+"""What one host says of its workers, and what of it the store has yet to hear; and what people ask of them there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member
-from torchelastic.rendezvous.store import Delete, Put
+from torchelastic.rendezvous.requests import OpenWatch, list_prefix
+from torchelastic.rendezvous.store import Delete, KeyValue, Put
 
 
 class OwnRecords:
@@ -22,7 +23,7 @@ class OwnRecords:
         self.members: dict[str, Member] = {}
         self._keys, self._outliving_key, self._describe = keys, outliving_key, describe
         self._ended: dict[str, Member] = {}
-        self._dirty: set[str] = set()
+        self._dirty: set[str] = set()  # keys
         #: the members that the record names which outlives this agent; None: the store may hold another one
         self._named: frozenset[str] | None = None
         self._naming = frozenset[str]()
@@ -30,7 +31,11 @@ class OwnRecords:
     def declare(self, member: Member) -> None:
         """The record of a member is to be written or rewritten."""
         self.members[member.member_id] = member
-        self._dirty.add(member.member_id)
+        self._dirty.add(self._keys.member(member.member_id))
+
+    def carried_out(self, request: str) -> None:
+        """What was asked for with this key is done, and nobody is to take it up again: it is to be removed."""
+        self._dirty.add(request)
 
     def withdraw(self, member_id: str, *, for_good: bool = False) -> bool:
         """A member has ended: its tombstone is to be written. False: there is no such member.
@@ -41,7 +46,7 @@ class OwnRecords:
         if member is None:
             return False
         self._ended[member_id] = replace(member, departed=True, gave_up=for_good)
-        self._dirty.add(member_id)
+        self._dirty.add(self._keys.member(member_id))
         return True
 
     @property
@@ -51,32 +56,33 @@ class OwnRecords:
 
     def lease_lost(self) -> None:
         """The records of the living have gone with their lease."""
-        self._dirty.update(self.members)
+        self._dirty.update(map(self._keys.member, self.members))
         self._named = None  # it says which lease that was
 
     def data_lost(self, round_: Round) -> None:
         """The store has lost everything; of the dead only those of the present roster matter."""
         self._named = None
-        self._dirty.update(self.members)
-        self._dirty.update(name for name in self._ended if name in round_.roster)
+        names = (*self.members, *(name for name in self._ended if name in round_.roster))
+        self._dirty.update(map(self._keys.member, names))
 
     def forget_the_dead(self, round_: Round) -> None:
         """Who is not on the roster any more is cleared out of the store by the leader."""
-        for name in [name for name in self._ended if name not in round_.members and name not in self._dirty]:
+        gone = [name for name in self._ended if name not in round_.members]
+        for name in [name for name in gone if self._keys.member(name) not in self._dirty]:
             del self._ended[name]
 
     def unwritten(self, at_most: int) -> Mapping[str, Member | None]:
-        """Records to write next; None: none is left of it."""
-        return {name: self._record_of(name) for name in sorted(self._dirty)[:at_most]}
+        """Keys to write next, with their records; None: none is left of it. What a request has led to, before that."""
+        return {key: self._record_of(key) for key in sorted(self._dirty, reverse=True)[:at_most]}
 
     def written(self, records: Mapping[str, Member | None]) -> None:
         """These were written; what has changed in the meantime stays to be written."""
-        self._dirty -= {name for name, record in records.items() if self._record_of(name) == record}
+        self._dirty -= {key for key, record in records.items() if self._record_of(key) == record}
         self._named = self._naming
 
-    def write_of(self, name: str, round_: Round, lease_id: int) -> Put | Delete:
+    def write_of(self, key: str, round_: Round, lease_id: int) -> Put | Delete:
         """How a record is written."""
-        record, key = self._record_of(name), self._keys.member(name)
+        record = self._record_of(key)
         if record is None or (record.departed and round_.state is RoundState.CLOSED):
             return Delete(key)
         # a tombstone outlives its host's lease: who starts the run again must not take the dead for cut off
@@ -94,5 +100,46 @@ class OwnRecords:
             return ()
         return (Put(self._outliving_key, self._describe(lease_id, sorted(self._naming))),)
 
-    def _record_of(self, name: str) -> Member | None:
+    def _record_of(self, key: str) -> Member | None:
+        name = key.removeprefix(self._keys.members)
         return self.members.get(name) or self._ended.get(name)
+
+
+class DrainRequests:
+    """Requests, made by people, that a member of one host leaves the run: read, carried out, cleared out of the store.
+
+    Args:
+        prefix: of this host's requests; the rest of a key is the member's id. Values mean nothing.
+        on_drain: called with each member that is to leave, more than once for one request where a session ends; returns
+            whether it is a member of this agent: a host may have several agents.
+    """
+
+    def __init__(self, prefix: str, on_drain: Callable[[str], bool]) -> None:
+        self.prefix = prefix
+        #: keys of requests that were passed on, and stand in the store until they are deleted
+        self.carried_out: dict[str, None] = {}
+        self._on_drain = on_drain
+
+    async def follow(self) -> None:
+        """Take in what stands there, and follow what comes."""
+        listing = await list_prefix(self.prefix)
+        self.carried_out.clear()
+        for kv in listing.items:
+            self.take(kv, is_put=True)
+        await OpenWatch(self.prefix, listing.revision + 1)
+
+    def take(self, kv: KeyValue, *, is_put: bool) -> None:
+        """One of the keys was written or has gone."""
+        if not is_put:
+            self.carried_out.pop(kv.key, None)
+        elif self._on_drain(kv.key.removeprefix(self.prefix)):
+            self.carried_out[kv.key] = None
+
+    def deletions(self, at_most: int) -> list[Delete]:
+        """What to write so that nobody takes up again what was carried out."""
+        return [Delete(key) for key in list(self.carried_out)[:at_most]]
+
+    def deleted(self, deletions: list[Delete]) -> None:
+        """These were written."""
+        for deletion in deletions:
+            self.carried_out.pop(deletion.key, None)

@@ -20,9 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import psutil
@@ -78,28 +76,6 @@ def find_etcd_binary(binary: str | os.PathLike[str] | None = None) -> Path:
     )
 
 
-@dataclass(frozen=True)
-class ServerTls:
-    """What a server needs to speak TLS: paths of PEM files.
-
-    Attributes:
-        cert: its certificate, which names the host that clients connect to.
-        key: its private key.
-        client_ca: the authority that signs clients' certificates; None: clients need none.
-    """
-
-    cert: str | os.PathLike[str]
-    key: str | os.PathLike[str]
-    client_ca: str | os.PathLike[str] | None = None
-
-    def options(self) -> list[str]:
-        """These for etcd's command line."""
-        options = ["--cert-file", os.fspath(self.cert), "--key-file", os.fspath(self.key)]
-        if self.client_ca is not None:
-            options += ["--client-cert-auth", "--trusted-ca-file", os.fspath(self.client_ca)]
-        return options
-
-
 class EtcdServer:
     """A real etcd with one member, without users; it dies with the process that started it (Linux).
 
@@ -109,10 +85,9 @@ class EtcdServer:
         data_dir: Where to keep the data, if it is to outlive the server; the default is a temporary folder, removed at
             `stop` (and at the owner's normal end), whose writes are not forced to disk.
         binary: Path or name of the etcd to run; see `find_etcd_binary` for the default.
-        host: Name or address to listen on. Without `tls` everybody who reaches it can read and write: keep it to this
-            host, or to a network that you trust.
+        host: Name or address to listen on. Everybody who reaches it can read and write: keep it to this host, or to a
+            network that you trust.
         port: Where to listen for clients; default: a free one, new at every `start`.
-        tls: Speak TLS. Health and etcd's own metrics are then served without it, at another port of this host alone.
         options: More of etcd's command line, e.g. ("--auth-token-ttl", "60").
     """
 
@@ -122,7 +97,6 @@ class EtcdServer:
         binary: str | os.PathLike[str] | None = None,
         host: str = "127.0.0.1",
         port: int | None = None,
-        tls: ServerTls | None = None,
         options: Sequence[str] = (),
     ) -> None:
         self._data_dir = data_dir
@@ -130,7 +104,6 @@ class EtcdServer:
         self._host = host
         self._wanted_port = port
         self._port = port
-        self._tls = tls
         self._options = tuple(options)
         self._folder: OwnFolder | None = None
         self._process: _OwnedProcess | None = None
@@ -140,9 +113,7 @@ class EtcdServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -221,14 +192,10 @@ class EtcdServer:
         return None
 
     def _start_on_port(self, binary: Path, port: int, deadline_s: float) -> None:
-        health = self._address, port
-        command = self._command(binary, port)
-        if self._tls is not None:
-            health = "127.0.0.1", unused_ports("127.0.0.1")[0]
-            command += [*self._tls.options(), "--listen-metrics-urls", f"http://127.0.0.1:{health[1]}"]
+        command = dies_with_parent([*self._command(binary, port), *self._options])
         with self._log_path.open("wb") as log:
-            self._process = _OwnedProcess(dies_with_parent([*command, *self._options]), log)
-        while not (_is_healthy(*health) and _listens(self._process.pid, port)):
+            self._process = _OwnedProcess(command, log)
+        while not (_is_healthy(*self._health(port)) and _listens(self._process.pid, port)):
             if self._process.wait(_POLL_INTERVAL_S):
                 tail = _tail(self._log_path)
                 if "address already in use" in tail:
@@ -241,19 +208,22 @@ class EtcdServer:
                     f"etcd ({binary}) does not serve on port {port} yet; its log ends with\n{_tail(self._log_path)}"
                 )
 
+    def _health(self, port: int) -> tuple[str, int]:
+        """Address and port at which it says how it is."""
+        return self._address, port
+
     @property
     def _address(self) -> str:
         """The IP address to listen on: etcd takes no names."""
         return str(socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][4][0])
 
     def _command(self, binary: Path, port: int) -> list[str]:
-        scheme = "http" if self._tls is None else "https"
         peer = "http://127.0.0.1:1"  # there are no peers to ever use this; the listener takes any free port
         command = [
             str(binary),
             *("--data-dir", str(self._data_path)),
-            *("--listen-client-urls", f"{scheme}://{host_port(self._address, port)}"),
-            *("--advertise-client-urls", f"{scheme}://{self.endpoint}"),
+            *("--listen-client-urls", f"http://{host_port(self._address, port)}"),
+            *("--advertise-client-urls", f"http://{self.endpoint}"),
             *("--listen-peer-urls", "http://127.0.0.1:0"),
             *("--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"default={peer}"),

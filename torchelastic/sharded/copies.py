@@ -174,7 +174,8 @@ class Copies:
         self.held: list[StateCopy] = []
         self._partners: Partners | None = None
         self._exchange: _Exchange | None = None
-        self._newest: Version | None = None
+        #: of which state the copy is that was begun last in this group
+        self.newest: Version | None = None
         self._started = self._whole = 0
         # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
         self._own: SlotPool | None = None
@@ -194,7 +195,7 @@ class Copies:
             # its thread ends with the group that was given up, and gives back the memory that it receives into
             self.held.append(self._exchange.own)
             self._exchange = None
-        self._partners = self._newest = None
+        self._partners = self.newest = None
         self._started = self._whole = 0
 
     def keep_only(self, versions: Collection[Version | None]) -> None:
@@ -222,11 +223,6 @@ class Copies:
         return self._partners is not None
 
     @property
-    def newest(self) -> Version | None:
-        """Of which state the copy is that was begun last in this group."""
-        return self._newest
-
-    @property
     def started(self) -> int:
         """How many copies were begun in this group; the same on all ranks."""
         return self._started
@@ -251,7 +247,7 @@ class Copies:
         stage = self._own.take(form.header)
         self._pending = pending = copy_beside(stage, list(tensors.values()))
         own, partners = StateCopy(version, stage, form.layout, companions), self._partners
-        self._started, self._newest = self._started + 1, version
+        self._started, self.newest = self._started + 1, version
 
         def exchange() -> list[StateCopy]:
             pending.wait()
@@ -272,7 +268,7 @@ class Copies:
         """Whether to copy this state: `every` steps after the last copy, if that is whole; the same on all ranks."""
         if self._partners is None or self._whole < self._started:
             return False
-        return self._newest is None or version.step >= self._newest.step + every
+        return self.newest is None or version.step >= self.newest.step + every
 
     def all_have_finished(self, count: int) -> None:
         """Every rank has said that so many copies are whole at it: older ones are given up."""

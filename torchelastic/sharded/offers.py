@@ -10,7 +10,7 @@ of the two must never be mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 
@@ -132,11 +132,16 @@ def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[s
         holds: for each rank, which of its holdings are of this state.
     """
     found: dict[str, Entry] = {}
+    for name, part in _parts_of(offers, holds):
+        found.setdefault(name, part)
+    return found
+
+
+def _parts_of(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> Iterator[tuple[str, Entry]]:
+    """All parts of a state, rank by rank."""
     for offer, numbers in zip(offers, holds, strict=True):
         for layout in {offer.holdings[number].layout for number in numbers}:
-            for name, part in offer.layouts[layout].items():
-                found.setdefault(name, part)
-    return found
+            yield from offer.layouts[layout].items()
 
 
 def missing_parts(
@@ -151,11 +156,9 @@ def missing_parts(
     """
     regions: dict[str, set[Region]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for offer, numbers in zip(offers, holds, strict=True):
-        for layout in {offer.holdings[number].layout for number in numbers}:
-            for name, part in offer.layouts[layout].items():
-                regions.setdefault(name, set()).add(part.region)
-                shapes[name] = part.shape
+    for name, part in _parts_of(offers, holds):
+        regions.setdefault(name, set()).add(part.region)
+        shapes[name] = part.shape
     missing: dict[str, tuple[Region, ...]] = {name: () for name in wanted if name not in regions}
     for name, found in regions.items():
         left = _uncovered(shapes[name], frozenset(found))

@@ -6,21 +6,20 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torchelastic.rendezvous.server import EtcdServer, ServerTls
+from torchelastic.rendezvous.server import EtcdServer
 
 
 @contextmanager
-def running_etcd(tls: ServerTls | None = None, options: Sequence[str] = ()) -> Iterator[EtcdServer]:
+def running_etcd(options: Sequence[str] = ()) -> Iterator[EtcdServer]:
     """Run an etcd on a free port of this host; it is stopped, and its data removed, at the end of the block.
 
     Args:
-        tls: have it speak TLS.
         options: more of etcd's command line.
 
     Raises:
         FileNotFoundError: there is no etcd binary; the message says how to get one.
     """
-    with EtcdServer(tls=tls, options=options) as server:
+    with EtcdServer(options=options) as server:
         yield server
 
 

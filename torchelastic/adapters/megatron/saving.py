@@ -202,9 +202,9 @@ class _Write:
         try:
             self.staged.write()
         except CheckpointError as error:
-            log.warning("%s cannot be written: %s", self.staged.target.path, error)
+            log.warning("%s cannot be written: %s", self.staged.target, error)
         except Exception:
-            log.exception("%s cannot be written", self.staged.target.path)
+            log.exception("%s cannot be written", self.staged.target)
         else:
             self.is_done_here = True
 
@@ -257,7 +257,7 @@ def _abandon(staged: StagedItems) -> None:
     try:
         staged.abandon()
     except CheckpointError as error:  # whatever made this save fail is the one to see
-        log.warning("the memory of %s, which was not saved, cannot be used again: %s", staged.target.path, error)
+        log.warning("the memory of %s, which was not saved, cannot be used again: %s", staged.target, error)
 
 
 def _count(

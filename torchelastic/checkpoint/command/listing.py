@@ -10,8 +10,7 @@ from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch
 from torchelastic.checkpoint.command.format import Format, FoundCheckpoint
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.screen import complain, progress, say, say_json, table
-from torchelastic.checkpoint.command.shard_folder import FolderOfShards
-from torchelastic.checkpoint.command.shards import ShardFile
+from torchelastic.checkpoint.command.shards import FolderOfShards, ShardFile
 from torchelastic.checkpoint.command.streams import StreamFolder
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import age_text, bytes_text

@@ -14,8 +14,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign.dcp import read_through
 from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shard_folder import FolderOfShards, checkpoints_in
-from torchelastic.checkpoint.command.shards import damages_of, described_part, openers_of
+from torchelastic.checkpoint.command.shards import (
+    FolderOfShards,
+    checkpoints_in,
+    damages_of,
+    described_part,
+    openers_of,
+)
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, kind_in
 from torchelastic.checkpoint.memory.container import read_commit

@@ -1,7 +1,12 @@
-"""Reading checkpoints of shards, whoever has written them: their kinds differ in where the shards lie."""
+"""Reading checkpoints of shards, whoever has written them: a single file, or a folder of them with a manifest.
+
+Tiers, `BCPState` and `LocalCheckpointManager` write such folders (see `torchelastic.checkpoint.store`); of the last one
+each session has a folder of them.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,15 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.kinds import LOCAL_STATE, Kind, kind_in
 from torchelastic.checkpoint.shards.batches import checksums_in, over_batches
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, encode_preamble
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_named
-from torchelastic.checkpoint.store.reading import open_shard
+from torchelastic.checkpoint.store.inventory import info_of
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, sizes_in
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
+from torchelastic.checkpoint.store.writing import remove_checkpoint
 
 #: A file of this name that does not begin like a shard is a torn one.
 _SUFFIX = ".shard"
@@ -75,6 +86,77 @@ class ShardFile(ShardFormat):
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """All of it, if it is whole."""
         return load_tree(found.path, allow_pickles=allow_pickles)
+
+
+class FolderOfShards(ShardFormat):
+    """Folders of shards."""
+
+    kind = "shards"
+
+    def find(self, path: Path) -> list[FoundCheckpoint]:
+        """One folder of shards, or all that are in a folder, local ones of all sessions there."""
+        if not path.is_dir():
+            return []
+        if SaveId.find(path.name) is not None or _has_manifest(path):
+            found = [path]
+        else:
+            found = checkpoints_in(path) + _sessions_in(path)
+        return still_there((one for one in found if kind_in(one) is not Kind.MEMORY), self._look_at)
+
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
+        """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
+        with opened_shards(found) as shards:
+            is_local = any(shard.header.meta.get("kind") == LOCAL_STATE for shard in shards)
+            are_parts = any(entry.is_shard for shard in shards for entry in shard.header.entries)
+            if is_local and len(shards) > 1 and not are_parts:
+                raise CheckpointCommandError(
+                    f"in {found.name} each of {len(shards)} ranks has saved a state of its own: give the shard of one "
+                    f"rank, such as {found.shards[0]}"
+                )
+            return read_tree(shards, allow_pickles=allow_pickles)
+
+    def remove(self, found: FoundCheckpoint) -> None:
+        """Hidden first, then removed; a reader that has it open can go on."""
+        remove_checkpoint(found.path.parent, SaveId.parse(found.path.name))
+
+    def _look_at(self, folder: Path) -> FoundCheckpoint:
+        with explained("look at the checkpoint", folder):
+            saved_s = folder.stat().st_mtime
+        sizes, name = sizes_in(folder), SaveId.find(folder.name)
+        manifest, info, here = None, None, list[str]()
+        facts: dict[str, Any] = {}
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            damage: str | None = str(error)
+            if name is not None and MANIFEST_NAME not in sizes and kind_in(folder) is Kind.LOCAL:
+                # killed before it was finalized: it counts where all ranks have written it, as for its manager
+                info, damage = info_of(name, folder, error, sizes, whole=False), None
+                here = [shard_file_name(rank, info.world_size) for rank in sorted(info.shards)]
+        else:
+            name, saved_s, facts = manifest.name, manifest.saved_s or saved_s, {"run": manifest.run_id}
+            info = info_of(name, folder, manifest, sizes, whole=False)
+            # what is not here may be elsewhere: in a tier of which each host has its own
+            none_here = None if info.shards else f"none of its {info.world_size} shards is in {folder}"
+            damage = info.damage or none_here
+            here = [record.file for record in manifest.shards if record.file in sizes]
+        if name is not None:
+            facts |= {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}
+        return FoundCheckpoint(
+            format=self,
+            path=folder,
+            name=folder.name,
+            step=name.step if name is not None else None,
+            world_size=info.world_size if info is not None else None,
+            saved_s=saved_s,
+            size_bytes=manifest.size_bytes if manifest else sum(size or 0 for size in sizes.values()),
+            damage=damage,
+            partial=described_part(info.shards, info.world_size) if info is not None and damage is None else None,
+            shards=tuple(folder / file for file in here),
+            manifest=manifest,
+            facts=facts,
+            metrics=manifest.metrics if manifest else {},
+        )
 
 
 def is_shard(path: Path) -> bool:
@@ -191,3 +273,25 @@ def _ranges(region: Region) -> str:
 
 def _first_number(meta: dict[str, Any], *names: str) -> int | None:
     return next((meta[name] for name in names if type(meta.get(name)) is int), None)
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The folders of shards in a folder, newest first."""
+    names = sorted(filter(None, map(SaveId.find, names_in(path))), reverse=True)
+    return [path / name.folder_name for name in names]
+
+
+def _sessions_in(path: Path) -> list[Path]:
+    """The local checkpoints of all sessions that have a folder in this one."""
+    names = [name for name in sorted(names_in(path)) if not name.startswith(".") and SaveId.find(name) is None]
+    sessions = [path / name for name in names if (path / name).is_dir()]
+    return [one for session in sessions for one in checkpoints_in(session) if kind_in(one) is Kind.LOCAL]
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether there is a manifest of shards, whatever the folder is called; one of streams is of another format."""
+    try:
+        document = json.loads((folder / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and "shards" in document

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.restore import StoredCandidate, newest_readable, shards_of
+from torchelastic.checkpoint.restore import StoredCandidate, because, newest_readable, shards_of
 from torchelastic.checkpoint.restore_plan import Held, candidates
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.group.rank_group import RankGroup
-from torchelastic.text import listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -72,7 +71,8 @@ class BaseCheckpointManager(ABC):
         self._formation = 0  # how many groups there were
         self._found: dict[SaveId, StoredCandidate] = {}  # the newest first
         self._complete: set[SaveId] = set()
-        self._unreadable: dict[SaveId, str] = {}  # and why
+        self._damaged: dict[SaveId, str] = {}  # and why
+        self._faults: dict[SaveId, str] = {}  # those and what lacks parts, as the last look has shown
         self._pending: dict[SaveId, int] = {}  # begun and not finalised; how many later ones were finalised since
         self._written: dict[SaveId, Callable[[], None]] = {}  # of these, what this rank finalised without the others
         self._generation = -1
@@ -281,16 +281,12 @@ class BaseCheckpointManager(ABC):
         self.globally_available_ids = {
             rank: sorted({self._ckpt_id(shard) for shard in each}) for rank, each in enumerate(known)
         }
-        newest = self._newest()
-        for save, candidate in self._found.items():
-            if candidate.missing and (newest is None or save > newest):
-                log.warning("%s cannot be loaded: nobody holds the part(s) of %s", save, listed(candidate.missing))
 
     def _ckpt_id(self, shard: ShardId) -> CkptID:
         return CkptID(shard.name.step, shard.rank, self.session_id)
 
     def _is_loadable(self, save: SaveId) -> bool:
-        return self._found[save].is_complete and save not in self._unreadable
+        return self._found[save].is_complete and save not in self._damaged
 
     def _newest(self) -> SaveId | None:
         return max(self._complete, default=None)
@@ -320,32 +316,27 @@ class BaseCheckpointManager(ABC):
             Which one that is and what `attempt` returned; None if there is no such checkpoint.
         """
 
-        def read(save: SaveId) -> tuple[SaveId, Loaded]:
+        def read(candidate: StoredCandidate) -> Loaded:
+            save = candidate.save
             check(save)
             try:
-                loaded = self._ranks.own_on_all(f"{call} of iteration {save.step}", partial(attempt, save))
+                return self._ranks.own_on_all(f"{call} of iteration {save.step}", partial(attempt, save))
             except CheckpointError:
                 raise
             except Exception as error:  # a bug of the program: an older one helps nobody
                 raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
-            return save, loaded
 
-        def pass_over(save: SaveId, error: CorruptCheckpointError) -> None:
-            log.warning("%s cannot be loaded (%s); looking for an older one", save, error)
-            self._unreadable[save] = f"{save} is damaged ({error})"
-            self._complete.remove(save)
-
-        found = newest_readable(sorted(self._complete, reverse=True), read, pass_over)
-        self.latest_iteration = -1 if found is None else found[0].step
-        return found
+        self._faults = {save: why for save, why in self._damaged.items() if save in self._found}
+        found = newest_readable(self._found.values(), read, partial(log.warning, "%s"), self._faults)
+        self._damaged |= {save: why for save, why in self._faults.items() if self._found[save].is_complete}
+        self._complete -= self._faults.keys()
+        self.latest_iteration = -1 if found is None else found[0].save.step
+        return None if found is None else (found[0].save, found[1])
 
     def _nothing_to_load(self) -> str:
-        damaged = [self._unreadable[save] for save in self._found if save in self._unreadable]
-        incomplete = [f"{save} lacks {listed(one.missing)}" for save, one in self._found.items() if one.missing]
-        reasons = "; ".join([*damaged, *incomplete]) or "no rank holds any part of one"
         return (
             f"there is no local checkpoint of session {self.session_id!r} that {self.world_size} rank(s) could load: "
-            f"{reasons}. Load a durable one, or start from scratch"
+            f"{because(self._faults) or 'no rank holds any part of one'}. Load a durable one, or start from scratch"
         )
 
     def _finish(self, request: AsyncRequest, save: SaveId, call: str) -> None:

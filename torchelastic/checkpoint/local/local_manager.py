@@ -26,7 +26,7 @@ from torchelastic.checkpoint.replication.client import Transferred
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.restore import fetch, fetched_into_memory, first_good_copy, make_copies, shards_of
-from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, nearness, plan_reads
+from torchelastic.checkpoint.restore_plan import ShardSource, holders_elsewhere, lost_copies
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
@@ -295,7 +295,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._ranks.run_on_all(f"publishing {save}", lambda: files.commit(manifest))
 
     def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest, or older and superfluous
-        self._files.tidy(set(self._unreadable), set(self._pending))
+        self._files.tidy(set(self._damaged), set(self._pending))
 
     def _cleanup_failed_save(self, save: SaveId) -> None:
         if self._folder is not None:
@@ -326,7 +326,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _make_copies_again(self, call: str, save: SaveId) -> None:
         found = self._found[save]
-        lost, shards = lost_copies(found.sources, self._roots, self._peers.partners_of), shards_of(found)
+        lost = lost_copies(found.sources, self._roots, self._peers.hosts, self._peers.partners_of)
+        shards = shards_of(found)
 
         def fetch_own() -> None:
             own = [shards[one] for one in lost.get(self.rank, ())]
@@ -390,11 +391,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
             lambda source: opened(fetched_into_memory(shard, partial(self._pull, shard, source.rank))),
         )
 
-    def _others(self, shard: ShardId) -> tuple[int, ...]:
+    def _others(self, shard: ShardId) -> list[int]:
         """The ranks with other folders that have a shard, nearest first."""
-        sources, roots = self._found[shard.name].sources, self._roots
-        nearest = plan_reads(sources, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
-        return tuple(source.rank for source in nearest if roots[source.rank] != roots[self.rank])
+        return holders_elsewhere(self._found[shard.name].sources, shard.rank, self.rank, self._roots)
 
     def _pull(self, shard: ShardId, holder: int, destination: Destination) -> Transferred:
         return self._peers.client(holder, self._peers.retry.timeout_seconds).pull(str(shard), destination)

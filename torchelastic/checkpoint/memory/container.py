@@ -127,7 +127,7 @@ class Container(MemoryTier):
         if (group, epoch) != self._registry.joined(self.name):
             self.fence.join(epoch, self.run_id)
             remove_left_overs(self.root, (epoch, 0), self.disk)
-            self._registry.join(self.root, group, epoch)
+            self._registry.join(self.name, group, epoch)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

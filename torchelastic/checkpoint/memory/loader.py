@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,16 @@ from torchelastic.checkpoint.restore import (
     shards_of,
     verify,
 )
-from torchelastic.checkpoint.restore_plan import Held, RestorePlan, ShardSource, candidates, restore_plan
+from torchelastic.checkpoint.restore_plan import (
+    Held,
+    ShardSource,
+    candidates,
+    holders_elsewhere,
+    kept,
+    lost_copies,
+    nearness,
+    plan_reads,
+)
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
@@ -87,10 +96,16 @@ class _Survey:
     folders: tuple[str, ...]
     candidates: list[StoredCandidate]
 
+    @property
+    def firsts(self) -> set[int]:
+        """Of the ranks that use a folder, the one that acts for all."""
+        return {self.folders.index(folder) for folder in self.folders}
 
-def _first_ranks(folders: Sequence[str]) -> set[int]:
-    """Of those that use a folder, the one that acts for all."""
-    return {folders.index(folder) for folder in folders}
+    def wanted(self, candidate: StoredCandidate) -> dict[int, list[int]]:
+        """By rank, which shards are to be in its folder: its own, and once in each folder the commit."""
+        *_, commit = candidate.whole
+        ranks = len(self.folders)
+        return {rank: [*range(rank, commit, ranks), *[commit] * (rank in self.firsts)] for rank in range(ranks)}
 
 
 def _held_by(rank: int, candidate: StoredCandidate) -> list[int]:
@@ -107,11 +122,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
     Args:
         checkpoint_object_manager: has the containers of this host.
         replication_manager: knows the other ranks.
-        global_rank_getter: not needed.
-        local_rank_getter: not needed.
-        broadcast_object_list_func: not needed.
-        all_gather_object_func: not needed.
-        world_size_getter: not needed.
+        global_rank_getter, local_rank_getter, broadcast_object_list_func, all_gather_object_func, world_size_getter:
+            not needed.
     """
 
     def __init__(
@@ -129,7 +141,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._objects = checkpoint_object_manager
         self._replication = replication_manager
         self._lock = threading.Lock()
-        self._plans: dict[tuple[str, SaveId], RestorePlan[SaveId, int]] = {}
+        self._known: dict[tuple[str, SaveId], tuple[StoredCandidate, Sequence[str]]] = {}
         self._making: Future[bool] | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -221,16 +233,14 @@ class DefaultCheckpointLoader(CheckpointLoader):
         found = self._survey(checkpoint_base_container, call)
 
         def read(candidate: StoredCandidate) -> CheckpointContainerId:
-            plan = self._verified_plan(found, candidate, call)
-            self._bring(found.container, plan, call, gives_up_newer=True)
-            self._finish(found.container, plan)
+            verified = self._verified(found, candidate, call)
+            self._bring(found, verified, call, gives_up_newer=True)
+            self._make_copies_again(found, verified)
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
-        def pass_over(candidate: StoredCandidate, error: CorruptCheckpointError) -> None:
-            if self._replication.rank == 0:
-                log.warning("step %d cannot be recovered: %s", candidate.save.step, error)
-
-        return newest_readable([one for one in found.candidates if one.is_committed], read, pass_over)
+        tell = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
+        newest = newest_readable(found.candidates, read, tell, {})
+        return None if newest is None else newest[1]
 
     def get_candidate_checkpoints(
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
@@ -260,20 +270,19 @@ class DefaultCheckpointLoader(CheckpointLoader):
             for rank in range(len(found.folders))
         }
 
-    def retrieve_checkpoint(
-        self,
-        checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId,
-        plan: RestorePlan[SaveId, int],
-    ) -> bool:
-        """Fetches what a plan says, of `restore_plan.restore_plan`; whether all ranks could. Collective."""
-        container = self._objects.container(checkpoint_base_container)
-        call = f"retrieve_checkpoint({container.name}, {plan.candidate.save.step})"
+    def retrieve_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> bool:
+        """Fetches what this host's ranks need of one checkpoint; whether all ranks could. Collective."""
+        base, step = parts_of(checkpoint_id)
+        call = f"retrieve_checkpoint({base.name}, {step})"
+        found = self._survey(base, call)
+        candidate = next((one for one in found.candidates if one.is_committed and one.save.step == step), None)
         try:
-            self._bring(container, plan, call, gives_up_newer=False)
+            if candidate is not None:
+                self._bring(found, self._verified(found, candidate, call), call, gives_up_newer=False)
         except CorruptCheckpointError as error:
             log.warning("%s: %s", call, error)
             return False
-        return True
+        return candidate is not None
 
     def wait_for_replicas(self, timeout_s: float) -> bool:
         """Waits until this rank has made the replicas that were missing at the last recovery. Not a collective.
@@ -290,19 +299,18 @@ class DefaultCheckpointLoader(CheckpointLoader):
         folders = tuple(
             self._replication.run_on_all(f"{call}, looking", lambda: root_id(self._objects.container(base).root))
         )
-        container = self._objects.container(base)
-        is_first = self._replication.rank in _first_ranks(folders)
+        found = _Survey(self._objects.container(base), folders, [])
 
         def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
-            return [one.as_plain() for one in container.noted_inventory()] if is_first else []
+            is_first = self._replication.rank in found.firsts
+            return [one.as_plain() for one in found.container.noted_inventory()] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
         held = [[TierEntry.from_plain(told).held("") for told in each] for each in lists]
-        return _Survey(container, folders, candidates([held[folders.index(folder)] for folder in folders]))
+        return replace(found, candidates=candidates([held[folders.index(folder)] for folder in folders]))
 
-    def _verified_plan(self, found: _Survey, candidate: StoredCandidate, call: str) -> RestorePlan[SaveId, int]:
-        """How to recover a checkpoint from its good copies. Raises: CorruptCheckpointError if there are too few."""
-        candidate.require_whole()
+    def _verified(self, found: _Survey, candidate: StoredCandidate, call: str) -> StoredCandidate:
+        """The same with the good copies alone. Raises: CorruptCheckpointError if there are too few."""
         rank, shards, folders = self._replication.rank, shards_of(candidate), found.folders
         sharers = [other for other, folder in enumerate(folders) if folder == folders[rank]]
         share = _held_by(rank, candidate)[sharers.index(rank) :: len(sharers)]
@@ -310,45 +318,36 @@ class DefaultCheckpointLoader(CheckpointLoader):
             f"{call}, verifying step {candidate.save.step}",
             lambda: verify(found.container, [shards[one] for one in share]),
         )
-        good: dict[str, dict[int, int]] = defaultdict(dict)
+        good: dict[str, list[int]] = defaultdict(list)
         for folder, each in zip(folders, told, strict=True):
-            good[folder].update(each)
+            good[folder] += each
         (verified,) = candidates([[Held(candidate.save, candidate.whole, good[folder])] for folder in folders])
-        firsts, commit = _first_ranks(folders), shards[-1].rank
-        wanted = {
-            each: [*([each] if each < commit else []), *([commit] if each in firsts else [])]
-            for each in range(len(folders))
-        }
-        return restore_plan(
-            verified,
-            wanted,
-            folders=folders,
-            hosts=self._replication.hosts,
-            size_bytes={shard: size_bytes for each in good.values() for shard, size_bytes in each.items()},
-            losses=self._replication.copies,
-        )
+        if verified.missing:
+            raise CorruptCheckpointError(verified.fault)
+        return verified
 
-    def _bring(self, container: Container, plan: RestorePlan[SaveId, int], call: str, *, gives_up_newer: bool) -> None:
+    def _bring(self, found: _Survey, candidate: StoredCandidate, call: str, *, gives_up_newer: bool) -> None:
         """Has all ranks fetch what they want. Raises: CorruptCheckpointError, on all of them, if one cannot.
 
         It is completed when all is there: a host that has a checkpoint removes older ones.
         """
-        shards, rank = shards_of(plan.candidate), self._replication.rank
-        commit = shards[-1]
+        container, shards, rank = found.container, shards_of(candidate), self._replication.rank
+        commit, wanted = shards[-1], found.wanted(candidate)
+        reads = plan_reads(candidate.sources, wanted, distance=nearness(found.folders))[rank]
         call = f"{call}, fetching step {commit.name.step}"
 
         def fetch_own() -> None:
-            for one in plan.fetches:
-                if one.receiver != rank:
+            for shard, sources in reads.items():
+                if found.folders[sources[0].rank] == found.folders[rank]:
                     continue
                 try:
-                    came = fetch(container, shards[one.shard], one.holders, self._pull(container))
+                    came = fetch(container, shards[shard], [one.rank for one in sources], self._pull(container))
                 except CheckpointError as error:  # without room for it, there may be some for an older one
-                    raise CorruptCheckpointError(f"could not fetch {shards[one.shard]}: {error}") from error
+                    raise CorruptCheckpointError(f"could not fetch {shards[shard]}: {error}") from error
                 publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", came)
 
         def complete() -> None:
-            if commit.rank in plan.wanted[rank]:
+            if commit.rank in wanted[rank]:
                 if gives_up_newer:
                     container.give_up_newer(commit.name)
                 container.complete(container.read_commit(commit), by_all=True)
@@ -356,11 +355,14 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._replication.run_on_all(call, fetch_own)
         self._replication.run_on_all(f"{call}, its commit", complete)
 
-    def _finish(self, container: Container, plan: RestorePlan[SaveId, int]) -> None:
-        """Everybody has what is needed: lost replicas are made again."""
-        save, shards, rank = plan.candidate.save, shards_of(plan.candidate), self._replication.rank
-        self._plans = {(container.name, save): plan}
-        own = [(shards[one.shard], one.holders) for one in plan.copies if one.receiver == rank]
+    def _make_copies_again(self, found: _Survey, candidate: StoredCandidate) -> None:
+        """Everybody has what is needed: replicas that were lost are made again, in the background."""
+        container, save, rank = found.container, candidate.save, self._replication.rank
+        folders, hosts, shards = found.folders, self._replication.hosts, shards_of(candidate)
+        self._known = {(container.name, save): (candidate, folders)}
+        there = kept(candidate.sources, found.wanted(candidate), folders)
+        lost = lost_copies(there, folders, hosts, self._replication.partners_of).get(rank, [])
+        own = [(shards[one], holders_elsewhere(there, one, rank, folders)) for one in lost]
         is_wanted = partial(container.has_committed, save)
         self._making = in_background(
             partial(make_copies, container, own, self._pull(container), is_wanted), "replica-copies"
@@ -377,13 +379,11 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _holders(self, container: Container, shard: ShardId) -> list[int]:
         """Who may have a shard: those known to have it, else one rank of each other host; not all ask the same."""
-        rank, world_size = self._replication.rank, self._replication.world_size
-        plan = self._plans.get((container.name, shard.name))
-        known = [source.rank for source in plan.candidate.sources.get(shard.rank, ())] if plan is not None else []
-        if not known:
-            hosts = self._replication.hosts
-            known = [hosts.index(host) for host in sorted(set(hosts)) if host != hosts[rank]]
-        return sorted((one for one in known if one != rank), key=lambda one: (one - rank) % world_size)
+        rank, hosts = self._replication.rank, self._replication.hosts
+        candidate, folders = self._known.get((container.name, shard.name), (None, hosts))
+        known = candidate.sources.get(shard.rank) if candidate is not None else None
+        sources = known or [ShardSource(hosts.index(host)) for host in sorted(set(hosts))]
+        return holders_elsewhere({shard.rank: sources}, shard.rank, rank, folders)
 
     def _commit_elsewhere(self, container: Container, step: int) -> ShardId:
         """The commit of the newest save of a step that another host has. Raises: CorruptCheckpointError."""

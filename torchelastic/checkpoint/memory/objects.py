@@ -54,7 +54,7 @@ class CheckpointObjectManager:
     def _prepare(self) -> None:
         self._lock = threading.RLock()
         self._containers: dict[str, Container] = {}
-        self.shelf = ReceivedObjects(self._find, self._names)
+        self.shelf = ReceivedObjects(self._find, self._registry.names)
 
     def container(self, base: str | os.PathLike[str] | CheckpointContainerId) -> Container:
         """The container of a job; the same object each time. From now on its objects can be received and given away.
@@ -180,7 +180,7 @@ class CheckpointObjectManager:
 
     def only_container(self) -> Container | None:
         """The container, if just one is known to this program; None otherwise."""
-        names = self._names()
+        names = self._registry.names()
         return self._find(names[0]) if len(names) == 1 else None
 
     def _find(self, name: str) -> Container | None:
@@ -190,9 +190,6 @@ class CheckpointObjectManager:
                 return known
             root = self._registry.root_of(name)
             return self.container(root) if root is not None else None
-
-    def _names(self) -> list[str]:
-        return sorted(self._registry.known())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}

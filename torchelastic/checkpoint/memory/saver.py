@@ -28,7 +28,7 @@ from torchelastic.checkpoint.memory.plans import NotSavedError, collect_decision
 from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart, not_staged, staged_in
-from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
+from torchelastic.checkpoint.memory.staging import StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -229,13 +229,12 @@ class DefaultCheckpointSaver:
             raise NotSavedError(decision.skipped)
         slots = self._containers.at(save.base)
         slots.container.join(self._group(), decision.save.epoch)
-        target = ShardTarget(slots.container.root, shard_of(decision.save, decision.rank, decision.world_size))
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", decision.rank))
         return stage_items(
             resolved,
-            target,
+            shard_of(decision.save, decision.rank, decision.world_size),
             slots,
             owner=None if is_own else save,
             replication=self._replication,

@@ -39,11 +39,13 @@ class HeldSlot:
         container: whose slot it is.
         stage: None once there is nothing left to do about it.
         published: its shard, as far as this process knows.
+        is_used: whether a shard is made of the copy of a state in it, so that it is nobody's copy any more.
     """
 
     container: Container
     stage: Stage | None
     published: Path | None = None
+    is_used: bool = False
 
     def publish(self, path: Path) -> None:
         """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""

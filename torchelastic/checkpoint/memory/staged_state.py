@@ -146,50 +146,23 @@ def _map(skeleton: Any, tensor_of: _TensorOf, spread: Callable[[_Spread, torch.T
     return skeleton
 
 
-@dataclass(eq=False)
-class CopiedState:
-    """Where a copy of a state lies.
-
-    Attributes:
-        held: the slot.
-        stage: its tensors that are not empty, and `items.BYTES_ENTRY`.
-        is_consumed: whether it was published, so that it is nobody's copy any more.
-    """
-
-    held: HeldSlot
-    stage: Stage
-    is_consumed: bool = False
-
-    @property
-    def data_begin(self) -> int:
-        """The address of its data."""
-        return self.stage.slot.memory.data_ptr() + self.stage.data_offset
-
-    def holds(self, address: int) -> bool:
-        """Whether an address lies in it."""
-        memory = self.stage.slot.memory
-        return 0 <= address - memory.data_ptr() < memory.numel()
-
-
 class StagedState(dict[str, Any]):
     """A copy of a state; see the module. While it lives its slot is not used for anything else.
 
     Attributes:
-        copied: where it lies; None if there was no memory for it, or in another process.
+        stage: its tensors that are not empty, and `items.BYTES_ENTRY`; None if there was no memory for it, or in
+            another process.
         skeleton: see `TakenApart`.
     """
 
-    def __init__(self, skeleton: Any, copied: CopiedState | None, content: dict[str, Any]) -> None:
+    def __init__(self, skeleton: Any, stage: Stage | None, content: dict[str, Any]) -> None:
         super().__init__(content)
-        self.skeleton, self.copied = skeleton, copied
-        if copied is not None:
-            _remember(copied)
+        self.skeleton, self.stage = skeleton, stage
 
     def __reduce__(self) -> tuple[Any, ...]:
-        copied = self.copied
-        if copied is None:
+        stage = self.stage
+        if stage is None:
             return _without_data, (self.skeleton, next(key for key in self if key.startswith(_REFUSED)))
-        stage = copied.stage
         return _elsewhere, (stage.slot.path, stage.data_offset, stage.header.entries, self.skeleton)
 
 
@@ -207,8 +180,9 @@ def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
     if stage is None:
         raise ValueError("the slot was given back already")
     copy_into(stage, taken.sources)
-    content = fill(taken.skeleton, stage.places.__getitem__)
-    return StagedState(taken.skeleton, CopiedState(held, stage), content)
+    with _lock:
+        _copies.add(held)
+    return StagedState(taken.skeleton, stage, fill(taken.skeleton, stage.places.__getitem__))
 
 
 def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
@@ -242,29 +216,32 @@ def tensors_only(stage: Stage) -> Stage:
     return replace(stage, header=replace(stage.header, entries=stage.header.entries[:-1]), places=stage.places[:-1])
 
 
-def find_copy(tensors: Sequence[torch.Tensor]) -> CopiedState | None:
-    """The copy of a state in which the first of these tensors lies, in this process."""
+def find_copy(tensors: Sequence[torch.Tensor]) -> HeldSlot | None:
+    """The slot with the copy of a state in which the first of these tensors lies, in this process."""
     address = next((tensor.data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_cuda), None)
     if address is None:
         return None
-    with _lock:
-        return next((copied for copied in _copies if copied.holds(address) and not copied.is_consumed), None)
+    for held, stage in _waiting():
+        memory = stage.slot.memory
+        if 0 <= address - memory.data_ptr() < memory.numel():
+            return held
+    return None
 
 
 def copied_bytes() -> int:
     """How large the largest copy is that waits in this process to be written."""
-    with _lock:
-        sizes = [sum(e.size_bytes for e in one.stage.header.entries[:-1]) for one in _copies if not one.is_consumed]
+    sizes = (sum(entry.size_bytes for entry in stage.header.entries[:-1]) for _, stage in _waiting())
     return max(sizes, default=0)
 
 
 _lock = threading.Lock()
-_copies: weakref.WeakSet[CopiedState] = weakref.WeakSet()
+_copies: weakref.WeakSet[HeldSlot] = weakref.WeakSet()
 
 
-def _remember(copied: CopiedState) -> None:
+def _waiting() -> list[tuple[HeldSlot, Stage]]:
+    """The copies of which no shard was made yet."""
     with _lock:
-        _copies.add(copied)
+        return [(held, held.stage) for held in _copies if held.stage is not None and not held.is_used]
 
 
 def _elsewhere(path: Path, data_offset: int, entries: Sequence[Entry], skeleton: Any) -> StagedState:

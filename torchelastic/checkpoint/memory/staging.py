@@ -20,7 +20,7 @@ from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, ent
 from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
-from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
+from torchelastic.checkpoint.memory.staged_state import copy_into, find_copy, tensors_only
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
@@ -36,29 +36,6 @@ if TYPE_CHECKING:
 _REASONS = {errno.ENOSPC: "tmpfs", errno.EDQUOT: "tmpfs", errno.ENOMEM: "ram"}
 
 
-@dataclass(frozen=True)
-class ShardTarget:
-    """Where a shard goes.
-
-    Attributes:
-        root: the container, on this host.
-        shard: which.
-    """
-
-    root: Path
-    shard: ShardId
-
-    @property
-    def path(self) -> Path:
-        """Its file, once it is published."""
-        return self.root / str(self.shard)
-
-    @property
-    def object_id(self) -> str:
-        """What the other hosts call it."""
-        return object_of(self.root.name, self.shard)
-
-
 @dataclass(eq=False)
 class StagedItems:
     """One rank's share of a save: copied, so that the state may change, and not yet a shard.
@@ -68,7 +45,8 @@ class StagedItems:
 
     Attributes:
         results: for DCP: where each item will lie; and, once the shard has its name, what the manifest says of it.
-        target: where the shard goes.
+        shard: which it is.
+        target: its file, once it has its name.
         path: the slot's file.
         data_offset: where the data begin in it.
         header: of the shard; checksums that it lacks are computed by `write`.
@@ -79,7 +57,8 @@ class StagedItems:
     """
 
     results: list[WriteResult]
-    target: ShardTarget
+    shard: ShardId
+    target: Path
     path: Path
     data_offset: int
     header: Header
@@ -108,7 +87,7 @@ class StagedItems:
                 end = seal(view, self.header, self.data_offset, self.disk, self.threads)
                 if self.replication is not None and self.replication.partners:
                     with view[:end] as content:
-                        self.replication.push(self.target.object_id, content)
+                        self.replication.push(object_of(self.target.parent.parent.name, self.shard), content)
             if is_own:
                 self.adopt()
         except BaseException:
@@ -124,19 +103,19 @@ class StagedItems:
         """
         held = self.held
         if held is None or held.stage is None:
-            raise CheckpointError(f"{self.target.path} was given back, or belongs to another process")
+            raise CheckpointError(f"{self.target} was given back, or belongs to another process")
         if held.published is not None:
             return
         with held.stage.slot.view() as view:
             try:
-                written, _ = read_header(view, str(self.target.path))
+                written, _ = read_header(view, str(self.target))
             except CorruptCheckpointError as error:
                 raise CheckpointError(
-                    f"{self.target.path} was not written: see the log of the process that had to"
+                    f"{self.target} was not written: see the log of the process that had to"
                 ) from error
-            record = record_of(view, self.target.shard.rank, self.target.path.name)
-        require_shard(self.target.shard, written.meta, str(self.target.path))
-        held.publish(self.target.path)
+            record = record_of(view, self.shard.rank, self.target.name)
+        require_shard(self.shard, written.meta, str(self.target))
+        held.publish(self.target)
         self.results.append(result_of(record))
 
     def abandon(self) -> None:
@@ -148,7 +127,7 @@ class StagedItems:
         if self.held is None:
             return memoryview(mapped(self.path).numpy())  # type: ignore[arg-type]
         if self.held.stage is None:
-            raise CheckpointError(f"{self.target.path} was given back")
+            raise CheckpointError(f"{self.target} was given back")
         return self.held.stage.slot.view()
 
 
@@ -159,7 +138,7 @@ _Placed = tuple[HeldSlot, Header, Sequence[str]]
 
 def stage_items(
     resolved: Resolved,
-    target: ShardTarget,
+    shard: ShardId,
     slots: Slots,
     *,
     owner: Any,
@@ -173,7 +152,7 @@ def stage_items(
 
     Args:
         resolved: the items.
-        target: where they go.
+        shard: what they become.
         slots: of the container.
         owner: when it is gone the save is over; None: that is the object that is returned.
         replication: sends the shard to the partners.
@@ -184,18 +163,19 @@ def stage_items(
         NotSavedError: there is no room.
     """
     copied = find_copy([tensor for _, tensor in resolved.tensors])
-    placed = _in_copy(resolved, copied, target, slots) if copied is not None else None
+    placed = _in_copy(resolved, copied, shard, slots) if copied is not None else None
     is_new = placed is None
-    held, header, names = placed or _in_slot(resolved, target, slots, owner, threads, with_checksums=with_checksums)
+    held, header, names = placed or _in_slot(resolved, shard, slots, owner, threads, with_checksums=with_checksums)
     assert held.stage is not None
     assert held.stage.slot.path is not None
     size_of = {entry.name: entry.size_bytes for entry in header.entries}
     staged = StagedItems(
         [
-            WriteResult(item.index, size_of[name], StoredItem(str(target.shard), name))
+            WriteResult(item.index, size_of[name], StoredItem(str(shard), name))
             for item, name in zip(resolved.items, names, strict=True)
         ],
-        target,
+        shard,
+        slots.container.path_of(shard),
         held.stage.slot.path,
         held.stage.data_offset,
         header,
@@ -210,7 +190,7 @@ def stage_items(
 
 
 def _in_slot(
-    resolved: Resolved, target: ShardTarget, slots: Slots, owner: Any, threads: int, *, with_checksums: bool
+    resolved: Resolved, shard: ShardId, slots: Slots, owner: Any, threads: int, *, with_checksums: bool
 ) -> _Placed:
     """Copies all items; arguments and errors as `stage_items`."""
     layout = slots.items.of_items(resolved)
@@ -229,33 +209,34 @@ def _in_slot(
     except BaseException:
         held.give_back()
         raise
-    header = Header(None, (*layout.entries[:-1], *pickled), meta_of_shard(target.shard))
+    header = Header(None, (*layout.entries[:-1], *pickled), meta_of_shard(shard))
     if checksums is not None:
         header = header.with_checksums((*checksums, *digests))
     return held, header, resolved.names
 
 
-def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots: Slots) -> _Placed | None:
+def _in_copy(resolved: Resolved, copied: HeldSlot, shard: ShardId, slots: Slots) -> _Placed | None:
     """The copy of a state itself, if the plan writes exactly what is in it, and it lies where it can become a shard."""
     slots.copies.needed(resolved.pickled_bytes)
     stage = copied.stage
-    found = entries_in_place(resolved, stage.header, copied.data_begin)
+    assert stage is not None
+    found = entries_in_place(resolved, stage.header, stage.slot.memory.data_ptr() + stage.data_offset)
     room = stage.header.entries[-1]
     is_too_long = resolved.pickled_bytes > room.size_bytes
-    if found is None or is_too_long or not _same_file_system(stage.slot.path, target.root):
+    if found is None or is_too_long or not _same_file_system(stage.slot.path, slots.container.root):
         return None
     entries, tensor_names = found
     pickled = entries_of_pickles(resolved, room)
     full = [entry for entry in entries if entry.size_bytes]
     end = max((entry.offset_bytes + entry.size_bytes for entry in (*full, *pickled)), default=0)
     empty = [structs.replace(e, offset_bytes=align(end, ALIGNMENT_BYTES)) for e in entries if not e.size_bytes]
-    header = Header(None, (*full, *pickled, *empty), meta_of_shard(target.shard))
+    header = Header(None, (*full, *pickled, *empty), meta_of_shard(shard))
     if not stage.has_room_for(header):
         return None
     _store_pickles(resolved, pickled, stage)
-    copied.is_consumed = True
-    copied.held.container = slots.container  # the copy may have been made before the container was known
-    return copied.held, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]]
+    copied.is_used = True
+    copied.container = slots.container  # the copy may have been made before the container was known
+    return copied, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]]
 
 
 def result_of(record: ShardRecord) -> WriteResult:

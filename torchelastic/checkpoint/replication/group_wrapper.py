@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, lru_cache
@@ -169,7 +168,7 @@ class GroupWrapper:
             CheckpointError: the plan needs something from a rank that its `my_data` lacks.
         """
         call, own = "GroupWrapper.execute_plan()", self.my_global_rank
-        shelf, pack = MemoryShelf(sys.maxsize), lru_cache(maxsize=1)(lambda id_: _packed(my_data[id_]))
+        shelf, pack = MemoryShelf(), lru_cache(maxsize=1)(lambda id_: _packed(my_data[id_]))
 
         def check() -> None:
             missing = sorted(id_ for id_ in plan.required_ids(own) if id_ not in my_data)

@@ -56,7 +56,6 @@ class ReplicationManager:
         self._topology: PeerTopology | None = None
         self._objects: ObjectManager | None = None
         self._ranks = RankGroup(None, _WAIT_S)
-        self._copies = 0
         self._server: ReplicaServer | None = None
         self._has_warned = False
 
@@ -105,7 +104,7 @@ class ReplicationManager:
         if copies < 0 or not timeout_s > 0:
             raise ValueError(f"copies is {copies} and timeout_s {timeout_s}: give 0 or more, and more than 0 s")
         self.shutdown()
-        self._objects, self._ranks, self._copies = checkpoint_object_manager, RankGroup(process_group, timeout_s), 0
+        self._objects, self._ranks = checkpoint_object_manager, RankGroup(process_group, timeout_s)
         shelf = checkpoint_object_manager.shelf
 
         def choose(met: PeerTopology) -> list[int]:
@@ -122,11 +121,9 @@ class ReplicationManager:
             replica_host=replica_host,
         )
         self._topology = met
-        if len(met.hosts) > 1:
-            self._copies = copies
-            if len(met.partners) < copies and repl_strategy is None and met.rank == 0:
-                few = "each object gets %d replica(s) and not %d: there are too few hosts"
-                log.warning(few, len(met.partners), copies)
+        if len(met.hosts) > 1 and len(met.partners) < copies and repl_strategy is None and met.rank == 0:
+            few = "each object gets %d replica(s) and not %d: there are too few hosts"
+            log.warning(few, len(met.partners), copies)
 
     # --- who is where -------------------------------------------------------------------------------------------------
 
@@ -167,9 +164,9 @@ class ReplicationManager:
         return self._topology.partners if self._topology is not None else ()
 
     @property
-    def copies(self) -> int:
-        """On how many other hosts each object is to be; 0 before `initialize`."""
-        return self._copies if self._topology is not None else 0
+    def partners_of(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, who receives its objects; empty if nobody does."""
+        return self._topology.partners_of if self._topology is not None else ()
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -380,10 +377,10 @@ class ReplicationManager:
         return bool(there) and all(self._retrieve(client, object_id) for object_id in there)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._topology, self._objects, self._copies, self._ranks.timeout_s
+        return self._topology, self._objects, self._ranks.timeout_s
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._topology, self._objects, self._copies, timeout_s = state
+        self._topology, self._objects, timeout_s = state
         self._ranks, self._server, self._has_warned = RankGroup(None, timeout_s), None, False
 
 

@@ -107,26 +107,16 @@ class ReplicaStore(Protocol):
 
 
 class MemoryShelf:
-    """Keeps objects in the memory of this process, as many as fit.
+    """Keeps objects in the memory of this process."""
 
-    Args:
-        capacity_bytes: how much there may be in all, objects on their way included.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytearray, str]] = {}
         self._incoming: dict[str, bytearray] = {}
 
     def destination(self, object_id: str, size_bytes: int) -> bytearray:
-        """See `ReplicaStore`; there is no room now if the object does not fit beside the others."""
-        if size_bytes > self._capacity_bytes:
-            raise ValueError(f"{object_id} has {size_bytes} bytes, and this shelf holds {self._capacity_bytes} in all")
+        """See `ReplicaStore`."""
         with self._lock:
-            used = sum(len(content) for content, _ in self._objects.values()) + sum(map(len, self._incoming.values()))
-            if used + size_bytes > self._capacity_bytes:
-                raise CheckpointError(f"there is no room for {object_id} ({size_bytes} bytes) now; try again later")
             self._incoming[object_id] = bytearray(size_bytes)
             return self._incoming[object_id]
 
@@ -154,11 +144,6 @@ class MemoryShelf:
         """See `ReplicaStore`."""
         with self._lock:
             return sorted(self._objects)
-
-    def remove(self, object_id: str) -> None:
-        """Forgets an object, if it is here."""
-        with self._lock:
-            self._objects.pop(object_id, None)
 
 
 class Reception:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, kind_of, require_own
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -110,13 +111,12 @@ class DurableTier(Tier):
     def prepare(self, context: TierContext) -> None:
         """See `Tier`; rank 0 writes."""
         state = self._read_fence()
-        if state.token > context.token:
-            raise self._fenced(context.token, state)
+        state.check(*context.token, self.where)
         if context.rank != 0:
             return
         with self._explained("write the fence"):
             self._files.makedirs(self._root, exist_ok=True)
-            written = FenceState(context.epoch, context.round, context.run_id, "rank 0")
+            written = FenceState(*context.token, context.run_id, "rank 0", socket.gethostname(), os.getpid())
             self._files.pipe_file(f"{self._root}/{FENCE_NAME}", encode_fence(written))
         for name in self._names():
             if name.token < context.token and not self._is_committed(name):
@@ -146,9 +146,7 @@ class DurableTier(Tier):
                     if size_bytes is not None
                     else f"{self._shown(path)}, the shard of rank {record.rank}, is missing: nothing is published"
                 )
-        state = self._read_fence()
-        if state.token > manifest.name.token:
-            raise self._fenced(manifest.name.token, state)
+        self._read_fence().check(*manifest.name.token, self.where)
         with self._explained("upload the manifest"):
             self._files.pipe_file(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
 
@@ -283,12 +281,6 @@ class DurableTier(Tier):
 
     def _shown(self, path: str) -> str:
         return f"{self.where.rstrip('/')}{path.removeprefix(str(self._root))}"
-
-    def _fenced(self, token: tuple[int, int], now: FenceState) -> FencedError:
-        return FencedError(
-            f"this writer of epoch {token[0]}, round {token[1]} in {self.where} was replaced by run {now.run_id!r}, "
-            f"epoch {now.epoch}, round {now.round}: its checkpoint is not published, and it must end"
-        )
 
     @contextmanager
     def _explained(self, action: str, *, missing_ok: bool = False) -> Iterator[None]:

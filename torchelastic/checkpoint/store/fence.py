@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.writing import write_whole
 from torchelastic.checkpoint.store.owner import (
@@ -198,7 +198,7 @@ class Fence:
         with self._locked():
             now = self._read_for_claim()
             if now.epoch > epoch or (now.epoch == epoch and now.run_id != run_id):
-                raise self._fenced(epoch, 0, now)
+                raise now.fenced(epoch, 0, self.root)
             if now.epoch < epoch:
                 self._require_run(run_id, now)
                 self._write_anew(epoch, run_id, "joined")
@@ -229,8 +229,7 @@ class Fence:
         """
         with self._locked():
             now = self.read()
-            if now.token > (epoch, round_number):
-                raise self._fenced(epoch, round_number, now)
+            now.check(epoch, round_number, self.root)
             if now.token < (epoch, round_number):
                 self._write(replace(now, epoch=epoch, round=round_number))
         remove_left_overs(self.root, (epoch, round_number), self._disk)
@@ -242,9 +241,7 @@ class Fence:
             FencedError: a newer group has taken over.
             CheckpointError: the fence cannot be read.
         """
-        now = self.read()
-        if now.token > (epoch, round_number):
-            raise self._fenced(epoch, round_number, now)
+        self.read().check(epoch, round_number, self.root)
 
     def read(self) -> FenceState:
         """What the fence says now; epoch 0 where there was no claim yet.
@@ -275,12 +272,6 @@ class Fence:
     def _locked(self) -> AbstractContextManager[None]:
         path = self.root / FENCE_LOCK_NAME
         return locked(path, self._lock_timeout_s, sleep=self._sleep, monotonic=self._monotonic)
-
-    def _fenced(self, epoch: int, round_number: int, now: FenceState) -> FencedError:
-        return FencedError(
-            f"this writer of epoch {epoch}, round {round_number} in {self.root} was replaced by {now}: its checkpoint "
-            "is not published, and it must end"
-        )
 
 
 def _is_others(state: FenceState, run_id: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy.keeping import KeepPolicy, KeptCheckpoint, prunable, rising_s
-from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 
 
@@ -87,20 +87,15 @@ def _shards_by_name(sizes: Mapping[str, int | None]) -> tuple[int, dict[int, int
 
 def _damage(folder: Path, manifest: Manifest, sizes: Mapping[str, int | None], *, whole: bool) -> str | None:
     _, cut = manifest.found_in(sizes)
-    if cut:
-        return describe_cut(folder, cut[0], sizes)
+    for record in cut:
+        return (
+            f"{folder / record.file}, the shard of rank {record.rank}, has {sizes[record.file] or 0} bytes of "
+            f"{record.size_bytes}: it was cut"
+        )
     missing = [record for record in manifest.shards if record.file not in sizes]
     if whole and missing:
         return f"{folder / missing[0].file}, the shard of rank {missing[0].rank}, is missing"
     return None
-
-
-def describe_cut(folder: Path, record: ShardRecord, sizes: Mapping[str, int | None]) -> str:
-    """What is wrong with a shard that was cut."""
-    return (
-        f"{folder / record.file}, the shard of rank {record.rank}, has {sizes[record.file] or 0} bytes of "
-        f"{record.size_bytes}: it was cut"
-    )
 
 
 def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
 from torchelastic.processes.file_locks import is_file_at, lock_file
 
 FENCE_NAME = ".fence.json"
@@ -46,6 +46,18 @@ class FenceState:
     def token(self) -> tuple[int, int]:
         """Epoch and round."""
         return (self.epoch, self.round)
+
+    def check(self, epoch: int, round_number: int, where: object) -> None:
+        """Raises: FencedError if a newer group, or another job, has the place of this writer."""
+        if self.token > (epoch, round_number):
+            raise self.fenced(epoch, round_number, where)
+
+    def fenced(self, epoch: int, round_number: int, where: object) -> FencedError:
+        """What a writer is told that was replaced."""
+        return FencedError(
+            f"this writer of epoch {epoch}, round {round_number} in {where} was replaced by {self}: its checkpoint "
+            "is not published, and it must end"
+        )
 
     def __str__(self) -> str:
         whose = f"run {self.run_id!r} ({self.owner}, process {self.pid} on {self.host})"

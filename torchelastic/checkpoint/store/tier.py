@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.restore_plan import Held
@@ -102,28 +104,17 @@ class TierEntry:
 
     def held(self, tier: str) -> Held[SaveId, int]:
         """The same for the choice of what is restored, in the tier of this name."""
-        return Held(self.name, range(self.world_size), self.ranks, tier, self.is_committed)
+        return Held(self.name, range(self.world_size), self.ranks, tier, self.is_committed, self.damage)
 
     def as_plain(self) -> dict[str, Any]:
         """What JSON can hold, for sending; `from_plain` is the inverse."""
-        return {
-            "name": self.name.folder_name,
-            "world_size": self.world_size,
-            "ranks": list(self.ranks),
-            "is_committed": self.is_committed,
-            "damage": self.damage,
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TierEntry:
-        """Raises: ValueError, KeyError or TypeError if it is nothing that `as_plain` returns."""
-        return cls(
-            SaveId.parse(plain["name"]),
-            int(plain["world_size"]),
-            tuple(int(rank) for rank in plain["ranks"]),
-            bool(plain["is_committed"]),
-            None if plain["damage"] is None else str(plain["damage"]),
-        )
+        """Raises: msgspec.ValidationError if it is nothing that `as_plain` returns."""
+        return msgspec.convert(plain, cls)
 
 
 class Tier(ABC):

@@ -89,7 +89,7 @@ class SaveAgreement:
             OutOfStepError: there is no verdict.
         """
         # rank 0 may wait for others as long as this rank waits for it
-        words = self._notes.wait(f"{name}/{tier}", 0, 2 * self._notes.patience.timeout_s)
+        words = self._notes.wait(f"{name}/{tier}", 0, 2 * self._notes.timeout_s)
         if "manifest" not in words:
             raise NotPublishedError(words["why_not"])
         return decode_manifest(words["manifest"].encode())

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +49,21 @@ class Background:
         """Whether `reserve` would wait."""
         return self._held >= self._slots
 
-    def reserve(self, timeout_s: float) -> None:
-        """Takes a slot, for `submit` or `give_back`; waits for one if it must.
+    def reserve(self, save: SaveId, timeout_s: float) -> None:
+        """Takes a slot, for `submit` or `give_back`; waits for one if it must, and says so.
+
+        Args:
+            save: what it is for.
+            timeout_s: for how long to wait.
 
         Raises:
             CheckpointError: all stay busy for so long.
         """
         if os.getpid() != self._pid:
             raise CheckpointError("this process is a child of the one that saves: save where the manager was made")
+        began_s, is_full = self._monotonic(), self.is_full
+        if is_full:
+            log.warning("%s waits: both slots are busy with saves that are not finished yet", save)
         with self._changed:
             if not self._changed.wait_for(lambda: self._held < self._slots, timeout_s):
                 raise CheckpointError(
@@ -62,6 +71,9 @@ class Background:
                     "faster place"
                 )
             self._held += 1
+        if is_full:
+            waited_s = self._monotonic() - began_s
+            publish_metric("torchelastic", "checkpoint.slot_wait.duration.ms", 1000 * waited_s)
 
     def give_back(self) -> None:
         """A slot that was reserved is not needed."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchelastic.checkpoint.errors import OutOfStepError
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
@@ -22,8 +23,26 @@ from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
 
-#: Hears of a failure: where, and the error.
-OnFailure = Callable[[str, Exception], None]
+#: How many failures are remembered.
+MAX_FAILURES = 20
+
+
+class Failures(deque[str]):
+    """The latest failures of the background, oldest first, in words; each is logged and counted."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=MAX_FAILURES)
+
+    def add(self, what: str, error: Exception) -> None:
+        """Something has failed; training goes on."""
+        self.append(f"{what}: {error}")
+        publish_metric("torchelastic", "checkpoint.failed", 1)
+        if isinstance(error, (NotPublishedError, OutOfStepError)):
+            log.warning("%s is not published: %s", what, error)
+        elif isinstance(error, CheckpointError):  # says all that is to be said
+            log.error("%s failed; training goes on: %s", what, error)
+        else:
+            log.error("%s failed; training goes on", what, exc_info=error)
 
 
 @dataclass
@@ -81,7 +100,7 @@ class Finisher:
 
     Args:
         tiers: in the order in which they are written.
-        on_failure: hears of what went wrong.
+        failures: hear of what went wrong.
         monotonic: a clock in seconds that never goes back.
         replicas: copies what is put into its tier to other hosts; None: there are none.
     """
@@ -89,12 +108,12 @@ class Finisher:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        on_failure: OnFailure,
+        failures: Failures,
         monotonic: Callable[[], float] = time.monotonic,
         replicas: Replicas | None = None,
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
-        self._on_failure = on_failure
+        self._failures = failures
         self._monotonic = monotonic
         self._replicas = replicas
 
@@ -106,7 +125,7 @@ class Finisher:
                 self._publish(save, self._tiers[name], shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
             save.failed(error)
-            self._on_failure(str(save.name), error)
+            self._failures.add(str(save.name), error)
         finally:
             # not before: the memory of what is abandoned may be used by the next save at once
             for tier in save.abandoned:
@@ -142,7 +161,7 @@ class Finisher:
             self._put_and_commit(save, tier, shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
             save.failed(error)
-            self._on_failure(f"{save.name} in the {tier.name} tier", error)
+            self._failures.add(f"{save.name} in the {tier.name} tier", error)
             return
         durable_s = self._monotonic() - save.began_s
         publish_metric("torchelastic", f"checkpoint.durable.{tier.name}.duration.ms", 1000 * durable_s)
@@ -154,7 +173,7 @@ class Finisher:
             if not tier.is_shared or shard.rank == 0:
                 tier.prune()
         except Exception as error:  # noqa: BLE001 - what is saved is saved
-            self._on_failure(f"removing old checkpoints in the {tier.name} tier", error)
+            self._failures.add(f"removing old checkpoints in the {tier.name} tier", error)
 
     def _put_and_commit(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
@@ -206,7 +225,7 @@ class Finisher:
         try:
             self._replicas.push(shard)
         except Exception as error:  # noqa: BLE001 - a replica is one copy more
-            self._on_failure(f"the replicas of {save.name}", error)
+            self._failures.add(f"the replicas of {save.name}", error)
 
     def _abandon(self, save: TieredSave, tier: Tier) -> None:
         try:

@@ -6,28 +6,28 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.api import Checkpoint
+from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
+from torchelastic.checkpoint.schedule import TierSchedules
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
-from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
-from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
+from torchelastic.checkpoint.tiered.agreement import SaveAgreement
+from torchelastic.checkpoint.tiered.api import ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.epoch import agree_on_epoch
-from torchelastic.checkpoint.tiered.finishing import Finisher, TieredSave
+from torchelastic.checkpoint.tiered.finishing import Failures, Finisher, TieredSave
 from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0
 from torchelastic.checkpoint.tiered.replicas import replicas_of
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
@@ -36,13 +36,11 @@ from torchelastic.checkpoint.tiered.streams import (
     TREE,
     NewCheckpoint,
     StoredCheckpoint,
-    StreamsState,
     load_restored,
     stored_here,
     streams_of,
 )
-from torchelastic.checkpoint.tiered.turns import TierTurns
-from torchelastic.group.notes import Notes, Patience
+from torchelastic.group.notes import Notes
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
 
@@ -51,11 +49,8 @@ log = logging.getLogger(__name__)
 #: Lays a shard out, given what its header is to state; see `TieredCheckpointManager.save_shard`.
 LayOut = Callable[[Mapping[str, Any]], tuple[Header, Sequence[torch.Tensor]]]
 
-#: How many failures `failures` remembers.
-MAX_FAILURES = 20
 
-
-class TieredCheckpointManager(ElasticCheckpointManager):
+class TieredCheckpointManager(CheckpointManager):
     """Saves a state in several places: this host's memory, disks, durable storage; restores the newest from any.
 
     Give it to `torchelastic.train(..., checkpoint=manager)`. Every rank makes one with the same arguments. After a step
@@ -81,11 +76,14 @@ class TieredCheckpointManager(ElasticCheckpointManager):
 
     Attributes:
         tiers: as given.
+        policy: as given.
         failures: the latest failures of the background, oldest first, in words.
 
     Raises:
         ValueError: no tier, two of the same name, or replicas without a memory tier.
     """
+
+    saves_on_every_rank = True
 
     def __init__(
         self,
@@ -110,7 +108,8 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         for tier in self.tiers:
             tier.kind = kind
         self.policy = policy
-        self.failures: deque[str] = deque(maxlen=MAX_FAILURES)
+        self.failures = Failures()
+        self._places = ", ".join(tier.where for tier in self.tiers)
         self._run_id = run_id or os.environ.get("TORCHELASTIC_RUN_ID") or "run"
         self._allow_pickles = allow_pickles
         self._patience_s, self._grace_s = patience_s, grace_s
@@ -120,8 +119,8 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._pool = pools[0] if pools else SlotPool(None)
         self._background = Background(monotonic=monotonic)
         self._replicas = replicas_of(self.tiers, replicas, host)
-        self._finisher = Finisher(self.tiers, self._failed, monotonic, self._replicas)
-        self._turns = TierTurns(self.tiers, monotonic)
+        self._finisher = Finisher(self.tiers, self.failures, monotonic, self._replicas)
+        self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._epoch: int | None = None
         self._generation = 0
@@ -133,14 +132,19 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     # --- a group ------------------------------------------------------------------------------------------------------
 
     def enter_group(self, peers: Peers) -> None:
-        """A new group stands; see `ElasticCheckpointManager`. Raises besides: CheckpointError, on all ranks alike."""
+        """A new group stands: what older ones have not completed is given up. On the training thread of every rank.
+
+        Raises:
+            CheckpointError: a tier cannot be used; on all ranks alike.
+            RuntimeError: a peer is lost.
+        """
         if self._agreement is not None:
             self._agreement.end(self._grace_s)
         epoch, self._generation = agree_on_epoch(self.tiers, peers, self._run_id, self._epoch, self._generation)
         if self._replicas is not None:
             self._replicas.enter_group(peers, self._grace_s)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
-        notes = Notes(peers.mailbox(), Patience(self._patience_s, monotonic=self._monotonic))
+        notes = Notes(peers.mailbox(), self._patience_s, monotonic=self._monotonic)
         self._epoch, self._peers = epoch, peers
         self._agreement = SaveAgreement(context, notes)
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
@@ -151,7 +155,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             try:
                 tier.prepare(context)
             except Exception as error:  # noqa: BLE001 - what is put there will fail, and say so
-                self._failed(f"preparing the {tier.name} tier", error)
+                self.failures.add(f"preparing the {tier.name} tier", error)
         if self._replicas is not None:
             self._replicas.fence(context.round)
         self._are_prepared.set()
@@ -159,7 +163,14 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     # --- restoring ----------------------------------------------------------------------------------------------------
 
     def restore(self, state: ElasticState, peers: Peers) -> int | None:
-        """Set the state of rank 0 from the newest checkpoint that is intact; see `ElasticCheckpointManager`."""
+        """Set the state of rank 0 from the newest checkpoint that is intact. On the training thread of every rank.
+
+        Returns:
+            Its step; None if there is no checkpoint at all.
+
+        Raises:
+            CorruptCheckpointError, CheckpointError, RuntimeError: see `restore_shards`.
+        """
         began_s = self._monotonic()
         reading = (PartsWhereTheyAre if state.loads_parts else WholeOnRank0)(self._allow_pickles)
         restored = self.restore_shards(reading, peers)
@@ -194,14 +205,13 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             RuntimeError: a peer is lost.
         """
         if not self._background.wait(self._patience_s):
-            places = ", ".join(tier.where for tier in self.tiers)
             raise CheckpointError(
                 f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
-                f"not answer: {places}?"
+                f"not answer: {self._places}?"
             )
         restored = Restoring(self.tiers, peers, reading, on_damage).run()
         if restored is not None:
-            self._turns.begin(restored.name.step)
+            self._schedules.begin(restored.name.step)
         return restored
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -216,7 +226,20 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         observe: Observe | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Copy this rank's share of the state; see `ElasticCheckpointManager`."""
+        """Copy this rank's share of the state; all else happens in the background. On the training thread, every rank.
+
+        Args:
+            state: may change when this returns.
+            step: committed steps of the run.
+            peers: of the group of the last `enter_group`, or `Alone`.
+            everywhere: in every tier, however rarely it takes part else; what rank 0 says counts.
+            observe: hears of the costs.
+            metrics: what was measured of this state, by name; what rank 0 says counts.
+
+        Raises:
+            CheckpointError: there is no memory or no room for the share, or both slots stay busy.
+            TypeError: the state holds something that is not saved.
+        """
 
         def lay_out(meta: Mapping[str, Any]) -> tuple[Header, Sequence[torch.Tensor]]:
             tree, layout, kind = state.checkpoint_tree(), self._layout, TREE
@@ -243,7 +266,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         Args:
             lay_out: given what the header is to state of the checkpoint, returns the header of this rank's shard,
                 without checksums, and the tensors to copy, in the order of its entries.
-            step: committed steps of the run; as the rest, see `ElasticCheckpointManager.save_step`.
+            step: see `save_step`, as for the rest.
             peers: of the group.
             everywhere: in every tier.
             observe: hears of the costs.
@@ -257,8 +280,9 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """
         began_s = self._monotonic()
         agreement = self.join(peers)
-        name = self._next_name(agreement, step)  # counted on every rank, whatever happens to this one now
-        tiers = self._turns.next(step, everywhere=everywhere) if peers.rank == 0 else None
+        self._generation += 1  # on every rank, whatever happens to this one now
+        name = SaveId(*agreement.context.token, self._generation, step)
+        tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
         try:
             header, stage = self._copied(lay_out, name, peers)
         except BaseException as error:
@@ -278,13 +302,9 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _next_name(self, agreement: SaveAgreement, step: int) -> SaveId:
-        self._generation += 1
-        return SaveId(agreement.context.epoch, agreement.context.round, self._generation, step)
-
     def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
-        self._reserve(name)
+        self._background.reserve(name, self._slot_wait_s)
         try:
             header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
             stage = self._stage_for(header)
@@ -298,16 +318,6 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise
         return header, stage
 
-    def _reserve(self, name: SaveId) -> None:
-        if self._background.is_full:
-            began_s = self._monotonic()
-            log.warning("%s waits: both slots are busy with saves that are not finished yet", name)
-            self._background.reserve(self._slot_wait_s)
-            waited_ms = 1000 * (self._monotonic() - began_s)
-            publish_metric("torchelastic", "checkpoint.slot_wait.duration.ms", waited_ms)
-        else:
-            self._background.reserve(self._slot_wait_s)
-
     def _stage_for(self, header: Header) -> Stage:
         """Memory for a share; the background has it ready, but for the first time and where the state has changed."""
         stage, self._warm = self._warm, None
@@ -316,9 +326,9 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if stage is not None:
             self._pool.give_back(stage)
         if not self._are_prepared.wait(self._slot_wait_s):
-            places = ", ".join(tier.where for tier in self.tiers)
             raise CheckpointError(
-                f"the tiers are not prepared after {self._slot_wait_s:g} s: does one of these not answer: {places}?"
+                f"the tiers are not prepared after {self._slot_wait_s:g} s: does one of these not answer: "
+                f"{self._places}?"
             )
         return self._pool.take(header)
 
@@ -330,17 +340,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             try:
                 self._warm = self._pool.take(save.header)
             except CheckpointError as error:
-                self._failed("taking memory for the next save", error)
-
-    def _failed(self, what: str, error: Exception) -> None:
-        self.failures.append(f"{what}: {error}")
-        publish_metric("torchelastic", "checkpoint.failed", 1)
-        if isinstance(error, (NotPublishedError, OutOfStepError)):
-            log.warning("%s is not published: %s", what, error)
-        elif isinstance(error, CheckpointError):  # says all that is to be said
-            log.error("%s failed; training goes on: %s", what, error)
-        else:
-            log.error("%s failed; training goes on", what, exc_info=error)
+                self.failures.add("taking memory for the next save", error)
 
     @property
     def is_saving(self) -> bool:
@@ -361,7 +361,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         return is_done
 
     def end_run(self) -> None:
-        """The run is over for this worker: wait for the last save; see `ElasticCheckpointManager`."""
+        """The run is over for this worker: wait, for a bounded time, until its last save is done everywhere."""
         agreement = self._agreement
         if agreement is not None:
             self._background.submit(lambda: self._see_off(agreement), holds_slot=False)
@@ -404,7 +404,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """The newest of them that was taken at this step; streams count as a step each."""
         return next((one for one in self.list_checkpoints() if one.sequence_id == sequence_id), None)
 
-    def _save_streams(self, streams: Mapping[str, bytes]) -> SaveId:
+    def _save_streams(self, streams: Mapping[str, bytes]) -> None:
         if self._agreement is not None and self._agreement.context.world_size > 1:
             raise CheckpointError(
                 "this manager saves together with a group: use save_step, or another manager for what one rank saves"
@@ -412,8 +412,8 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         newest = next(iter(stored_here(self.tiers)), None)
         step = 0 if newest is None else newest.sequence_id + 1
         failed_before = len(self.failures)
-        self.save_step(StreamsState(streams), step, self._peers or Alone())
+        self.save_shard(
+            lambda meta: RecurringLayout().lay_out(streams, {"kind": STREAMS, **meta}), step, self._peers or Alone()
+        )
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
-        assert self._agreement is not None
-        return SaveId(*self._agreement.context.token, self._generation, step)

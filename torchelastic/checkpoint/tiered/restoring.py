@@ -19,18 +19,17 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.restore import StoredCandidate, fetched_into_memory, newest_readable, shards_of
+from torchelastic.checkpoint.restore import StoredCandidate, because, fetched_into_memory, newest_readable, shards_of
 from torchelastic.checkpoint.restore_plan import ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.checkpoint.tiered.reading import Reading
 from torchelastic.group.peers import Peers
+from torchelastic.group.rank_group import run_with_peers
 
 log = logging.getLogger(__name__)
 
-#: How many damaged checkpoints an error names.
-_SHOWN = 5
 #: So many ranks may fetch from one at once, or all others if there are more.
 _LEAST_TRANSFERS = 16
 #: For how long a rank is tried again to which the connection broke.
@@ -88,7 +87,6 @@ class Restoring:
         self._peers = peers
         self._reading = reading
         self._on_damage = self._log_damage if on_damage is None else on_damage
-        self._damages: list[str] = []
         self._servers: Sequence[Sequence[Any] | None] = []  # of each rank: host, port and token, if it has one
 
     def run(self) -> Restored | None:
@@ -102,18 +100,16 @@ class Restoring:
             CheckpointError: something cannot be read for another reason; on every rank.
             RuntimeError: a peer is lost.
         """
+        faults: dict[SaveId, str] = {}
         with ExitStack() as serving:
             inventories, unreadable = self._exchange(serving)
             found = candidates([[entry.held(tier) for tier, entry in inventory] for inventory in inventories])
-            self._note_incomplete([entry for inventory in inventories for _, entry in inventory], found)
-            complete = (candidate for candidate in found if candidate.is_complete)
-            restored = newest_readable(complete, self.restore_one, lambda _, damage: self._damage(str(damage)))
+            restored = newest_readable(found, self.restore_one, self._on_damage, faults)
         if restored is not None:
-            return restored
-        if self._damages:
-            more = f"; and {len(self._damages) - _SHOWN} more" if len(self._damages) > _SHOWN else ""
+            return restored[1]
+        if faults:
             raise CorruptCheckpointError(
-                f"no checkpoint can be loaded, and nothing was changed: {'; '.join(self._damages[:_SHOWN])}{more}. "
+                f"no checkpoint can be loaded, and nothing was changed: {because(faults)}. "
                 f"Restore one of them from a copy; to start from scratch, move away what lies in {self._places()}"
             )
         if unreadable:
@@ -160,44 +156,23 @@ class Restoring:
         serving.callback(server.close)
         return [*server.address, token]
 
-    def _note_incomplete(self, entries: Sequence[TierEntry], found: Sequence[StoredCandidate]) -> None:
-        """What was published once and cannot be put together any more is damage, as far as this group can tell."""
-        for candidate in found:
-            why = [entry.damage for entry in entries if entry.name == candidate.save and entry.damage]
-            if candidate.is_committed and candidate.missing:
-                missing = ", ".join(map(str, candidate.missing))
-                self._damage(
-                    "".join([f"{candidate.save} lacks the shards of rank(s) {missing}", *map(": {}".format, why)])
-                )
-            elif why and not candidate.is_committed:
-                self._damage(f"{candidate.save}: {'; '.join(why)}")
-
-    def _damage(self, text: str) -> None:
-        self._damages.append(text)
-        self._on_damage(text)
-
     def _log_damage(self, text: str) -> None:
         if self._peers.rank == 0:
-            log.warning("%s; trying what else there is", text)
+            log.warning("%s", text)
 
     # --- one checkpoint -----------------------------------------------------------------------------------------------
 
     def restore_one(self, candidate: StoredCandidate) -> Restored:
         """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
-        own, why, is_damage = _Own(), "", True
-        try:
+        own = _Own()
+
+        def read() -> list[Any]:
             self._read_own(candidate, self._plan(candidate).get(self._peers.rank, {}), own)
-        except CheckpointError as error:
-            why, is_damage = str(error), isinstance(error, CorruptCheckpointError)
-        self._peers.barrier()  # a download may take its time
-        told = self._peers.all_gather([why, is_damage, own.kind, sorted(own.tiers)])
-        reasons = [text for text, *_ in told if text]
-        if not all(is_damage for _, is_damage, *_ in told):
-            raise CheckpointError(f"the checkpoint {candidate.save} cannot be put together: {'; '.join(reasons)}")
-        if reasons:
-            raise CorruptCheckpointError(f"{candidate.save} is damaged: {'; '.join(reasons)}")
-        kind = next((kind for *_, kind, _ in told if kind is not None), None)
-        tiers = sorted({tier for *_, each in told for tier in each})
+            return [own.kind, sorted(own.tiers)]
+
+        told = run_with_peers(self._peers, f"restoring {candidate.save}", read)
+        kind = next((kind for kind, _ in told if kind is not None), None)
+        tiers = sorted({tier for _, each in told for tier in each})
         return Restored(candidate.save, tuple(tiers), kind, own.content)
 
     def _plan(self, candidate: StoredCandidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:

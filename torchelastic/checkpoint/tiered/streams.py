@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
 
 import torch
 
@@ -14,7 +14,7 @@ from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
-from torchelastic.checkpoint.tiered.reading import StoredParts, WholeOnRank0
+from torchelastic.checkpoint.tiered.reading import WholeOnRank0
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.group.peers import Alone
 
@@ -22,40 +22,8 @@ from torchelastic.group.peers import Alone
 TREE, STREAMS = "tree", "streams"
 
 
-class StreamsState:
-    """Finished streams, for `save_step`: a state that has no tree."""
-
-    loads_parts = False
-
-    def __init__(self, streams: Mapping[str, bytes]) -> None:
-        self.streams = streams
-
-    def checkpoint_tree(self) -> None:
-        """See `ElasticState`."""
-
-    def load_checkpoint_tree(self, tree: Any) -> None:
-        """Never called: there is no tree."""
-
-    def load_checkpoint_parts(self, tree: Any, parts: Sequence[StoredParts], step: int) -> None:
-        """Never called: there is no tree."""
-
-    def replicated(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
-        """See `ElasticState`."""
-        return ()
-
-    def save(self, stream: BinaryIO, /) -> None:
-        """Writes the default stream."""
-        stream.write(self.streams[DEFAULT_KEY])
-
-    def load(self, stream: BinaryIO, /) -> None:
-        """Reads the default stream."""
-        self.streams = {DEFAULT_KEY: stream.read()}
-
-
 def streams_of(state: ElasticState, rank: int) -> Mapping[str, bytes]:
     """What a state without a tree has to save: rank 0 writes it, the other ranks nothing."""
-    if isinstance(state, StreamsState):
-        return state.streams
     if rank != 0:
         return {}
     stream = io.BytesIO()
@@ -90,10 +58,9 @@ class NewCheckpoint(Checkpoint):
         save: saves streams, and returns when they are durable.
     """
 
-    def __init__(self, save: Callable[[Mapping[str, bytes]], SaveId]) -> None:
+    def __init__(self, save: Callable[[Mapping[str, bytes]], None]) -> None:
         self._save = save
         self._streams: dict[str, io.BytesIO] = {}
-        self.name: SaveId | None = None
 
     def open_output_stream(self, key: str) -> BinaryIO:
         """Opens a new stream for writing; what is written counts after `commit`."""
@@ -106,7 +73,7 @@ class NewCheckpoint(Checkpoint):
 
     def commit(self) -> None:
         """Saves all streams in all tiers. Raises: CheckpointError if one of the tiers refuses."""
-        self.name = self._save({key: stream.getvalue() for key, stream in self._streams.items()})
+        self._save({key: stream.getvalue() for key, stream in self._streams.items()})
 
     def discard(self) -> None:
         """Throws away what was written and not committed."""
@@ -151,9 +118,12 @@ class StoredCheckpoint(Checkpoint):
             CorruptCheckpointError: what is stored is not what was saved.
             CheckpointError: there is no such stream.
         """
-        if self.damage is not None:
-            raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {self.damage}")
-        restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
+        try:
+            if self.damage is not None:
+                raise CorruptCheckpointError(self.damage)
+            restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {error}") from error
         if restored.kind == STREAMS and key in restored.content:
             return io.BytesIO(restored.content[key])
         if restored.kind == TREE and key == DEFAULT_KEY:
@@ -187,14 +157,9 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     """
     for tier in tiers:
         tier.require_own()
-    entries = [(tier, entry) for tier in tiers for entry in tier.inventory()]
-    damages: dict[SaveId, list[str]] = {}
-    for tier, entry in entries:
-        if entry.damage is not None:
-            damages.setdefault(entry.name, []).append(f"{tier.where}: {entry.damage}")
     stored = []
-    for found in candidates([[entry.held(tier.name) for tier, entry in entries]]):
-        damage = None if found.is_complete else "; ".join(damages.get(found.save, ()))
+    for found in candidates([[entry.held(tier.name) for tier in tiers for entry in tier.inventory()]]):
+        damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
             stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage))
     return stored
