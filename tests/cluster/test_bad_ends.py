@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, run_standalone
+from tests.cluster.harness import JOB, Job, run_standalone
 from tests.waiting import is_gone, wait_until
+from torchelastic.launch.main import main
 from torchelastic.network.ports import unused_ports
+from torchelastic.p2p import CoordinatorP2P
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 
@@ -86,6 +88,19 @@ def test_mistakes_in_a_state_or_step_are_named_before_anything_else_happens(jobs
     )
 
 
+def test_a_checkpoint_folder_that_cannot_be_written_is_named_before_anything_is_trained(
+    jobs: MakeJob, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    job = jobs(checkpoint_dir=blocked / "checkpoints")
+    job.start("--standalone", nproc=1)
+    assert job.wait() == [1]
+    assert str(blocked / "checkpoints") in last_line(job)
+    assert not job.of("drawn")
+    assert len(job.of("started")) == 1
+
+
 # --- the rendezvous ---------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +139,44 @@ def test_too_few_workers_end_after_the_rendezvous_timeout(jobs: MakeJob) -> None
     (asked,) = job.of("asking")
     assert not job.of("formed")
     assert job.of("error") == [] or job.of("error")[0]["t"] - asked["t"] < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--standalone", "--nnodes=2:3", str(JOB)], "--standalone is for one host"),
+        (["--standalone", "--min-workers=3", "--max-workers=2", str(JOB)], "max_workers=2 is below min_workers=3"),
+        (["--standalone", "--multiple-of=0", str(JOB)], "multiple_of='0' must be a whole number of at least 1"),
+        (["--standalone", "--nproc-per-node=3", "--multiple-of=4", str(JOB)], "no group could ever be formed"),
+        (["--rdzv-endpoint=localhost", str(JOB)], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_at_once(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["run", *arguments])
+    assert refused.value.code == 2
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"c10d_backend": "mpi"}, "c10d_backend='mpi'"),
+        ({"init_method": "etcd://localhost/run?min_workers=1&min_wrokers=2"}, "unknown parameter 'min_wrokers'"),
+        ({"init_method": "etcd://localhost/run?min_workers=3&max_workers=2"}, "max_workers=2 is below min_workers=3"),
+        # with an agent's socket in the environment it does not train alone
+        ({"init_method": None}, "no rendezvous: TORCHELASTIC_AGENT_SOCKET is set, TORCHELASTIC_INIT_METHOD is not"),
+    ],
+)
+def test_a_coordinator_that_cannot_work_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str], complaint: str
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_INIT_METHOD", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_AGENT_SOCKET", "/nowhere")
+    with pytest.raises(ValueError, match=complaint):
+        CoordinatorP2P(**{"init_method": "etcd://localhost/run?min_workers=1", **arguments})  # type: ignore[arg-type]  # strings all
 
 
 # --- the agent itself -------------------------------------------------------------------------------------------------

@@ -173,6 +173,29 @@ def test_tensorboard_log(jobs: MakeJob, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_wandb_log(jobs: MakeJob, tmp_path: Path) -> None:
+    needs("wandb")
+    ran = Ran(jobs, tmp_path, "wandb_log", "--min-workers=2", call="optimizer", times=20, victim=0)
+    runs = list((ran.folder / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2, "one of each process that was rank 0"
+    [run_id] = {run.name.split("-", 3)[3] for run in runs}
+    assert run_id in ran.output, "the launcher's"
+
+
+@pytest.mark.long
+def test_mlflow_log(jobs: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = needs("mlflow")
+    ran = Ran(jobs, tmp_path, "mlflow_log", "--min-workers=2", call="optimizer", times=20, victim=0)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow.MlflowClient(tracking_uri=f"file:{ran.folder}/mlruns")
+    experiment = client.get_experiment_by_name("cookbook")
+    [run] = client.search_runs([experiment.experiment_id])
+    logged = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert logged == sorted(set(logged)), "no step twice"
+    assert len(set(range(1, EPOCHS * STEPS_OF_AN_EPOCH + 1)) - set(logged)) <= 1
+
+
+@pytest.mark.long
 def test_gradient_clipping(jobs: MakeJob, tmp_path: Path) -> None:
     ran = Ran(jobs, tmp_path, "gradient_clipping", "--min-workers=2", call="optimizer", times=20, victim=1)
     ran.check_both()

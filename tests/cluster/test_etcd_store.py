@@ -37,6 +37,7 @@ from torchelastic.rendezvous.store import (
     StoreUnavailableError,
     Target,
 )
+from torchelastic.testing.etcd import python_protobuf_env
 
 PATIENCE_S = 60.0
 PASSWORD = "hunter2-must-stay-secret"
@@ -148,6 +149,38 @@ def test_a_server_that_lost_its_data_ends_the_watches_and_starts_at_lower_revisi
     store.close()
 
 
+def test_a_client_uses_no_cpu_while_it_waits_even_when_its_server_is_gone(own_etcd: EtcdServer) -> None:
+    script = """
+import sys, time
+from torchelastic.rendezvous.etcd import EtcdStore
+store = EtcdStore([("127.0.0.1", int(sys.argv[1]))])
+for n in range(2):
+    store.watch(f"prefix-{n}", store.list_prefix("").revision + 1, lambda events: None, lambda error: None)
+for _ in range(2):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    before = time.process_time()
+    time.sleep(1.5)
+    print((time.process_time() - before) / 1.5, flush=True)
+"""
+    command = [sys.executable, "-c", script, str(own_etcd.port)]
+    client = subprocess.Popen(
+        command, env=python_protobuf_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    shares = []
+    for kill_first in (False, True):
+        assert client.stdout.readline() == "ready\n"
+        if kill_first:
+            own_etcd.kill()
+        client.stdin.write("go\n")
+        client.stdin.flush()
+        shares.append(float(client.stdout.readline()))
+    assert client.wait(PATIENCE_S) == 0
+    assert max(shares) < 0.05, f"share of a core with and without the server: {shares}"
+
+
 # Several endpoints --------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +190,15 @@ def test_the_next_endpoint_serves_when_the_first_refuses(etcd: EtcdServer, dead_
     watched = Watched(store, run_id, revision)
     assert watched.events.get(timeout=PATIENCE_S).kv.value == b"1"
     store.close()
+
+
+def test_the_next_endpoint_serves_when_the_first_is_silent(etcd: EtcdServer, run_id: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog connects, and then nothing comes
+        store = EtcdStore([silent.getsockname()[:2], (etcd.host, etcd.port)], timeout_s=2.0)
+        started_s = time.monotonic()
+        store.put(f"{run_id}/key", b"1")
+        assert time.monotonic() - started_s < 2.0
+        store.close()
 
 
 def test_the_next_endpoint_serves_when_the_first_dies(etcd: EtcdServer, own_etcd: EtcdServer, run_id: str) -> None:
@@ -326,6 +368,12 @@ def test_the_password_appears_in_no_error_log_or_repr(
 
 def test_an_endpoint_that_is_given_twice_is_tried_once_so_that_the_one_behind_it_gets_its_turn() -> None:
     assert repr(EtcdStore([("::1", 1), ("[::1]", 1), ("host", 3)])) == "EtcdStore([::1]:1,host:3)"
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    store = EtcdStore([("127.0.0.1", 2379)], credentials=Credentials(ca_cert=str(tmp_path / "missing.pem")))
+    with pytest.raises(StoreAccessError, match=r"missing\.pem"):
+        store.get("key")
 
 
 def test_the_rendezvous_package_loads_neither_torch_nor_grpc_nor_protobuf() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,15 @@ def peers_of(host: Host) -> set[str]:
     lines = host.run("cat", "/proc/net/tcp").splitlines()[1:]
     established = [line.split()[2] for line in lines if line.split()[3] == "01"]
     return {".".join(str(byte) for byte in reversed(bytes.fromhex(end.partition(":")[0]))) for end in established}
+
+
+def test_a_bad_name_is_refused_with_the_interfaces_that_there_are(lab: Lab, tmp_path: Path) -> None:
+    script = tmp_path / "never.py"
+    script.write_text("raise AssertionError('it was started')")
+    words = ["run", f"--rdzv-endpoint={lab.etcd.endpoint}", "--rdzv-id=x", "--iface=eth1", str(script)]
+    command = lab["b"].command([sys.executable, "-m", "torchelastic.launch", *words])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--iface eth1: there is no interface 'eth1'" in line
+    assert "eth0 (10.77.0.2), rail0 (10.78.0.2)" in line

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, RunRecords, run_standalone
+from tests.cluster.harness import ROOT, Job, RunRecords, run_standalone
 from torchelastic.lifetime import STOPPED_EARLY
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -157,3 +161,41 @@ def test_a_spare_does_not_stay_when_the_group_of_its_host_stops(jobs: MakeJob, t
     the_stop(job, 1)
     assert [event["rank"] for event in job.of("finished")] == [-1], "the spare has nothing to show"
     assert {event["world"] for event in job.of("formed")} == {1}
+
+
+def test_a_script_that_exits_with_75_by_itself_is_not_started_again(jobs: MakeJob, tmp_path: Path) -> None:
+    """For example one that goes by an IterManager alone, and never asks for a group."""
+    script = tmp_path / "exits.py"
+    script.write_text(
+        "import os, sys, pathlib\n"
+        "with open(sys.argv[1], 'a') as file: file.write('x')\n"
+        "sys.exit(75 if os.environ['LOCAL_RANK'] == '0' else 0)\n"
+    )
+    job = jobs()
+    job.start_launcher("--standalone", "--nproc-per-node=2", str(script), str(tmp_path / "lives"))
+    assert job.wait() == [STOPPED_EARLY]
+    assert (tmp_path / "lives").read_text() == "xx"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_simulate_esi_around_the_launcher_loses_no_step(jobs: MakeJob, tmp_path: Path) -> None:
+    """A minute of steps does not fit into one life, which has 25 s besides what this machine needs to start a run."""
+    # the end of a run that is finished has to fit into the reserve too, however busy this machine is
+    options: dict[str, Any] = {"seed": 5, "epochs": 12, "checkpoint_every": 10_000, "lifetime": 6.0}
+    quick: dict[str, Any] = {"seed": 5, "epochs": 12, "step_ms": QUICK_MS}
+    began_s = time.monotonic()
+    undisturbed = run_standalone(jobs(**quick), nproc=WORLD).check_identity(finishers=WORLD)
+    life_s = time.monotonic() - began_s + 25.0
+    job = jobs(checkpoint_dir=tmp_path / "checkpoints", step_ms=500.0, **options)
+    launcher = [sys.executable, "-m", "torchelastic.launch"]
+    command = [*launcher, "run", "--standalone", f"--nproc-per-node={WORLD}", str(job.script), *job.job_arguments()]
+    simulator = [*launcher, "simulate-esi", "--cmd", shlex.join(command), f"--timeout={life_s:.0f}", "--json"]
+    done = subprocess.run(simulator, cwd=ROOT, capture_output=True, text=True, timeout=450)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["finished"]
+    assert report["steps_lost"] == 0
+    assert len(report["lives"]) >= 2
+    assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
+    assert not job.of("rolled_back")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 import socket
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
-from tests.cluster.harness import RunRecords
+from tests.cluster.harness import ROOT, RunRecords, process_tree
 from tests.waiting import wait_until
 from torchelastic.agent.predecessors import ProcessRecord
 from torchelastic.processes.identity import Process, this_place
@@ -83,3 +86,35 @@ def fails(view, event, now_s):
 
 leadership.advance = fails
 """
+
+
+def test_an_agent_that_fails_while_it_leads_says_why_and_lets_another_lead(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILS)
+    fault = tmp_path / "fault"
+    records = RunRecords(etcd.endpoint, run_id)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    arguments = [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--min-workers=3", "--max-workers=3"]
+    job = jobs(gates=[10])
+    job.start(*arguments, "--last-call=60", nproc=1, PYTHONPATH=path, FAULT=str(fault))
+    wait_until(lambda: "this agent leads run" in job.output_of(0), 60, "the first agent leads")
+    other = job.start(*arguments, "--last-call=60", nproc=2)
+    job.wait_for("held", count=3, step=10, timeout_s=120)
+    assert len(records.terms()) == 1
+    fault.touch()
+    family = process_tree(other.pid)
+    victim = next(event["pid"] for event in job.of("formed", round=1) if event["pid"] in family)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: "this agent leads run" in job.output_of(1), 20, f"the other one leads: {job.output()[-3000:]}")
+    job.open_gate(10)
+    assert job.wait(150) == [0, 0], job.output()[-4000:]
+    job.check_identity(finishers=3)
+    assert job.rounds() == {1: 3, 2: 3}
+    said = job.output_of(0)
+    assert "a bug in torchelastic: the session with etcd failed" in said
+    assert "Traceback" in said
+    assert "RuntimeError: a bug that a test has put here" in said
+    assert "this agent gives up leading run" in said
+    assert "a bug" not in job.output_of(1)
+    assert len({term.value for term in records.terms()}) == 2

@@ -150,6 +150,15 @@ def test_the_rules_are_those_that_promtool_and_its_tests_accept() -> None:
         assert "SUCCESS" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_run_whose_push_gateway_is_away_says_so_once_and_goes_on(jobs: MakeJob) -> None:
+    job = jobs(epochs=1)
+    job.start("--standalone", "--push-gateway=127.0.0.1:9", nproc=1, no_proxy="127.0.0.1")
+    assert job.wait() == [0], job.output()[-4000:]
+    assert job.output().count("metrics could not be pushed to http://127.0.0.1:9") == 1
+    job.check_identity(finishers=1)
+
+
 def test_a_push_gateway_with_a_password_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     script = str(Path(__file__))
     with pytest.raises(SystemExit) as ended:

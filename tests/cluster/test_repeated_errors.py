@@ -107,6 +107,23 @@ if state.steps == 6:
     assert exit_codes(job) == [0]
 
 
+def test_a_run_that_repeated_errors_leave_with_too_few_workers_does_not_wait_for_others(
+    jobs: MakeJob, tmp_path: Path
+) -> None:
+    job = jobs()
+    body = """
+if RANK_OF_START == "1" and state.steps == 2:
+    raise RuntimeError("this place of the host is broken")
+dist.all_reduce(torch.ones(1))
+state.steps += 1
+"""
+    notes = run(job, tmp_path, "--min-workers=2", "--term-grace=5", nproc=2, body=body)
+    assert exit_codes(job) == [1]
+    assert notes.count("started") == 2
+    ending = job.output()[job.output().rindex("worker 1 failed: exit code 1") :]
+    assert "RuntimeError: this place of the host is broken" in ending
+
+
 @pytest.mark.parametrize("why", ["the same error each time", "killed until its restarts are used up"])
 def test_the_other_hosts_of_such_a_run_end_too_and_name_the_host_whose_launcher_says_why(
     jobs: MakeJob, tmp_path: Path, why: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +147,24 @@ def test_a_worker_that_is_in_no_group_yet_is_told_with_the_loss_that_it_publishe
     check_sums(status)
     gate.touch()
     assert job.wait() == [0], job.output()
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_stopped_becomes_silent_and_the_command_still_ends(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str
+) -> None:
+    job, watcher = jobs(gates=[10]), Watcher(etcd, run_id)
+    at = [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--min-workers=1", "--max-workers=2"]
+    job.start(*at, "--last-call=60", "--ttl=60", nproc=1)
+    stopped = job.start(*at, "--last-call=60", "--ttl=60", nproc=1)
+    job.wait_for("held", count=2, step=10)
+    assert watcher.status()["silent"] == []
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        status = wait_until(lambda: (told := watcher.status())["silent"] and told, 30, "it is silent")
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    assert len(status["silent"]) == len(status["hosts"]) == 1
+    assert [worker["rank"] for worker in status["workers"]] != []
+    job.open_gate(10)
+    assert job.wait() == [0, 0], job.output()[-4000:]

@@ -55,3 +55,13 @@ def test_on_sigterm_one_leaves_at_a_step_and_the_other_trains_on(job: Stopping, 
     (stayed,) = job.of("finished", pid=stays.pid)
     assert stayed["step"] == STEPS
     assert not job.of("told to save"), "the run goes on, so there was no deadline for it"
+
+
+@in_either_order(world=1, hangs=True)
+def test_a_second_sigterm_ends_it_at_once(job: Stopping, etcd: EtcdServer, run_id: str) -> None:
+    script = job.start_alone(f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=1", "alone")
+    job.wait_for("held")
+    script.send_signal(signal.SIGTERM)
+    job.wait_for_request()
+    script.send_signal(signal.SIGTERM)
+    assert job.wait() == [-signal.SIGTERM]

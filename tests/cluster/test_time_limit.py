@@ -44,6 +44,16 @@ def test_a_worker_saves_and_stops_before_the_limit_and_is_not_started_again(tmp_
     assert done.stderr.count("deadline: elastic instance") == 1, "one life, one stop"
 
 
+@pytest.mark.parametrize(("limit", "variables"), [("0", {}), ("nan", {}), ("5", {VARIABLE: "soon"})])
+def test_what_is_no_limit_is_refused_before_anything_is_started(
+    tmp_path: Path, limit: str, variables: dict[str, str]
+) -> None:
+    done = run(tmp_path, f"--time-limit={limit}", **variables)
+    assert done.returncode == 2
+    assert ("--time-limit is " if not variables else f"{VARIABLE} is 'soon'") in done.stderr
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("known", "limit_s", "told"),
     [

@@ -74,3 +74,17 @@ def test_large_tensors_of_workers_are_in_huge_pages_unless_the_user_says_otherwi
         done = run("train.py", cwd=tmp_path, **said)
         (huge_kb,) = re.findall(r"huge (\d+)$", done.stdout, re.MULTILINE)
         assert least_kb <= int(huge_kb) <= most_kb, done.stdout + done.stderr
+
+
+def test_variables_of_torchrun_count(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('worker', os.environ['LOCAL_RANK'])\n")
+    done = run("train.py", cwd=tmp_path, PET_NPROC_PER_NODE="2", PET_RDZV_BACKEND="c10d")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"worker \d$", done.stdout, re.MULTILINE)) == 2
+
+
+def test_a_host_that_is_unknown_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = run("--nnodes", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29400", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the hosts cannot meet at nobody.invalid:29400" in done.stderr.splitlines()[-1]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchelastic.adapters.accelerate import MemoryCheckpointer
 from torchelastic.adapters.hugging_face.state import save_step
 from torchelastic.adapters.memory_tier import StorageTier
+from torchelastic.checkpoint.errors import CheckpointError
 
 EPOCHS, EPOCH_STEPS = 3, 4
 
@@ -149,6 +150,29 @@ def train(run: Run, seed: int) -> Outcome:
     if memory is not None:
         memory.remove()
     return Outcome(loaded, _plain(extra), tuple(losses), training.digest(), int(training.counter.seen))
+
+
+def load_with_one_model_less(run: Run) -> str:
+    """What is said when the program has changed."""
+    run = _on_this_host(run)
+    training = Training(replace(run, models=1))
+    with MemoryCheckpointer(training.accelerator, run.base) as memory:
+        try:
+            memory.load()
+        except CheckpointError as error:
+            return str(error)
+    return "loaded"
+
+
+def save_what_cannot_be_saved(run: Run) -> str:
+    """What is said of a value that is none."""
+    training = Training(run)
+    with MemoryCheckpointer(training.accelerator, run.base) as memory:
+        try:
+            memory.save(1, logger=training)
+        except TypeError as error:
+            return str(error)
+    return "saved"
 
 
 def offered(base: str) -> list[list[str]]:

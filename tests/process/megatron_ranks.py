@@ -598,6 +598,28 @@ def pickled_objects(root: str, hosts: str) -> dict[str, Any]:
             del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
 
 
+def program_errors(root: str, hosts: str) -> list[str]:
+    """Of which only one rank knows at first; and a save that works afterwards."""
+    with memory(root, hosts) as mem:
+        strategy = MegatronAsyncSaveStrategy(mem.writer)
+        state = {"rows": plain_state(1.0)["rows"]}
+        if dist.get_rank() == 1:
+            state["rows"].data = None
+        messages = [
+            message_of(lambda: strategy.async_save(state, mem.step(1))),
+            message_of(lambda: save_local_aware_megatron_checkpoint({}, mem.step(1), object())),
+            message_of(lambda: strategy.async_save({}, str(mem.base))),
+            message_of(lambda: save_local_aware_megatron_checkpoint(written_twice(), mem.step(1), strategy)),
+        ]
+        save_local_aware_megatron_checkpoint(plain_state(1.0), mem.step(1), strategy, async_save=False)
+        return [*messages, str(mem.latest())]
+
+
+def written_twice() -> dict[str, Any]:
+    """Every rank says that it is the one to write this; Megatron's check finds it on rank 0."""
+    return {"twice": ShardedTensor.from_rank_offsets("twice", torch.zeros(2))}
+
+
 def wipe(root: str, host: str) -> None:
     """The host was replaced: nothing is there."""
     shutil.rmtree(Path(root) / host)

@@ -16,7 +16,9 @@ from tests.process.accelerate_runs import (
     EPOCHS,
     Outcome,
     Run,
+    load_with_one_model_less,
     offered,
+    save_what_cannot_be_saved,
     train,
 )
 from tests.process.forked_ranks import Ended, run_ranks, values
@@ -95,3 +97,14 @@ def test_the_number_of_ranks_may_change(base: str) -> None:
     crash(Run(f"{base}-1", 5))
     outcomes = trained(Run(f"{base}-1"), ranks=2)
     assert [(one.loaded, one.seen) for one in outcomes] == [(4, STEPS)] * 2
+
+
+def test_another_number_of_models_is_named(base: str) -> None:
+    crash(Run(base, 3))
+    (said,) = values(start(load_with_one_model_less, Run(base)))
+    assert "has 2 models, and the accelerator has prepared 1" in said
+
+
+def test_what_cannot_be_saved_is_named(base: str) -> None:
+    (said,) = values(start(save_what_cannot_be_saved, Run(base)))
+    assert "extra/logger" in said

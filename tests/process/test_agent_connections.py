@@ -218,8 +218,55 @@ def test_garbage_ends_that_connection_and_no_other(tmp_path: Path) -> None:
     with_host(tmp_path, scenario)
 
 
+#: Numbers that no conversion takes, numbers that are none, what no recursion gets out of, half a character.
+POISON = [
+    "7" * 400,
+    "-" + "7" * 400,
+    "1e400",
+    "NaN",
+    "Infinity",
+    "[" * 900 + "]" * 900,
+    "[" * 20_000,
+    '"\\ud800"',
+    "-1",
+]
+HELLO = {"op": "hello", "pid": 7, "local_rank": 0}
 JOIN = {"op": "join", "store_address": "h:1", "step": 3, "state_status": 3, "failed": False, "patience_s": 2.0}
 DONE = {"op": "done", "step": 9}
+METRICS = {"op": "metrics", "items": [["g", "n", 1.5, 0.0]]}
+
+
+@pytest.mark.parametrize(
+    ("before", "message", "field"),
+    [
+        *(((), HELLO, field) for field in ("pid", "local_rank")),
+        *(((HELLO,), JOIN, field) for field in ("store_address", "step", "state_status", "failed", "patience_s")),
+        ((HELLO,), DONE, "step"),
+        (({"op": "metrics-hello", "pid": 7, "local_rank": 0},), METRICS, "items"),
+    ],
+)
+def test_a_field_with_an_impossible_value_ends_that_connection_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: tuple[Any, ...], message: dict[str, Any], field: str
+) -> None:
+    async def scenario(host: Host) -> None:
+        for poison in POISON:
+            bad = await host.open()
+            for one in before:
+                bad.say(**one)
+            bad.say_bytes(json.dumps({**message, field: "POISON"}).replace('"POISON"', poison).encode() + b"\n")
+            bad.say_no_more()
+            assert (await asyncio.wait_for(bad.rest(), 5.0)).count(b'"op":"noted"') == 0, poison
+        assert host.declared == []
+        assert host.metrics == []
+        good = await host.open()
+        good.say(**HELLO)
+        await good.hear()
+        join(good)
+        await until(lambda: host.declared)
+
+    with_host(tmp_path, scenario)
+    assert caplog.text.count("a worker's connection ends") == len(POISON)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_while_the_store_is_being_found_workers_wait_and_a_refusal_reaches_them(tmp_path: Path) -> None:

@@ -96,12 +96,26 @@ def test_a_process_stages_itself_before_schedule_returns(persistent: AsyncCallsQ
     assert (label, staged_by) == ("label", done_by)
 
 
+def test_staging_that_fails_fails_in_schedule(persistent: AsyncCallsQueue) -> None:
+    request = AsyncRequest(async_work.note_staged, (1, 2, 3), [never], preload_fn=partial(async_work.fail, "no room"))
+    with pytest.raises(AsyncCheckpointError, match="ValueError: no room"):
+        persistent.schedule_async_request(request)
+    assert persistent.get_num_unfinalized_calls() == 0
+
+
 def test_the_error_of_the_worker_is_the_cause_with_its_traceback(persistent: AsyncCallsQueue) -> None:
     error = failure(persistent, async_work.fail, "disk on fire")
     assert "rank 0: ValueError: disk on fire" in str(error)
     assert isinstance(error.__cause__, ValueError)
     assert isinstance(error.__cause__.__cause__, RemoteTraceback)
     assert "in fail" in str(error.__cause__.__cause__)
+
+
+def test_what_cannot_be_pickled_is_refused_by_schedule(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cannot be sent to a worker process"):
+        persistent.schedule_async_request(AsyncRequest(lambda: None, (), [never]))
+    assert persistent.get_num_unfinalized_calls() == 0
+    run(persistent, async_work.note_sum, torch.ones(2), tmp_path / "after")
 
 
 @pytest.mark.long

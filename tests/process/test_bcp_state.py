@@ -20,13 +20,16 @@ from tests.process.training_state_jobs import Job
 from torchelastic.checkpoint import (
     BCPState,
     CheckpointError,
+    CorruptCheckpointError,
     DiskTier,
     DurableTier,
     EverySteps,
     KeepLast,
     MemoryTier,
 )
+from torchelastic.checkpoint.errors import FencedError
 from torchelastic.checkpoint.store import SealedShard, ShardRecord, Tier, list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.store.fence import OwnedError
 
 ROOT = Path(__file__).parents[2]
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -83,6 +86,20 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
+
+
+def test_if_all_are_damaged_nothing_is_touched_and_they_are_named(folder: Path) -> None:
+    saved_twice(folder)
+    names = [info.folder.name for info in list_checkpoints(folder)]
+    for info in list_checkpoints(folder):
+        flip(next(info.folder.glob("*.shard")))
+    again = Job(folder, seed=3)
+    before = everything(again)
+    with pytest.warns(RuntimeWarning), pytest.raises(CorruptCheckpointError, match="nothing was changed") as raised:
+        again.resume()
+    assert all(name in str(raised.value) for name in names)
+    assert everything(again) == before
+    assert not again.optimizer.state
 
 
 def other_groups(folder: Path) -> BCPState:
@@ -218,6 +235,34 @@ def test_several_optimizers_tied_weights_and_a_finer_dtype_come_back(folder: Pat
     kept, loaded = optimizers[1].state[model[2].weight], their[1].state[again[2].weight]
     assert kept.keys() == loaded.keys()
     assert all(torch.equal(kept[key], loaded[key]) for key in kept)
+
+
+def test_a_job_that_saves_into_the_folder_replaces_the_one_before(folder: Path) -> None:
+    first = saved_twice(folder)
+    second = Job(folder, seed=2)
+    second.resume()
+    second.state.save()
+    with pytest.raises(FencedError, match="was replaced by"):
+        first.state.save()
+    assert [info.name.step for info in list_checkpoints(folder)] == [3, 2]
+    assert not list(folder.glob(".tmp*"))
+    with pytest.raises(OwnedError, match="is alive"):
+        Job(folder, run_id="another run").state.save()
+
+
+def test_an_extra_state_that_cannot_be_saved_is_named_and_nothing_is_written(folder: Path) -> None:
+    model = jobs.net(0)
+    values: dict[str, Any] = {"fine": 1, "loader": iter([1])}
+    state = BCPState(model, adam(model), "ddp", lambda: values, folder)
+    with pytest.raises(TypeError, match=r"'own/rank0/extra/loader' is a builtins\.list_iterator"):
+        state.save()
+    assert list_checkpoints(folder) == []
+    del values["loader"]
+    state.save()
+    wrong = BCPState(model, adam(model), "ddp", lambda: [1], folder)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="return a dict"):
+        wrong.save()
+    wrong.close()  # its background may still be making the folder
 
 
 LAST_SAVE = """
@@ -372,3 +417,14 @@ def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folde
 def test_a_lost_host_is_replaced_by_its_copy_in_the_memory_of_another(crew: Crew, folder: Path, kind: str) -> None:
     answers = succeeded(crew.run(jobs.after_a_host_is_lost, str(folder), kind, ranks=2))
     assert answers == [(2, 0, True), (2, 1, True)]
+
+
+def test_an_unfinished_save_is_named_in_a_warning(folder: Path) -> None:
+    saved_twice(folder)
+    (folder / ".tmp-step-000000003.e1.r0.g3").mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extra = Job(folder, seed=2).resume()
+    assert extra is not None
+    assert extra["iteration"] == 2
+    assert any("step-000000003.e1.r0.g3" in str(one.message) and "never finished" in str(one.message) for one in caught)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,36 @@ for step in (1, 2):
 request.async_fn(*request.async_fn_args)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_a_local_save_that_was_killed_before_it_was_finalized_is_listed_as_it_is_loaded(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    newest, older = lines_of(capsys, "ls", tmp_path)
+    assert not (Path(newest["path"]) / "manifest.json").exists()
+    assert (newest["step"], newest["complete"], newest["damage"], newest["world_size"]) == (2, True, None, 1)
+    assert older["complete"]
+    assert run(capsys, "verify", tmp_path)[0] == 0
+    assert [one["step"] for one in lines_of(capsys, "show", tmp_path)] == [2]
+    manager = LocalCheckpointManager(tmp_path, "session")
+    assert manager.find_latest() == manager.load()[1].iteration == 2
+
+
+def test_a_local_save_that_was_killed_before_all_ranks_had_written_it_is_partial(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (shard,) = add_local(tmp_path, 1, ranks=2, holders=1)
+    shard.with_name("manifest.json").unlink()
+    (one,) = lines_of(capsys, "ls", tmp_path)
+    assert (one["complete"], one["damage"]) == (False, None)
+    assert one["partial"] == "only the shards of rank(s) 0 of 2 are here"
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert "only the shards of rank(s) 0 of 2 are here" in out
+    assert run(capsys, "convert", shard.parent, tmp_path / "t", "--to", "torch")[0] == 2
+    assert LocalCheckpointManager(tmp_path, "session").find_latest() == -1
 
 
 # --- show -------------------------------------------------------------------------------------------------------------

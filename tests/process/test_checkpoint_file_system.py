@@ -60,6 +60,18 @@ def test_the_layout_is_that_of_0_1_with_a_manifest(manager: FileSystemCheckpoint
     assert manifest["streams"] == {"default": {"size_bytes": 5, "sha256": hashlib.sha256(b"hello").hexdigest()}}
 
 
+def test_a_checkpoint_is_seen_only_after_commit(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    commit(manager, b"old")
+    checkpoint = write(manager.create_checkpoint(), b"new")
+    assert ids(manager) == [0]
+    assert read(manager.get_latest_checkpoint()) == b"old"
+    with pytest.raises(CheckpointError, match="was not committed"):
+        checkpoint.open_input_stream("default")
+    checkpoint.commit()
+    assert ids(manager) == [1, 0]
+    assert read(manager.get_latest_checkpoint()) == read(checkpoint) == b"new"
+
+
 def test_ids_grow_over_committed_uncommitted_and_foreign_names(tmp_path: Path) -> None:
     for name in ("3", "007", "9a", "-8", "²"):
         (tmp_path / name).mkdir()
@@ -105,6 +117,15 @@ def test_everything_is_on_the_disk_before_it_is_published_and_the_name_after(
     commit(manager)
     parent = tmp_path.name.partition("-")[0]
     assert calls == ["fsync default", "fsync manifest.json", "fsync .tmp", "rename to 0", f"fsync {parent}"]
+
+
+def test_a_committed_checkpoint_cannot_be_changed(manager: FileSystemCheckpointManager) -> None:
+    for checkpoint in (commit(manager), manager.get_checkpoint(0)):
+        assert checkpoint is not None
+        with pytest.raises(CheckpointError, match="is committed and cannot be written"):
+            checkpoint.open_output_stream("more")
+        with pytest.raises(CheckpointError, match="is committed and cannot be committed"):
+            checkpoint.commit()
 
 
 @pytest.mark.parametrize("key", ["", ".", "..", ".hidden", "a/b", "../1/default", "nul\0", "manifest.json"])
@@ -206,6 +227,12 @@ def test_a_checkpoint_being_written_survives_the_deletion_of_old_ones(tmp_path: 
 
 
 # The folder
+
+
+def test_a_file_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"choose another checkpoint_dir.*file'"):
+        FileSystemCheckpointManager(tmp_path / "file")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training() -> None:

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 from torchelastic.lifetime import close_all, detect, nearest
 from torchelastic.lifetime.sources import AwsSpot, AzureScheduledEvents, GcpPreemption, Poller
 from torchelastic.lifetime.sources.clouds import MetadataSource
-from torchelastic.lifetime.sources.metadata import open_url, request
+from torchelastic.lifetime.sources.metadata import NoAnswerError, open_url, request
 
 Make = Callable[..., MetadataSource]
 CLOUDS: list[Make] = [AwsSpot, GcpPreemption, AzureScheduledEvents]
@@ -30,6 +30,15 @@ def source(make: Make, endpoint: str, clocks: Clocks, **more: object) -> Metadat
 
 def spot_notice(date: str = "2026-11-21T12:01:30Z") -> dict[str, str]:
     return {"spot/instance-action": f'{{"action": "terminate", "time": "{date}"}}'}
+
+
+@each_cloud
+def test_a_quiet_cloud_is_no_deadline_and_is_asked_again(make: Make, cloud: Cloud, clocks: Clocks) -> None:
+    quiet = source(make, cloud.endpoint, clocks)
+    assert quiet.poll() in (2.0, 5.0)
+    assert quiet.is_present
+    assert quiet.remaining_s(clocks.now_s) is None
+    assert f"{cloud.endpoint} is asked every" in quiet.reason
 
 
 def test_a_spot_notice_counts_by_the_clock_of_aws(cloud: Cloud, clocks: Clocks) -> None:
@@ -222,6 +231,14 @@ def test_an_answer_without_end_is_cut_short(make: Make, clocks: Clocks) -> None:
     with saying(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1024, again=True) as endpoint:
         absent = source(make, endpoint, clocks)
         assert [absent.poll(), absent.poll(), absent.poll()] == [0.5, 1.0, None]
+
+
+def test_an_answer_that_drips_is_cut_short() -> None:
+    with (
+        saying(b"HTTP/1.1 200 OK\r\n\r\nx", again=True, slowly=True) as endpoint,
+        pytest.raises(NoAnswerError, match="does not end"),
+    ):
+        open_url(request(endpoint, {}), 0.1)
 
 
 def test_nonsense_from_a_service_that_was_there_takes_nothing_back(

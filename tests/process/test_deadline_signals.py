@@ -95,6 +95,16 @@ def test_a_handler_that_was_put_on_top_stays_and_may_call_on(clocks: Clocks) -> 
     assert notices.remaining_s(clocks.now_s) is None  # it was closed
 
 
+def test_the_handler_of_before_is_called_with_every_signal(clocks: Clocks) -> None:
+    came: list[int] = []
+    signal.signal(USR1, lambda number, _: came.append(number))
+    notices = SignalNotices({USR1: 60.0}, clock=clocks.clock)
+    signal.raise_signal(USR1)
+    signal.raise_signal(USR1)
+    assert came == [USR1, USR1]
+    notices.close()
+
+
 def test_two_at_once_are_one_and_a_second_one_later_ends_the_process() -> None:
     def at_once() -> None:
         signal.signal(TERM, signal.SIG_DFL)
@@ -183,6 +193,14 @@ def taken(**variables: str) -> dict[str, float]:
     names = {number.name: grace_s for notices in found for number, grace_s in notices.graces_s.items()}
     close_all(deadlines)
     return names
+
+
+def test_sigterm_is_a_notice_where_it_would_end_the_process() -> None:
+    signal.signal(TERM, signal.SIG_DFL)
+    assert taken() == {"SIGTERM": 30.0}
+    assert taken(TORCHELASTIC_AGENT_SOCKET="/run/agent") == {"SIGTERM": 30.0}, "that of a coordinator's own agent"
+    assert taken(TORCHELASTIC_TERM_GRACE_S="120") == {"SIGTERM": 120.0}
+    assert signal.getsignal(TERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

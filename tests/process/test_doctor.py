@@ -31,9 +31,11 @@ from torchelastic.doctor.host import (
     judge_shared_memory,
 )
 from torchelastic.doctor.lifetime import LifetimeFacts, gather_lifetime, judge_lifetime
+from torchelastic.launch.main import main
 from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.url import parse_url
+from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 T = TypeVar("T")
 
@@ -109,6 +111,16 @@ def test_a_folder_is_tried_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("operation", ["create", "write_some", "sync", "rename", "publish", "sync_folder"])
+def test_whatever_the_disk_refuses_is_told(tmp_path: Path, operation: str) -> None:
+    disk = FaultyDisk(full_at(operation))
+    (finding,) = judge_folder(gather_folder(tmp_path, disk=disk), None)
+    disk.require_struck()
+    assert finding.level == Level.ERROR
+    assert "No space left" in finding.because
+    assert list(tmp_path.iterdir()) == []
+
+
 def as_nobody(act: Callable[[], Any]) -> Any:
     """The JSON of what `act` returns, done by a child without root's rights."""
     reader, writer = os.pipe()
@@ -144,6 +156,15 @@ def test_a_folder_that_this_user_may_not_write_is_an_error(tmp_path: Path) -> No
     assert level == Level.ERROR
     assert may_be_made is False
     assert level_below == Level.ERROR
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    (finding,) = judge_folder(gather_folder(tmp_path / "a" / "b"), None)
+    assert finding.level == Level.WARNING
+    assert "does not exist" in finding.what
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert "is no folder" in judge_folder(gather_folder(tmp_path / "file"), None)[0].what
 
 
 # Memory and limits ----------------------------------------------------------------------------------------------------
@@ -244,6 +265,13 @@ def test_torch_is_asked_in_a_child_without_the_password(tmp_path: Path) -> None:
     assert judge_accelerators(facts, None)[0].level == Level.ERROR
 
 
+def test_a_torch_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)")
+    facts = gather_accelerators({**os.environ, "PYTHONPATH": str(tmp_path)}, 0.3)
+    assert facts.is_late
+    assert judge_accelerators(facts, None)[0].level == Level.WARNING
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +324,31 @@ def test_a_secret_that_everybody_may_read_is_an_error_and_is_not_shown(tmp_path:
     assert [(one.check, one.level) for one in found] == [("etcd", Level.ERROR), ("hosts", Level.ERROR)]
     assert "chmod o=" in found[0].because
     assert PASSWORD not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nnodes 2", "--rdzv-endpoint"),
+        ("--nnodes 0", "start at 1"),
+        ("--nproc-per-node 0", "start at 1"),
+        ("--etcd-user me", "--rdzv-endpoint"),
+        ("--rdzv-endpoint me:horse-battery@etcd:1", "every user of this host"),
+        ("--rdzv-endpoint etcd:99999", "port"),
+        ("--rdzv-endpoint etcd --rdzv-id a/b", "run id"),
+        ("--state-size many", "--state-size"),
+        ("--port 0", "--port"),
+        ("--wait nan", "--wait"),
+        ("--wait -1", "--wait"),
+    ],
+)
+def test_wrong_words_end_with_2(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *words.split()])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said in err
+    assert "battery" not in err
 
 
 def test_every_flag_and_every_check_is_in_the_page() -> None:

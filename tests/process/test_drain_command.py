@@ -11,7 +11,7 @@ import pytest
 from tests.memory_store import MemoryStore
 from tests.waiting import wait_until
 from torchelastic.launch.drain import choose, drained
-from torchelastic.rendezvous.records import Keys, Member, encode_member
+from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.usage import UsageError
 
 KEYS = Keys("/torchelastic/test")
@@ -64,6 +64,11 @@ def test_what_is_unknown_is_named_and_what_is_known_listed(names: list[str], hos
     assert str(caught.value).endswith(":\n  a-0  on host a\n  b-0  on host b")
 
 
+def test_a_run_without_members_is_named() -> None:
+    with pytest.raises(UsageError, match="nobody is in run '/torchelastic/test'"):
+        choose(store_with(), KEYS, ["a-0"], None)
+
+
 def test_it_returns_when_all_have_left_whether_their_record_says_so_or_is_gone() -> None:
     store = store_with(A0, B0)
     results: list[bool] = []
@@ -83,3 +88,9 @@ def test_a_request_that_nobody_takes_up_is_taken_back(capsys: pytest.CaptureFixt
     assert not drained(store, KEYS, [A0], 0.2)
     assert requests(store) == []
     assert "not within 0.2 s: a-0" in capsys.readouterr().err
+
+
+def test_who_is_in_a_run_that_has_ended_counts_as_gone() -> None:
+    store = store_with(A0)
+    store.put(KEYS.round, encode_round(Round(3, RoundState.CLOSED, ("a-0",), "h:1")))
+    assert drained(store, KEYS, [A0], 20.0)

@@ -313,3 +313,12 @@ def test_ranks_share_each_batch_and_another_number_of_them_goes_on() -> None:
     alone = per_epoch(8, 4)
     alone.load_state_dict(states[0])
     assert [batch.tolist() for batch in alone] == [[4, 5, 6, 7]]
+
+
+def test_more_epochs_than_the_sampler_has_are_named() -> None:
+    loader = per_epoch(4, 4)
+    assert len(list(loader)) == 1
+    with pytest.raises(RuntimeError, match="all 1 epochs of the sampler are over"):
+        next(iter(loader))
+    with pytest.raises(ValueError, match="give both, or neither"):
+        per_epoch(4, 4, rank=0)

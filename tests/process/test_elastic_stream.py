@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -340,12 +340,56 @@ def test_an_epoch_that_is_left_early_goes_on_with_what_was_not_trained() -> None
 # --- bad input ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ElasticStream(Shards(1, 1), 2, global_batch_size=5), "=5 must be a multiple of logical_shards=2"),
+        (lambda: ElasticStream(Shards(), 0, global_batch_size=5), "start at 1"),
+        (lambda: make(1, 1, num_workers=-1), "num_workers starts at 0"),
+        (lambda: make(1, 1, prefetch_batches=0), "prefetch_batches at 1"),
+        (lambda: make(1, 1).set_world(0, 3), "3 ranks share 2 logical shards"),
+        (lambda: make(1, 1).set_world(2, 2), "rank 2 is not in a world of 2"),
+        (lambda: make(1, 1).set_world(0, 2), "shared by 2 ranks, but the default process group has 1"),
+        (lambda: make(1, 1).load_state_dict({"epoch": 0}), "not the state of an ElasticStream"),
+        (lambda: next(make(0, 0)), "none of the 2 logical shards has a sample in epoch 0"),
+    ],
+)
+def test_what_does_not_go_together_is_named(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+class Unkeepable(Placed):
+    def state_dict(self) -> Any:
+        return {"seen": {1, 2}}
+
+
+def test_a_position_that_cannot_be_kept_is_named(workers: int) -> None:
+    stream = ElasticStream(
+        lambda shard, _num_shards, _position: Unkeepable(shard, 99, 0), 2, global_batch_size=2, num_workers=workers
+    )
+    with pytest.raises(ValueError, match=r"position of shard 0 cannot be kept: .* Unkeepable holds a set; it may hold"):
+        rest_of(stream)
+    stream.close()
+
+
 def state_after(batches: int, *lengths: int) -> dict[str, int | str]:
     stream = make(*lengths)
     for _ in range(batches):
         next(stream)
         stream.commit()
     return stream.state_dict()
+
+
+def test_an_iterator_that_gives_other_samples_after_a_move_is_named() -> None:
+    def shuffled(shard: int, num_shards: int, position: int) -> Iterator[int]:
+        numbers = list(Shards(40, 40)(shard, num_shards, 0))
+        return iter((numbers if shard == 0 else numbers[::-1])[position:])  # one shard is what it was
+
+    stream = ElasticStream(shuffled, 2, global_batch_size=4)
+    stream.load_state_dict(state_after(3, 40, 40))
+    with pytest.raises(ValueError, match=r"(?s)shard 1 gives another sample behind its position 0 .*seed what is shuf"):
+        next(stream)
 
 
 @pytest.mark.parametrize("left", [0, 5, 20, 22])
@@ -456,6 +500,18 @@ def out_of_step() -> str:
 def test_ranks_that_are_not_at_the_same_batch_are_told() -> None:
     for text in values(run_ranks(out_of_step, ranks=2)):
         assert "not at the same batch" in text
+
+
+def late_ranks() -> str:
+    stream = make(9)
+    stream.load_state_dict(state_after(1, 9))
+    stream.set_world(dist.get_rank(), 2)
+    batch, weight = next(stream).tolist(), stream.weight
+    return f"{batch} {weight:g}"
+
+
+def test_ranks_beyond_the_shards_that_come_in_the_middle_of_a_run_have_nothing_to_read() -> None:
+    assert values(run_ranks(late_ranks, ranks=2)) == ["[2, 3] 1", "[0, 1] 0"]
 
 
 @settings(max_examples=60, deadline=None)

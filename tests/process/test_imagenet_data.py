@@ -12,6 +12,7 @@ from PIL import Image
 from examples.imagenet import digits
 from examples.imagenet.epoch_sampler import EpochSampler
 from examples.imagenet.images import (
+    EvalTransform,
     ImageDataset,
     TrainTransform,
     index_images,
@@ -75,6 +76,15 @@ def test_a_folder_of_the_wrong_shape_is_refused_with_what_was_expected(
     root = make_folder(tmp_path, files)
     with pytest.raises(ValueError, match=complaint):
         index_images(root)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 30, 60])
+def test_a_damaged_image_is_named(tmp_path: Path, kept_bytes: int) -> None:
+    index = index_images(make_folder(tmp_path, ["train/ant/1.png", "val/ant/1.png"]))
+    file = index.train[0][0]
+    file.write_bytes(file.read_bytes()[:kept_bytes])
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png"):
+        ImageDataset(index.train, EvalTransform(8))[0]
 
 
 def test_an_item_depends_on_seed_epoch_and_index_and_on_nothing_else(digits_folder: Path) -> None:

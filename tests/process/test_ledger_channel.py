@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from torch.utils.data import Dataset
 
 from tests.process.ledger_workers import killed, started
@@ -18,11 +19,12 @@ from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import LedgerEvent
+from torchelastic.ledger.events import LedgerEvent, LedgerFormatError
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.keeper import Keeper
 from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
 from torchelastic.ledger.page import (
+    PAGE_BYTES,
     PageReader,
     PageWriter,
     page_paths,
@@ -140,6 +142,28 @@ def test_whatever_byte_of_the_newest_counts_is_wrong_the_counts_before_are_taken
         reader = PageReader(path)
         assert reader.counts() == (newer if 68 <= at < 72 else older), at  # four bytes are padding
         reader.close()
+
+
+def test_counts_that_do_not_sum_up_are_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    writer = PageWriter(path, 1)
+    right = Counters.begun(5).switched(9, Account.IDLE)
+    writer.write_counts(right)
+    writer.write_counts(replace(right, since_ns=10))
+    assert PageReader(path).counts() == right
+
+
+def test_what_is_no_page_is_refused(tmp_path: Path) -> None:
+    for name, content in {"short": b"x" * 100, "zeros": bytes(PAGE_BYTES), "later": b"te-pages\x09" * 8192}.items():
+        (tmp_path / name).write_bytes(content[:PAGE_BYTES])
+        with pytest.raises(LedgerFormatError):
+            PageReader(tmp_path / name)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(LedgerFormatError):
+        PageReader(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "short")
+    with pytest.raises(OSError, match="link"):
+        PageReader(tmp_path / "link")
 
 
 def test_a_page_full_of_rubbish_costs_the_agent_nothing(socket_path: Path) -> None:

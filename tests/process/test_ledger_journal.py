@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
+from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
-from torchelastic.ledger.host_ledger import HostLedger
+from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
 from torchelastic.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
+from torchelastic.ledger.keeper import Keeper
+from torchelastic.ledger.meter import Meter
 
 NAME = "ledger-test"
 
@@ -144,3 +148,40 @@ class Clock:
 
     def __call__(self) -> int:
         return self.now_ns
+
+
+@pytest.mark.parametrize("hours", [0.5, pytest.param(24, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, tmp_path: Path) -> None:
+    clock = Clock()
+    writer = JournalWriter(tmp_path / "ledger", NAME, HEAD, max_bytes=100_000, keep=3)
+    keeper = Keeper(tmp_path / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
+    keeper.started(os.getpid(), "0.0")
+    meter = Meter(clock.now_ns, clock)
+    meter.publish(str(tmp_path / "agent"))
+    meter.entered(1, 0, 1)
+    meter.synchronized(0)
+    seconds = int(hours * 3600)
+    for second in range(seconds):
+        for _ in range(50):
+            clock.now_ns += 20_000_000
+            meter.step_committed()
+        if second % 10 == 0:
+            with meter.saving("memory"):
+                clock.now_ns += 3_000_000
+        keeper.poll()
+        if second % 600 == 599:
+            meter.step_undone("a peer was lost")
+            meter.group_wanted()
+            meter.entered(second, 0, 1)
+            meter.synchronized(50 * second)
+    size = len(json.dumps(ledger_to_dict(keeper.now())))
+    assert size < 60_000, f"the book has {size} bytes"
+    files = list((tmp_path / "ledger").iterdir())
+    assert len(files) <= 3
+    assert sum(path.stat().st_size for path in files) <= 300_000
+    assert keeper.now().committed() == 50 * seconds
+    assert keeper.now().why_wrong(clock.now_ns) == ""
+    keeper.close()
+    journal = read_journals(tmp_path / "ledger")[NAME]
+    assert journal.book() == keeper.book
+    assert journal.book().amounts(clock.now_ns)[Account.SAVE_STALL] == 3_000_000 * -(-seconds // 10)

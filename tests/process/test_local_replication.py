@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
+from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
+from torchelastic.checkpoint.replication.placement import ExchangePlan
 from torchelastic.checkpoint.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -74,6 +76,19 @@ def retrieve(losers: int) -> bool:
     mine = {id_: BasicTensorAwareStateDict(state_of(id_.rank)) for id_ in held[rank]}
     received = strategy.retrieve_execute(plan, mine)
     return list(received) == [ids[rank]] and equal(received[ids[rank]].to_tree(), state_of(rank))
+
+
+def test_a_rank_that_cannot_give_what_was_planned_fails_the_exchange_on_all_ranks(crew: Crew) -> None:
+    answers = crew.run(promise_too_much, ranks=2)
+    assert all(isinstance(answer, Failed) and answer.kind == "CheckpointError" for answer in answers)
+    assert all("rank 1 is to give ['b'], and my_data lacks them" in answer.text for answer in answers)
+
+
+def promise_too_much() -> None:
+    plan: ExchangePlan[str] = ExchangePlan()
+    plan.plan(0, 1, "a")
+    plan.plan(1, 0, "b")
+    GroupWrapper(ranks=[0, 1]).execute_plan(plan, {"a": BasicTensorAwareStateDict(state_of(0))})
 
 
 def test_the_jump_is_the_number_of_ranks_on_a_host_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,11 @@ def test_random_numbers_belong_to_the_shard() -> None:
     assert len({shard_seed(seed, step, shard) for seed in range(5) for step in range(5) for shard in range(5)}) == 125
 
 
+def test_more_shards_than_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="logical_shards=9 must lie between 1 and global_batch_size=8"):
+        make_state(9)
+
+
 @pytest.mark.parametrize(
     ("batch", "parts"),
     [
@@ -115,3 +120,9 @@ def test_whatever_a_loader_makes_is_cut_along_the_samples(batch: Any, parts: lis
         assert torch.equal(found[1].targets["b"], torch.tensor([2, 3, 4]))
     else:
         assert str(found) == str(parts)
+
+
+@pytest.mark.parametrize("batch", [torch.arange(4), torch.tensor(1), 7, ["u"]])
+def test_what_cannot_be_cut_is_named(batch: Any) -> None:
+    with pytest.raises(TypeError, match="5 samples altogether"):
+        split_batch(batch, [2, 3])

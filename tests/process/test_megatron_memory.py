@@ -152,6 +152,18 @@ def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(lived: lis
         assert rank.after == [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]
 
 
+def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: str) -> None:
+    first, second = succeeded(crew.run(work.program_errors, root, TWO, ranks=2))
+    assert "CheckpointError: plan step-1_ckpt failed on rank 1: " in first[0]
+    assert "`data` attr is None" in first[0]
+    assert "`data` attr is None" in second[0]
+    for answer in (first, second):
+        assert "save_strategy is a object: give a MegatronAsyncSaveStrategy" in answer[1]
+        assert "ValueError" in answer[2], answer[2]
+        assert "Invalid access pattern" in answer[3]
+        assert answer[4].endswith("step-1_ckpt")
+
+
 def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> None:
     for answer in succeeded(crew.run(work.pickled_objects, root, TWO, ranks=2)):
         assert "allow_pickles=True to the MemoryStorageWriter" in answer["refused"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 from collections.abc import Iterator
@@ -19,15 +20,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.process.local_ranks import Crew, succeeded
+from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from torchelastic.checkpoint.memory import MemoryStorageReader
+from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
+from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 SIZE = 50_000
 
 
-CREW_SIZE = 3
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(3) as made:
+        yield made
 
 
 @pytest.fixture
@@ -151,6 +157,29 @@ def test_tensors_that_are_not_stored_are_refused_by_name(alone: Saving, bad: tor
 
 def is_kept(one: Saving, step: int) -> bool:
     return one.latest() == step and same(one.load(blank(state_of(step)), step), state_of(step))
+
+
+def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    alone.save(state_of(1), 1)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(1000, 2**40))
+    alone.save(state_of(2, 4 * SIZE), 2)
+    assert is_kept(alone, 1)
+    assert "tmpfs" in caplog.text
+    assert alone.saver.skipped.count("tmpfs") == 1
+
+
+def test_failed_saves_leave_nothing_behind(root: Path) -> None:
+    disk = FaultyDisk()
+    with saving(root, disk=disk) as one:
+        one.save(state_of(1), 1)
+        one.save(state_of(2), 2)
+        before = len(one.files())
+        for step in range(3, 8):
+            disk.struck.clear()
+            disk._faults[:] = [fail_at("publish", errno.EIO)]
+            one.save(state_of(step), step)
+        assert len(one.files()) == before
+        assert is_kept(one, 2)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The pages about moving from elsewhere: they show the scripts, and these run with what is there."""
+"""The pages about moving from elsewhere: the diffs are those of the scripts, and these run with what is there."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from examples.migrating.diffs import DOCS, PAGES, SCRIPTS, unified_diff, with_diff
 from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.main import main
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS, DOCS = ROOT / "examples" / "migrating", ROOT / "docs" / "migrating"
+
+@pytest.mark.parametrize("system", PAGES)
+def test_the_diff_of_a_page_is_that_of_its_two_scripts(system: str) -> None:
+    page = (DOCS / PAGES[system]).read_text()
+    assert with_diff(page, unified_diff(system)) == page, "run `python -m examples.migrating.diffs`"
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent.name for path in SCRIPTS.glob("*/*.py")}))
 def test_every_folder_of_scripts_has_a_page_that_shows_both(folder: str) -> None:
     pages = [page.read_text() for page in DOCS.glob("*.md")]
     for name in ("before", "after"):
-        assert any(f"(../../examples/migrating/{folder}/{name}.py)" in page for page in pages), f"{folder}/{name}.py"
+        shown = f"+++ {folder}/after.py" if folder in PAGES else f"(../../examples/migrating/{folder}/{name}.py)"
+        assert any(shown in page for page in pages), f"{folder}/{name}.py"
+
+
+@pytest.mark.parametrize("blocks", ["", "```diff\n```\n```diff\n```\n"])
+def test_a_page_without_one_place_for_its_diff_is_refused(blocks: str) -> None:
+    with pytest.raises(ValueError, match="blocks of a diff"):
+        with_diff(f"# Page\n{blocks}", "-a\n+b\n")
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*/*.py")), ids=lambda path: f"{path.parent.name}/{path.stem}")

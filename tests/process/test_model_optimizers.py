@@ -161,6 +161,14 @@ def test_a_failure_inside_the_last_optimizer_is_torn() -> None:
     assert state.status is StateStatus.PARTIAL
 
 
+def test_how_often_optimizers_step_is_sent_along_with_the_state() -> None:
+    state, newcomer = make_state(), make_state()
+    attempt(state, "001")
+    newcomer.load_state_dict(state.state_dict(), with_random=False)
+    newcomer.apply(attempt(newcomer, "01", commit=False))
+    assert newcomer.status is StateStatus.COMPLETE, "a newcomer that took this for complete would be a step apart"
+
+
 @pytest.mark.parametrize(
     ("begun", "done", "usual", "complete", "more_after_first"),
     [
@@ -203,6 +211,13 @@ def test_what_is_saved_of_several_is_what_is_loaded(as_a: type) -> None:
     assert_same(picture(state), picture(other))
 
 
+def test_the_state_of_other_optimizers_is_refused_by_name() -> None:
+    single = make_state(dict).optimizer["first"].state_dict()
+    state = make_state(dict)
+    with pytest.raises(ValueError, match="first, second was expected, and this one has param_groups, state"):
+        state.load_state_dict({**state.state_dict(), "optimizer": single})
+
+
 def test_several_schedulers_are_undone_and_saved() -> None:
     state = make_state()
     schedulers = {
@@ -220,6 +235,12 @@ def test_several_schedulers_are_undone_and_saved() -> None:
     state.apply(snapshot)
     assert_same(before, picture(state))
     assert [optimizer.param_groups[0]["lr"] for optimizer in state.optimizer.values()] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("optimizer", [[], {}, [3], {"first": object()}])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match="optimizer"):
+        torchelastic.ModelState(torch.nn.Linear(2, 2), optimizer)
 
 
 # --- a sync that fails after it has brought this process level --------------------------------------------------------

@@ -133,6 +133,18 @@ def test_a_full_snapshot_undoes_the_optimizer_too() -> None:
     assert state.status is StateStatus.COMPLETE
 
 
+def test_a_snapshot_holds_nothing_that_grows_with_the_weights() -> None:
+    def size_bytes(width: int) -> int:
+        model = torch.nn.Linear(width, width)
+        state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        snapshot = state.snapshot()
+        tensors = [snapshot.random.cpu, *snapshot.buffers]
+        assert snapshot.full is None
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    assert size_bytes(4) == size_bytes(512)
+
+
 def test_the_cursor_of_the_sampler_moves_with_the_commit_alone() -> None:
     sampler = ElasticBatchSampler(20, 5, epochs=1)
     state = make_state(sampler=sampler)
@@ -190,6 +202,13 @@ class FullyShardedDataParallel(torch.nn.Linear):
 def test_modules_that_are_sharded_or_wrapped_are_refused(model: torch.nn.Module, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("options", [{"snapshot": "deep"}, {"sampler": object()}, {"scheduler": 3}])
+def test_arguments_that_cannot_work_are_refused_by_name(options: dict[str, Any]) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
 def test_a_tree_of_any_types_survives_packing() -> None:

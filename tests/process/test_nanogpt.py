@@ -278,6 +278,31 @@ def test_two_short_lives_have_the_bits_of_one_long_one(here: Path) -> None:
     assert all(torch.equal(value, weights("whole")[name]) for name, value in weights("lives").items())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "torchelastic"])
+@pytest.mark.parametrize(("timeout_s", "restarts"), [(20, 3), (45, 1)])
+def test_two_ranks_lose_no_step_however_often_they_are_stopped(
+    here: Path, launcher: Sequence[str], timeout_s: int, restarts: int
+) -> None:
+    words = ["--max_iters=1000000", "--eval_interval=400", "--redundant_time=3", "--save_ckpt_time=1"]
+    command = [*launcher, "2", str(TRAIN), *SMALL, *words, "--out_dir=lives"]
+    life_s = max(timeout_s, 6 + 4 * start_s(here))  # longer only where the machine has so much else to do
+    report = simulate(
+        command, "--timeout", f"{life_s:.1f}", "--max-restarts", str(restarts), patience_s=100.0 + 6 * life_s
+    )
+    require_continuous(report["lives"])
+    assert len(report["lives"]) == 1 + restarts
+    done = int(report["lives"][-1]["committed_step"])
+    line = [*launcher, "2", str(TRAIN), *SMALL, f"--max_iters={done}", "--eval_interval=400", "--out_dir=whole"]
+    ended = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    lives, whole = read_losses(here / "lives"), read_losses(here / "whole")
+    assert lives == whole[: len(lives)]
+    assert len(lives) > 0.9 * done
+    assert all(torch.equal(value, weights("whole")[name]) for name, value in weights("lives").items())
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.process.page_clients import TOKEN, Events, Source, get, raw, served, stream, stream_request
 from tests.pure.merge_patch import applied
 from tests.waiting import wait_until
+from torchelastic.page import server as server_module
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture, as_json
 from torchelastic.page.server import MOST_STREAMS
@@ -76,6 +77,12 @@ def test_nothing_of_the_run_is_told_without_the_token(tmp_path: Path) -> None:
             assert TOKEN.encode() not in answer.read()
             assert get(options, secret, Authorization="Bearer wrong").status == 401
         assert get(options, "/status.json", Authorization=f"Bearer {TOKEN}").status == 200
+
+
+def test_no_path_leads_to_other_files() -> None:
+    with served() as (_, options):
+        for path in ("/../../etc/passwd", "/static/page.js", "/page.py", "/__init__.py", "/..%2fserver.py"):
+            assert get(options, path).status == 404, path
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -144,6 +151,16 @@ def test_only_so_many_may_look_and_there_is_room_again_when_they_have_gone() -> 
         wait_until(lambda: len(server._streams) < MOST_STREAMS, 10, "a closed stream counts no more")
         with stream(options) as again:
             assert again.recv(20).startswith(b"HTTP/1.1 200")
+
+
+def test_very_many_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 4)
+    with served() as (_, options):
+        open_ones = [raw(options) for _ in range(4)]
+        assert get(options, "/").status == 503
+        for one in open_ones:
+            one.close()
+        wait_until(lambda: get(options, "/").status == 200, 10, "closed connections count no more")
 
 
 def test_the_end_of_the_agent_ends_the_streams_at_once_and_says_so() -> None:

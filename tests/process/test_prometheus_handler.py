@@ -132,6 +132,20 @@ def test_without_an_agent_emit_returns_at_once_and_the_newest_values_arrive_late
         agent.close()
 
 
+def test_an_agent_that_comes_back_is_found_again(agent: Agent, path: str) -> None:
+    handler = PrometheusMetricHandler(path)
+    handler.emit(metric("before"))
+    wait_until(lambda: agent.names() == ["before"])
+    agent.close()
+    successor = Agent(Path(path))
+    try:
+        handler.emit(metric("after"))
+        wait_until(lambda: successor.names() == ["after"])
+        assert [line["op"] for line in successor.lines[0]] == ["metrics-hello", "metrics"]
+    finally:
+        successor.close()
+
+
 def test_close_sends_what_is_queued_and_a_later_value_begins_again(agent: Agent, path: str) -> None:
     handler = PrometheusMetricHandler(path)
     handler.emit(metric("a"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -22,11 +22,15 @@ from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     OutdatedRoundError,
     PeerLostError,
+    ProtocolError,
+    ReplicaRefusedError,
 )
 from torchelastic.checkpoint.replication.protocol import (
     PROTOCOL,
     ReplicaConnection,
     encode_header,
+    greet_client,
+    token_bytes,
 )
 from torchelastic.checkpoint.replication.server import ReplicaServer
 
@@ -88,6 +92,41 @@ def test_an_impostor_gets_nothing(shelf: RecordingShelf) -> None:
     assert heard == []
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [{"is_here": 4}],
+        [{"size": -3}],
+        [{"size": 0}, {"digest": 3}],
+        [{"ids": [1], "more": True}],
+        [{"ids": "x"}],
+    ],
+)
+def test_a_server_that_answers_nonsense_is_not_followed(answers: list[dict[str, object]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_once() -> None:
+            connection = ReplicaConnection(listener.accept()[0], "client", 5.0)
+            greet_client(connection, token_bytes(TOKEN))
+            connection.receive()
+            for answer in answers:
+                connection.send(answer)
+            connection.close()
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        client = ReplicaClient(listener.getsockname(), TOKEN, retry_s=0)
+        operations: dict[str, Callable[[], object]] = {
+            "is_here": lambda: client.push("x", b"abc", token_round=1),
+            "size": lambda: client.pull("x", bytearray),
+            "ids": client.ids,
+        }
+        words = "no truth value as 'is_here'|no whole number as 'size'|no text as 'digest'|no list of ids"
+        with pytest.raises(ProtocolError, match=words):
+            next(operations[key] for key in operations if key in answers[0])()
+        thread.join(10)
+
+
 def test_an_older_round_is_refused(server: ReplicaServer, shelf: RecordingShelf) -> None:
     server.fence(5)
     server.fence(4)
@@ -99,6 +138,13 @@ def test_an_older_round_is_refused(server: ReplicaServer, shelf: RecordingShelf)
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_checked_at_both_ends(server: ReplicaServer) -> None:
+    with pytest.raises(ValueError, match="is no id of an object"):
+        client_of(server).push("../etc/passwd", b"", token_round=1)
+    with pytest.raises(ValueError, match="is no id of an object"):
+        client_of(server).pull("", bytearray)
 
 
 GARBAGE = {
@@ -144,6 +190,20 @@ def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.Log
     assert shelf.ids() == ["x"]
 
 
+@pytest.mark.parametrize("answer", [{"nonce": "\ud800", "proof": ""}, {"nonce": "0" * 32}, {"proof": 1}, {}])
+def test_broken_greetings_are_dropped(
+    answer: dict[str, object], server: ReplicaServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = ReplicaConnection(socket.create_connection(server.address, 10), "server", 10.0)
+    assert connection.receive()["protocol"] == PROTOCOL
+    connection.send(answer)
+    with pytest.raises(PeerLostError):
+        connection.receive()
+    connection.close()
+    assert "dropped a connection of" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_who_sends_drop_by_drop_is_dropped_too(shelf: RecordingShelf) -> None:
     with ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=0.3) as server:
         with socket.create_connection(server.address, 10) as stranger:
@@ -168,3 +228,20 @@ def test_too_many_connections_are_closed_at_once(shelf: RecordingShelf) -> None:
             one.close()
         client_of(server).push("x", b"fine", token_round=1)
         assert shelf.ids() == ["x"]
+
+
+def test_a_member_that_asks_nonsense_is_told(server: ReplicaServer) -> None:
+    client = client_of(server)
+    requests: list[dict[str, object]] = [
+        {"op": "format the disk"},
+        {"op": "push", "id": "../x", "size": 1, "digest": "", "round": 1},
+    ]
+    for request in requests:
+        with client._connected() as connection:
+            connection.send(request)
+            with pytest.raises(ReplicaRefusedError, match=r"knows push, pull and list only|no id of an object"):
+                connection.receive()
+    with client._connected() as connection:
+        connection.send({"op": "push", "id": "x", "size": -1, "digest": "", "round": 1})
+        with pytest.raises(ProtocolError, match="sent no whole number as 'size'"):
+            connection.receive()

@@ -21,6 +21,7 @@ from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, Tiere
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import StateStatus
+from torchelastic.sharded import HybridShard
 from torchelastic.sharded.weighting import Weighting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Full backward hook.*")
@@ -89,6 +90,11 @@ def test_first_values_are_those_of_one_process_with_this_seed(on_meta: bool) -> 
     plain = model_of()
     for name, value in plain.state_dict().items():
         assert torch.equal(whole(state)[name], value), name
+
+
+def test_a_module_that_cannot_initialize_itself_is_named() -> None:
+    with pytest.raises(NonRetryableException, match=r"the module '1' is a Scaled, was built on the meta device"):
+        ShardedState(build(Scaled)).sync()
 
 
 def test_initialize_is_called_with_whole_modules_of_the_users_classes() -> None:
@@ -161,6 +167,37 @@ def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> Non
     assert state.status is StateStatus.INITIAL
 
 
+@pytest.mark.parametrize(("made", "told"), [
+    (build(shard=False), "has sharded none of the model's parameters"),
+    (lambda mesh: torch.nn.Linear(1, 1), "it must return \\(model, optimizer\\)"),
+    (lambda mesh: (build()(mesh)[0],), "it must return \\(model, optimizer\\)"),
+])  # fmt: skip
+def test_what_build_must_not_return(made: Callable[[DeviceMesh], Any], told: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=told):
+        ShardedState(made).sync()
+
+
+def test_a_parameter_that_is_left_unsharded_is_named() -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model = model_of()
+        fully_shard(model[0], mesh=mesh)
+        return model, torch.optim.SGD(model.parameters())
+
+    with pytest.raises(ValueError, match=r"has left the parameter '1\.\w+' unsharded"):
+        ShardedState(made).sync()
+
+
+def test_an_optimizer_of_other_tensors_is_refused() -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters())
+        fully_shard(model, mesh=mesh)
+        return model, optimizer
+
+    with pytest.raises(NonRetryableException, match="make the optimizer after fully_shard"):
+        ShardedState(made).sync()
+
+
 def test_another_model_in_the_next_group_is_named() -> None:
     layers: list[Callable[[], torch.nn.Module]] = []
     state = ShardedState(lambda mesh: build(*layers)(mesh))
@@ -182,11 +219,39 @@ class Odd(torch.optim.SGD):
         return result
 
 
+def test_an_optimizer_with_state_of_other_kinds_is_refused() -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model, _ = build()(mesh)
+        return model, Odd(model.parameters(), lr=0.1)
+
+    state = ShardedState(made)
+    state.sync()
+    train(state)
+    with pytest.raises(NonRetryableException, match="the optimizer's state holds a object"):
+        state.sync()
+
+
+def test_numbers_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="every=0 at least 1"):
+        ShardedState(build(), every=0)
+    with pytest.raises(ValueError, match="replicas=-1 must be at least 0"):
+        ShardedState(build(), replicas=-1)
+    with pytest.raises(ValueError, match="sampler is a object"):
+        ShardedState(build(), sampler=object())
+    with pytest.raises(ValueError, match="shard=0"):
+        HybridShard(0)
+
+
 def test_one_rank_alone_neither_saves_nor_loads() -> None:
     state = ShardedState(build())
     for call in (state.save, state.load):
         with pytest.raises(NonRetryableException, match="give train\\(\\) a TieredCheckpointManager"):
             call(io.BytesIO())
+
+
+def test_a_world_that_is_no_multiple_names_the_option() -> None:
+    with pytest.raises(NonRetryableException, match="--multiple-of 2"):
+        HybridShard(2)(1)
 
 
 class Half:

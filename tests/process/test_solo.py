@@ -85,6 +85,41 @@ def test_readmes_first_program_trains_alone_under_plain_python(tmp_path: Path) -
     assert len(err.splitlines()) == 1
 
 
+def test_typed_into_an_interactive_interpreter_it_trains(tmp_path: Path) -> None:
+    out, err = run(tmp_path, "-i", stdin=readme())
+    assert "trained 16 False" in out, err
+    assert err.count(SAID) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.long
+def test_cells_of_a_notebook_can_be_interrupted_and_run_again(tmp_path: Path) -> None:
+    """As a notebook's kernel does it: one process, `exec` of source without a file, exceptions shown, on it goes."""
+    cells = """
+import traceback
+cells = [
+    TRAINING,
+    "def once(what):\\n    seen = []\\n    def in_step(step):\\n        if step == 5 and not seen:\\n"
+    "            seen.append(step)\\n            raise what\\n    return in_step\\n",
+    "failed = train(once(RuntimeError('a step that fails once')))",
+    "train(once(KeyboardInterrupt()))",
+    "train(once(ValueError('a mistake in the cell')))",
+    "straight = train()",
+    "print('same weights', all(torch.equal(*pair) for pair in zip(failed.parameters(), straight.parameters())))",
+]
+namespace = {"__name__": "__main__"}
+for cell in cells:
+    try:
+        exec(cell, namespace)
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+"""
+    out, err = run(tmp_path, "-c", f"TRAINING = {TRAINING!r}\n{cells}")
+    trained = "trained 20 rank 0 of 1"
+    assert out.splitlines() == [trained, "KeyboardInterrupt", "ValueError", trained, "same weights True"], err
+    assert "failure 1 in a row: RuntimeError: a step that fails once" in err
+
+
 def test_a_breakpoint_in_a_step_reads_standard_input(tmp_path: Path) -> None:
     script = f"{TRAINING}\ndef in_step(step):\n    if step == 3:\n        breakpoint()\n\ntrain(in_step)\n"
     (tmp_path / "train.py").write_text(script)

@@ -179,6 +179,16 @@ def test_a_wrong_list_of_files_is_told_when_a_shard_is_opened(folder: Path, file
         lines(filled)(0, 1, 0)
 
 
+def test_a_line_that_is_no_json_is_named(folder: Path) -> None:
+    (folder / "part-1.jsonl").write_text('{"good": 1}\n{"bad": \x1b\n')
+    with pytest.raises(SourceError, match=r"part-1\.jsonl, byte 12: the line is not JSON \(.*bad") as caught:
+        list(jsonl(f"{folder}/*.jsonl")(0, 1, 0))
+    assert "\x1b" not in str(caught.value)
+    (folder / "part-1.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(SourceError, match=r"part-1\.jsonl, byte 0: the line is not JSON"):
+        list(jsonl(f"{folder}/*.jsonl")(0, 1, 0))
+
+
 @pytest.mark.parametrize("wrapped", [lambda source: source, lambda source: shuffled(source, 4)])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -198,6 +208,14 @@ def test_a_file_that_is_not_what_it_was_is_named(
     change(folder / "part-2.jsonl")
     with pytest.raises(SourceError, match=message):
         next(source(0, 1, position))
+
+
+def test_a_file_of_a_list_that_is_not_there_is_named(folder: Path) -> None:
+    source = jsonl([folder / f"part-{number}.jsonl" for number in range(4)])
+    position = position_in(source, 25)
+    (folder / "part-2.jsonl").unlink()
+    with pytest.raises(SourceError, match=r"part-2\.jsonl is not there: bring it back"):
+        list(source(0, 1, position))
 
 
 def test_sources_are_imported_without_what_only_some_of_them_need() -> None:

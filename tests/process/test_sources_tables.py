@@ -6,7 +6,7 @@ import io
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +174,35 @@ def test_an_archive_that_is_cut_anywhere_gives_what_is_whole_and_then_is_named(t
     with pytest.raises(SourceError, match=r"a\.tar, byte \d+: the archive is damaged or cut off"):
         samples.extend(tar_samples(path)(0, 1, 0))
     assert samples == whole[: len(samples)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: b"no archive at all" * 99, r"a\.tar, byte 0: the archive is damaged or cut off"),
+        (lambda content: content[:1536] + b"x" * 512 + content[2048:], r"a\.tar, byte 1536: the archive is damaged"),
+        (lambda content: b"", r"a\.tar, byte 0: the archive is damaged or cut off"),
+    ],
+)
+def test_a_damaged_archive_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    path = tmp_path / "a.tar"
+    write_tar(path, [(f"{number}.txt", b"." * 700) for number in range(3)])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(SourceError, match=message):
+        list(tar_samples(path)(0, 1, 0))
+
+
+def test_members_that_make_no_sample_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write_tar(path, [("1.txt", b"a"), ("1.txt", b"b")])
+    with pytest.raises(SourceError, match=r"a\.tar, byte 1024: sample '1' has an extension twice: 'txt'"):
+        list(tar_samples(path)(0, 1, 0))
+    write_tar(path, [("1.__key__", b"a")])
+    with pytest.raises(SourceError, match="sample '1' has an extension twice: '__key__'"):
+        list(tar_samples(path)(0, 1, 0))
+    with tarfile.open(path, "w") as archive:
+        link = tarfile.TarInfo("2.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    with pytest.raises(SourceError, match=r"a\.tar, byte 0: member '2\.txt' is a link or a device: pack files"):
+        list(tar_samples(path)(0, 1, 0))

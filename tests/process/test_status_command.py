@@ -11,6 +11,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -143,6 +144,14 @@ def test_without_a_terminal_status_and_top_print_one_table_and_end(
 
 
 @pytest.mark.parametrize("command", ["status", "events", "top"])
+def test_a_run_that_etcd_does_not_know_is_named(
+    command: str, etcd: EtcdServer, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *address(etcd, run_id)]) == 1
+    assert f"knows no run '{run_id}': see --rdzv-id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "events", "top"])
 def test_an_etcd_that_is_not_there_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--connect-timeout=0.2"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
@@ -156,6 +165,18 @@ def test_a_password_on_the_command_line_is_refused(command: str, capsys: pytest.
     assert caught.value.code == 2
     assert "--etcd-password-file" in said
     assert "secret" not in said
+
+
+def test_a_damaged_status_is_named_and_the_others_are_shown(
+    etcd: EtcdServer, run_id: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(etcd, run_id) as run:
+        store = EtcdStore(parse_url(f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=1").endpoints)
+        store.put(f"{run.keys.status}evil", b"\x80")
+        store.close()
+        assert main(["status", *address(etcd, run_id)]) == 0
+    assert f"{run.keys.status}evil does not hold JSON" in caplog.text
+    assert "node-1" in capsys.readouterr().out
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -382,3 +403,14 @@ def test_a_sigint_whose_exception_python_discards_ends_top(etcd: EtcdServer, run
         assert terminal.wait() == 0
         assert "SIGINT arrives" in terminal.text()
         assert termios.tcgetattr(terminal.slave) == terminal.modes
+
+
+def test_control_c_ends_top_while_etcd_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30.0)
+        port = silent.getsockname()[1]
+        with top(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--connect-timeout=100") as terminal:
+            with silent.accept()[0]:
+                terminal.type(b"\x03")
+                assert terminal.wait() == 0
+            assert "Traceback" not in terminal.text()

@@ -176,6 +176,17 @@ def test_a_tier_that_fails_is_reported_and_the_others_have_the_checkpoint(
     assert len(manager.list_checkpoints()) == 1
 
 
+def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:
+    manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
+    state.extra["what"] = object()
+    with pytest.raises(TypeError, match="extra"):
+        manager.save_step(state, 1, peers)
+    del state.extra["what"]
+    manager.save_step(state, 1, peers)
+    assert manager.wait(30)
+    assert len(manager.list_checkpoints()) == 1
+
+
 def test_a_child_of_fork_does_not_save(managers: Make, tmp_path: Path) -> None:
     manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
     manager.save_step(state, 1, peers)
@@ -190,6 +201,12 @@ def test_a_child_of_fork_does_not_save(managers: Make, tmp_path: Path) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert steps_of(manager) == [1]
+
+
+@pytest.mark.parametrize(("tiers", "text"), [([], "at least one"), (["a", "a"], "name of its own")])
+def test_tiers_without_distinct_names_are_refused(tmp_path: Path, tiers: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TieredCheckpointManager([DiskTier(tmp_path, name=name) for name in tiers])
 
 
 # --- in the train loop ------------------------------------------------------------------------------------------------

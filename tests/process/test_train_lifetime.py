@@ -16,8 +16,8 @@ from tests.process.local_ranks import crew_of, succeeded
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.checkpoint.store import list_checkpoints
-from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, in_loop
-from torchelastic.p2p import agreement
+from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, in_loop, nearest
+from torchelastic.p2p import agreement, watchdog
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.train_loop import train
 
@@ -64,6 +64,18 @@ def test_train_raises_an_exit_with_75_and_the_next_train_goes_on() -> None:
     assert "done" not in world.calls, "the run is not closed"
     state = train_for(manager, None, until=stop.step + 3)()
     assert state.step == stop.step + 3
+
+
+def test_a_worker_that_is_ended_because_it_hangs_is_not_taken_for_one_that_stopped_early() -> None:
+    assert watchdog.EXIT_CODE != STOPPED_EARLY, "the launcher starts it again"
+
+
+def test_garbage_in_a_variable_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_TERMINATION_TIME", "tomorrow")
+    world = World()
+    with pytest.raises(ValueError, match="TORCHELASTIC_TERMINATION_TIME is 'tomorrow'"):
+        train_for(None, "auto", world)()
+    assert world.calls == []
 
 
 def test_a_slurm_job_is_requeued_once_after_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +148,18 @@ def test_without_enough_others_it_stops_with_all() -> None:
     stop = stopped(train_for(InMemory(), Lifetime(reserve_s=0.1, deadline=deadline), world))
     assert world.calls == ["rendezvous", "stop early"]
     assert not stop.others_go_on
+
+
+def test_a_worker_that_is_drained_for_another_reason_returns_as_ever() -> None:
+    world = World()
+
+    def train_step(state: Counter) -> None:
+        state.step += 1
+        world.drain = state.step == 3
+
+    state = train(world, train_step, Counter(), lifetime=Lifetime(deadline=nearest([])))
+    assert isinstance(state, Counter)
+    assert state.step == 3
 
 
 class SlowTier(DiskTier):

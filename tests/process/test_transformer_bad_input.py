@@ -51,6 +51,25 @@ def test_a_torn_newest_checkpoint_is_named_and_the_one_before_taken(
     assert [path.name.partition("-")[2] for path in (newest.parent / "set-aside").iterdir()] == [newest.name]
 
 
+def test_if_all_are_torn_nothing_is_lost_and_each_is_named(corpus: Path) -> None:
+    finish(command(corpus, "run", 6))
+    for name in found(corpus, "run"):
+        torn(experiment(corpus, "run") / name, "cut")
+    told = fail(command(corpus, "run", 9, *LATEST))
+    assert "ckpt_3.shard" in told
+    assert "ckpt_6.shard" in told
+    assert "give another --experiment_name" in told
+    assert found(corpus, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_that_names_its_neighbours(corpus: Path) -> None:
+    finish(command(corpus, "run", 3))
+    missing = experiment(corpus, "run") / "ckpt_4.shard"
+    told = fail(command(corpus, "run", 6, "--resume-from-checkpoint", str(missing)))
+    assert "ckpt_4.shard: no such checkpoint; beside it are ckpt_3.shard" in told
+    assert "is no checkpoint" in fail(command(corpus, "run", 6, "--resume-from-checkpoint", str(missing.parent)))
+
+
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_another_model_is_refused_by_the_names_that_differ(kind: tuple[str, ...], corpus: Path) -> None:
     finish(command(corpus, "run", 3, *kind))

@@ -113,6 +113,12 @@ def test_who_is_in_user_code_writes_its_stacks_once_and_cuts_nobody(
     wait_until(lambda: len(dumps) == 2)
 
 
+def test_a_worker_that_is_alone_waits_for_nobody(dogs: MakeDog, caplog: pytest.LogCaptureFixture) -> None:
+    _, has_cut = dogs(world_size=1)
+    assert not collective(has_cut, 1.0)
+    assert "user code" in caplog.text
+
+
 def test_nothing_is_timed_while_a_checkpoint_is_saved_or_a_group_is_left(
     dogs: MakeDog, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +219,19 @@ def test_a_time_out_that_ended_the_work_of_another_rank_grows_if_nobody_has_chos
     assert dog.patience_s == 60.0
     dog.leave()
     assert dog.came_back([]).total_seconds() == later_s
+
+
+def test_how_long_steps_may_take_is_handed_on_by_rank_0_of_the_next_group(dogs: MakeDog) -> None:
+    store = HashStore()
+    old, new = dogs()[0], dogs()[0]
+    old._step.learn(3.0)
+    old.publish(store, 1)
+    assert not store.check(["busy/slowest_s"]), "another rank does not say it"
+    old.publish(store, 0)
+    heartbeat = Heartbeat(store, 1, 2)
+    new.enter("forming the group", heartbeat)
+    new.begin(1, 2, 10)
+    wait_until(lambda: new.bound_s == pytest.approx(30.0))
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,19 @@ def keep(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+def test_the_seven_fields_are_those_of_nvrx() -> None:
+    assert AsyncRequest._fields == (
+        "async_fn",
+        "async_fn_args",
+        "finalize_fns",
+        "async_fn_kwargs",
+        "preload_fn",
+        "is_frozen",
+        "call_idx",
+    )
+    assert AsyncRequest(None, (), [])[3:] == (None, None, False, 0)
+
+
 def test_everything_is_done_in_order_without_a_queue() -> None:
     done: list[Any] = []
     request = AsyncRequest(lambda *args, **kwargs: done.append((args, kwargs)), (1, 2), [lambda: done.append("first")])

@@ -10,12 +10,15 @@ from torchelastic.lifetime import Deadline
 from torchelastic.lifetime.sources.clouds import (
     parse_instance_action,
     parse_maintenance,
+    parse_preempted,
+    parse_rebalance,
     parse_scheduled_events,
+    pause_s,
 )
-from torchelastic.lifetime.sources.detection import clouds_of
+from torchelastic.lifetime.sources.detection import clouds_of, term_grace_s
 from torchelastic.lifetime.sources.files import parse_termination, pre_stop_notice
-from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds
-from torchelastic.lifetime.sources.notice import Event, Notice, Notices
+from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds, request
+from torchelastic.lifetime.sources.notice import Event, InvalidAnswerError, Notice, Notices
 from torchelastic.lifetime.sources.signals import parse_signals, signal_notice
 from torchelastic.lifetime.sources.slurm import parse_end_time
 
@@ -37,6 +40,14 @@ def azure_event(kind: str = "Preempt", status: str = "Scheduled", machine: str =
 def test_dates_of_both_sorts_are_unix_seconds() -> None:
     assert iso_seconds("2026-11-21T12:00:00Z") == NOON_S
     assert http_seconds("Sat, 21 Nov 2026 12:00:00 GMT") == NOON_S
+
+
+@pytest.mark.parametrize("text", ["", "soon", "2026-11-21", "2026-11-21T12:00:00", "2026-13-41T12:00:00Z", HTML])
+def test_what_is_no_date_is_an_error_that_shows_it(text: str) -> None:
+    with pytest.raises(InvalidAnswerError, match="no date"):
+        iso_seconds(text)
+    with pytest.raises(InvalidAnswerError, match="no date"):
+        http_seconds(text)
 
 
 def test_the_clock_of_the_service_counts_if_it_tells_it() -> None:
@@ -63,6 +74,11 @@ def test_what_has_begun_may_end_at_any_moment() -> None:
     assert notice.remaining_s(501.0) == 0.0
 
 
+def test_advice_is_no_deadline() -> None:
+    notice = Event("advice", "be careful").notice("it", now_s=500.0, appeared_s=500.0, platform_s=NOON_S)
+    assert notice.remaining_s(501.0) is None
+
+
 # --- notices ----------------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +101,12 @@ def test_the_nearest_notice_counts_until_it_is_taken_back(caplog: pytest.LogCapt
     ]
 
 
+def test_at_any_moment_is_nearer_than_every_date() -> None:
+    notices = Notices("cloud", "nothing")
+    notices.tell([Notice("cloud", "end", -50.0, "over"), Notice("cloud", "maintenance", None, "now")])
+    assert notices.reason == "now"
+
+
 # --- clouds -----------------------------------------------------------------------------------------------------------
 
 
@@ -95,12 +117,49 @@ def test_ec2_says_when_it_takes_a_spot_instance(action: str) -> None:
     assert action in event.reason
 
 
+def test_ec2_hibernates_without_warning() -> None:
+    event = parse_instance_action('{"action": "hibernate", "time": "2026-11-21T12:00:00Z"}')
+    assert (event.kind, event.date_s, event.lead_s) == ("interruption", None, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        HTML,
+        "[]",
+        "null",
+        "7",
+        "{}",
+        '{"action": "terminate"}',
+        '{"action": "dance", "time": "2026-11-21T12:00:00Z"}',
+        '{"action": 1, "time": 2}',
+        '{"action": "stop", "time": "soon"}',
+        "[" * 100_000,
+        "9" * 10_000,
+    ],
+)
+def test_nonsense_from_ec2_is_one_sort_of_error(text: str) -> None:
+    with pytest.raises(InvalidAnswerError):
+        parse_instance_action(text)
+    with pytest.raises(InvalidAnswerError):
+        parse_rebalance(text, None)
+
+
 def test_gcp_maintenance_counts_only_if_it_stops_the_machine() -> None:
     assert parse_maintenance("NONE") is None
     assert parse_maintenance("MIGRATE_ON_HOST_MAINTENANCE") is None
     event = parse_maintenance("TERMINATE_ON_HOST_MAINTENANCE", 3600.0)
     assert event is not None
     assert (event.kind, event.lead_s) == ("maintenance", 3600.0)
+
+
+@pytest.mark.parametrize("text", ["", "PERHAPS", HTML])
+def test_nonsense_from_gcp_is_an_error(text: str) -> None:
+    with pytest.raises(InvalidAnswerError):
+        parse_preempted(text)
+    with pytest.raises(InvalidAnswerError):
+        parse_maintenance(text)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +177,11 @@ def test_azure_says_what_it_will_do_and_when(kind: str, means: str) -> None:
     assert (event.kind, event.date_s, event.lead_s) == (means, NOON_S, None)
 
 
+def test_what_azure_has_begun_has_no_date() -> None:
+    (event,) = parse_scheduled_events(azure_event(status="Started"), "gpu_3")
+    assert (event.kind, event.date_s) == ("interruption", None)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -130,6 +194,40 @@ def test_azure_says_what_it_will_do_and_when(kind: str, means: str) -> None:
 )
 def test_azure_events_of_others_and_those_that_are_over_are_none_of_ours(text: str) -> None:
     assert parse_scheduled_events(text, "gpu_3") == []
+
+
+def test_every_event_is_ours_if_our_name_is_not_known() -> None:
+    assert len(parse_scheduled_events(azure_event(machine="gpu_4"), "")) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        HTML,
+        "[]",
+        "{}",
+        '{"Events": 3}',
+        '{"Events": [3]}',
+        '{"Events": [{}]}',
+        '{"Events": [{"EventType": [], "EventStatus": "Scheduled", "Resources": []}]}',
+        azure_event(before="soon"),
+        "[" * 100_000,
+        "9" * 10_000,
+    ],
+)
+def test_nonsense_from_azure_is_one_sort_of_error(text: str) -> None:
+    with pytest.raises(InvalidAnswerError):
+        parse_scheduled_events(text, "gpu_3")
+
+
+def test_the_pauses_after_failures_grow_up_to_a_minute() -> None:
+    assert [pause_s(failures) for failures in (1, 2, 3, 7, 8, 5000)] == [0.5, 1.0, 2.0, 32.0, 60.0, 60.0]
+
+
+def test_a_service_is_asked_over_http_only() -> None:
+    with pytest.raises(ValueError, match="begins with http://"):
+        request("file:///etc/passwd", {})
 
 
 # --- which cloud ------------------------------------------------------------------------------------------------------
@@ -162,6 +260,12 @@ def test_squeue_tells_the_end_in_unix_seconds_or_in_local_time() -> None:
     assert abs(local - NOON_S) <= 14 * 3600.0
 
 
+@pytest.mark.parametrize("output", ["", "43 1795262400", "42 tomorrow", "42 12", "42", "42 99999999999999", HTML])
+def test_nonsense_from_squeue_is_an_error(output: str) -> None:
+    with pytest.raises(InvalidAnswerError, match="squeue"):
+        parse_end_time(output, "42")
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +276,17 @@ def test_signals_have_the_grace_that_they_are_given() -> None:
         signal.SIGINT: 5.0,
     }
     assert parse_signals("none") == {}
+
+
+@pytest.mark.parametrize("text", ["TERM", "SIGTERM=soon", "SIGTERM=-1", "SIGTERM=nan", "SIGTERM=inf", "", "SIGTERM,,"])
+def test_a_signal_that_is_none_is_an_error_that_shows_how_to_write_one(text: str) -> None:
+    with pytest.raises(ValueError, match="like SIGTERM=30,SIGUSR1=60"):
+        parse_signals(text)
+
+
+def test_sigkill_cannot_be_a_notice() -> None:
+    with pytest.raises(ValueError, match="SIGKILL cannot be handled: take SIGTERM"):
+        parse_signals("SIGKILL=3")
 
 
 @pytest.mark.parametrize("known_end_s", [None, 1901.0, 50_000.0])
@@ -186,12 +301,24 @@ def test_sigterm_always_means_itself() -> None:
     assert notice.at_s == 1030.0
 
 
+@pytest.mark.parametrize("text", ["a while", "-3", "nan", "inf"])
+def test_a_grace_that_is_none_is_an_error_that_names_the_variable(text: str) -> None:
+    with pytest.raises(ValueError, match=r"TORCHELASTIC_TERM_GRACE_S is .*give seconds"):
+        term_grace_s({"TORCHELASTIC_TERM_GRACE_S": text})
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_termination_file_holds_unix_seconds_or_nothing() -> None:
     assert parse_termination(" 1795262400.5\n", path="f", wall_s=NOON_S, stale_s=0.0) == NOON_S + 0.5
     assert parse_termination("\n", path="f", wall_s=NOON_S, stale_s=0.0) is None
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "nan", "inf", "-7", "1795262400000", "2026-11-21T12:00:00Z"])
+def test_garbage_in_a_termination_file_is_an_error_that_names_the_file_and_the_remedy(text: str) -> None:
+    with pytest.raises(ValueError, match=r"/run/end holds .*write Unix seconds"):
+        parse_termination(text, path="/run/end", wall_s=NOON_S, stale_s=0.0)
 
 
 def test_the_grace_of_a_pod_begins_with_its_hook() -> None:

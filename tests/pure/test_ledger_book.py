@@ -247,6 +247,40 @@ def test_what_is_lost_of_time_that_is_not_counted_yet_is_moved_once_it_is() -> N
     assert amount(later, "h/0.0", Account.REPLAYED, 0) == STEP_NS
 
 
+def test_a_worker_that_left_before_the_lost_steps_loses_only_what_it_had_done_itself() -> None:
+    left, stays = begins("h/0.0"), begins("h/1.0")
+    left.synchronized(0, 1, 0)
+    left.trains(5)
+    left.ends(left.tally.since_ns, is_loss=False)
+    stays.synchronized(0, 1, 0)
+    stays.trains(20)
+    stays.synchronized(30_000, 2, 8, "checkpoint")
+    book = HostLedger().after_all([*left.told, *stays.told])
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 5 * STEP_NS
+    again = begins("h/2.0")
+    again.synchronized(40_000, 3, 2, "checkpoint")
+    later = book.after_all(again.told)
+    assert amount(later, "h/0.0", Account.REPLAYED, 10**9) == 3 * STEP_NS
+
+
+def test_the_living_lose_nothing_by_what_another_worker_restores() -> None:
+    one, other = begins("h/0.0"), begins("h/1.0")
+    one.synchronized(0, 1, 0)
+    one.trains(10)
+    other.synchronized(0, 2, 0)  # told late: the first has gone on in that round
+    book = HostLedger().after_all([*one.told, *other.told])
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 10 * STEP_NS
+
+
+def test_nothing_is_lost_by_a_restore_to_a_step_that_is_not_known() -> None:
+    worker = begins("h/0.0")
+    worker.synchronized(0, 1, 0)
+    worker.trains(10)
+    worker.synchronized(20_000, 2, -1)
+    book = HostLedger().after_all(worker.told)
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 20_000) == 10 * STEP_NS
+
+
 def test_a_save_tells_exactly_what_going_back_to_it_costs() -> None:
     worker = begins("h/0.0")
     worker.synchronized(0, 1, 0)
@@ -289,6 +323,24 @@ def test_a_death_of_an_earlier_round_is_not_what_is_noticed_now() -> None:
     assert amount(book, "h/1.0", Account.REPLAYED, 10**6) == 500
 
 
+def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
+    worker = begins("h/0.0")
+    worker.synchronized(0, 1, 0)
+    worker.fails(910)
+    book = HostLedger().after_all([*worker.told, LostMember(at_ns=210, member="other-0", certainty="fact")])
+    assert amount(book, "h/0.0", Account.DETECT, 910) == 700
+    assert amount(book, "h/0.0", Account.REPLAYED, 910) == 200
+
+
+def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
+    workers = [begins(f"h/{place}.0") for place in range(3)]
+    for worker in workers:
+        worker.synchronized(0, 1, 0)
+        worker.fails(500)
+    book = HostLedger().after_all(itertools.chain(*(worker.told for worker in workers)))
+    assert (book.counts.failures, book.undone()) == (1, 3)
+
+
 def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before_its_first_group_is_one() -> None:
     workers = [begins(f"h/{place}.0") for place in range(3)]
     for worker in workers:
@@ -308,6 +360,31 @@ def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before
         book = book.after_all(one.told)
         counts.append((book.counts.lost, book.counts.failures))
     assert counts == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (5, 3)]
+
+
+def test_an_outage_of_the_store_is_counted_and_takes_nobodys_time() -> None:
+    worker = begins("h/0.0")
+    worker.synchronized(0, 1, 0)
+    outage = [StoreOutage(at_ns=500), StoreOutage(at_ns=9_500, is_over=True, away_ns=9_000)]
+    worker.trains(10)
+    book = HostLedger().after_all([*worker.told, *outage])
+    assert (book.counts.outages, book.counts.away_ns) == (1, 9_000)
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10_010) == 10 * STEP_NS
+
+
+def test_a_process_that_dies_before_it_has_told_anything_was_starting_up() -> None:
+    book = HostLedger().after(Start(at_ns=100, worker="h/0.0")).after(End(at_ns=900, worker="h/0.0", exit_code=1))
+    assert amount(book, "h/0.0", Account.START_UP, 10**6) == 800
+
+
+def test_the_end_is_never_before_what_the_worker_has_counted_itself() -> None:
+    worker = begins("h/0.0")
+    worker.synchronized(0, 1, 0)
+    worker.trains(3)
+    worker.ends(50)
+    book = HostLedger().after_all(worker.told)
+    assert book.why_wrong(10**6) == ""
+    assert book.lives["h/0.0"].ended_ns == 10 + 3 * STEP_NS
 
 
 def test_many_ended_workers_are_added_up_and_the_book_still_closes() -> None:

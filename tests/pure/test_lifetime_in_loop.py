@@ -9,6 +9,7 @@ import pytest
 
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.errors import NonRetryableException
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, StoppedEarly, nearest
 from torchelastic.lifetime.in_loop import LoopLifetime
 from torchelastic.lifetime.sources import Notice, Notices
@@ -75,6 +76,13 @@ def test_a_save_that_fails_is_tried_again_while_there_is_time() -> None:
     run.manager.failures = 3  # the one on trial, the one that measures, and the first try of the last one
     stop = run.steps(always(1.0))
     assert run.manager.steps == [stop.step]
+
+
+def test_a_step_that_cannot_be_saved_is_no_early_stop_but_a_failure() -> None:
+    run = Run(60.0, InMemory(save_s=1.0, failures=1000))
+    with pytest.raises(NonRetryableException, match=r"stopped after step \d+, .* could not be saved"):
+        run.steps(always(1.0))
+    assert run.world.calls == ["stop early"], "who is left is not started again by the launcher"
 
 
 def test_steps_that_become_a_hundred_times_as_long_near_the_deadline_are_noticed_by_the_clock() -> None:

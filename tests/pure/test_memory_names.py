@@ -29,6 +29,7 @@ from torchelastic.checkpoint.memory.commit import (
     meta_of,
 )
 from torchelastic.checkpoint.memory.ids import (
+    is_part,
     newest_of_step,
     object_of,
     parse_object,
@@ -121,6 +122,11 @@ def test_the_newest_save_of_a_step_is_that_with_the_greatest_name_of_those_with_
     objects = [*(object_of("145", shard) for shard in [*of_each, later]), object_of("146", later), "145/step-20_ckpt/x"]
     assert newest_of_step(objects, "145", 20) == [object_of("145", shard_of(again, rank, 2)) for rank in range(3)]
     assert newest_of_step(objects, "145", 21) == newest_of_step(objects, "146", 20) == []
+
+
+@pytest.mark.parametrize("text", ["", ".hidden", "a/b", "a b", "a.", "x" * 129, "ä"])
+def test_what_may_not_be_part_of_a_name(text: str) -> None:
+    assert not is_part(text)
 
 
 def tensor_metadata(dtype: torch.dtype = torch.float32) -> TensorStorageMetadata:

@@ -132,3 +132,12 @@ def test_elapsed_time_understands_both_clocks_and_is_never_negative() -> None:
     assert 5000 <= metrics.get_elapsed_time_ms(time.monotonic() - 5) < 6000
     assert 5000 <= metrics.get_elapsed_time_ms(time.time() - 5) < 6000
     assert metrics.get_elapsed_time_ms(time.time() + 5) == 0
+
+
+def test_misuse_is_named() -> None:
+    with pytest.raises(TypeError, match="MetricHandler instance"):
+        metrics.configure(Recording)  # type: ignore[arg-type] # the class instead of an instance is the mistake
+    with pytest.raises(TypeError, match=r"@profile\(\)"):
+        metrics.profile(len)  # type: ignore[arg-type] # decorating without parentheses is the mistake
+    with pytest.raises(TypeError):
+        metrics.MetricHandler()  # type: ignore[abstract] # so that a handler without emit cannot be configured

@@ -310,6 +310,11 @@ def test_small_objects_come_back_as_what_they_were(name: str) -> None:
     assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
 
 
+def test_small_objects_may_be_keys() -> None:
+    tree = {Colour.RED: 1, Path("/x"): torch.ones(2), Pair(1, 2): 3}
+    assert list(stored(tree)) == list(tree)
+
+
 class Guarded(namedtuple("Guarded", "a")):
     calls: ClassVar[list[str]] = []
 
@@ -384,6 +389,10 @@ def test_a_pickle_runs_only_if_both_sides_allow_it(tmp_path: Path) -> None:
     assert not written.exists(), "reading ran a pickle"
     unflatten(flat.structure, {}, allow_pickles=True)["x"].close()
     assert written.exists(), "the pickle of this test does nothing"
+
+
+def test_a_pickle_comes_back() -> None:
+    assert stored({"d": datetime.date(2020, 1, 2)}, allow_pickles=True) == {"d": datetime.date(2020, 1, 2)}
 
 
 def test_what_cannot_be_pickled_is_refused_by_its_path() -> None:

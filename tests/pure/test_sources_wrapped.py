@@ -140,6 +140,12 @@ def test_a_source_is_repeated_for_ever_but_not_where_it_has_nothing() -> None:
     assert list(source(3, 4, 0)) == []
 
 
+@pytest.mark.parametrize("wrong", [7, "x", {"token": 1}, {"block": 1, "drawn": 2, "source": 0, "more": 1}])
+def test_a_position_of_another_source_is_refused(wrong: object) -> None:
+    with pytest.raises(SourceError, match="taken from another source than this one, which has block, drawn, source"):
+        shuffled(NUMBERS, 4)(0, 1, wrong)
+
+
 def test_a_mixture_of_other_names_refuses_the_position() -> None:
     samples = opened(mixed({"a": NUMBERS, "b": NUMBERS}, {"a": 1, "b": 1}), 0, 1, 0)
     next(samples)

@@ -165,6 +165,26 @@ def test_failures_in_a_row_are_bounded_and_the_last_is_the_cause(monkeypatch: py
     assert tries == 4
 
 
+def test_the_same_error_at_one_step_is_raised_as_it_is_at_the_third_attempt() -> None:
+    class Hears(ScriptedCoordinator):
+        def fails_for_good(self) -> None:
+            self._note("fails_for_good")
+
+    coordinator, state, tries = Hears(), Counter(), 0
+
+    def step(state: Counter) -> None:
+        nonlocal tries
+        tries += state.count == 2
+        state.count += 1
+        if state.count == 3:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$") as caught:
+        train(coordinator, step, state)
+    assert caught.value.__cause__ is caught.value.__context__ is None, "one traceback"
+    assert (tries, coordinator.calls.count("fails_for_good")) == (3, 1)
+
+
 def test_the_same_error_of_a_sync_is_raised_at_the_third_attempt() -> None:
     class Broken(Counter):
         def sync(self) -> None:
@@ -278,6 +298,59 @@ def _returning(value_of: Callable[[Counter], Any]) -> Callable[[Counter], Any]:
 def test_anything_else_that_a_step_returns_is_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match="return None, a WorkerStats, or"):
         train(ScriptedCoordinator(), _returning(lambda _state: value), Counter())
+
+
+def test_something_that_is_no_state_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torchelastic\.State"):
+        train(ScriptedCoordinator(), count_to(1), object())  # type: ignore[arg-type]  # what the test is about
+
+
+def test_a_snapshot_without_apply_is_refused_before_anything_is_trained() -> None:
+    class Forgetful(torchelastic.State):
+        def sync(self) -> None: ...
+
+        def snapshot(self) -> int:
+            return 1
+
+    coordinator = ScriptedCoordinator()
+    with pytest.raises(torchelastic.NonRetryableException, match="apply"):
+        train(coordinator, count_to(1), Forgetful())
+    assert coordinator.calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "complaint"),
+    [
+        ("sync", lambda self, group: None, r"sync\(self\), or as sync\(self, world_size, rank\)"),
+        ("snapshot", lambda self, step: 1, r"snapshot\(self\)"),
+        ("apply", lambda self: None, r"apply\(self, snapshot\)"),
+        ("commit", lambda self, step: None, r"commit\(self\)"),
+        ("save", lambda self: None, r"save\(self, stream\)"),
+        ("load", lambda self, stream, extra: None, r"load\(self, stream\)"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused_before_anything_is_trained(
+    name: str, hook: Callable[..., Any], complaint: str
+) -> None:
+    coordinator, state = ScriptedCoordinator(), type("Mine", (Counter,), {name: hook})()
+    with pytest.raises(TypeError, match=rf"Mine\..*must be written as {complaint}"):
+        train(coordinator, count_to(1), state, checkpoint=MemoryManager())
+    assert coordinator.calls == []
+
+
+def test_hooks_for_checkpoints_are_only_looked_at_where_there_is_a_manager() -> None:
+    state = type("Mine", (Counter,), {"save": lambda self: None})()
+    train(ScriptedCoordinator(), count_to(2), state)
+    assert state.count == 2
+
+
+def test_a_train_step_that_cannot_be_called_is_refused_before_anything_is_trained() -> None:
+    def step(state: Counter, batch: int) -> None: ...
+
+    coordinator = ScriptedCoordinator()
+    with pytest.raises(TypeError, match=r"step\(state: .*, batch: .*\).* must be written as step\(state\)"):
+        train(coordinator, step, Counter())  # type: ignore[arg-type]  # what the test is about
+    assert coordinator.calls == []
 
 
 def test_what_a_decorator_adds_or_nothing_is_known_of_can_be_called() -> None:
@@ -398,6 +471,13 @@ def test_checkpoints_are_saved_when_the_state_says_so_and_loaded_at_the_next_sta
     assert seen == [4]
 
 
+def test_a_full_disk_costs_the_checkpoint_and_not_the_step() -> None:
+    manager, state = MemoryManager(), SavedCounter()
+    manager.fail = [OSError(28, "No space left on device")]
+    train(ScriptedCoordinator(), count_to(4), state, checkpoint=manager)
+    assert (state.count, state.applied, len(manager.saved)) == (4, [], 1)
+
+
 def test_a_checkpoint_is_not_loaded_again_after_a_failure() -> None:
     manager, state = MemoryManager(), SavedCounter()
     train(ScriptedCoordinator(), count_to(7, {6: RuntimeError()}), state, checkpoint=manager)
@@ -406,6 +486,20 @@ def test_a_checkpoint_is_not_loaded_again_after_a_failure() -> None:
 
 
 # --- the user's own loop ----------------------------------------------------------------------------------------------
+
+
+def test_steps_is_the_same_loop() -> None:
+    coordinator, state, faults = ScriptedCoordinator(), Counter(), [3]
+    for step in torchelastic.steps(coordinator, state):
+        with step:
+            if state.count == 5:
+                raise StopIteration
+            state.count += 1
+            if state.count in faults:
+                faults.remove(state.count)
+                raise RuntimeError("once")
+    assert (state.count, state.applied) == (5, [2])
+    assert coordinator.calls[-1] == "signal_training_done"
 
 
 Body = Callable[[Step], bool]
@@ -441,6 +535,26 @@ def leave_by_close(steps: Iterator[Step], body: Body) -> None:
 
 
 WAYS = [leave_by_break, leave_by_return, leave_by_islice, leave_by_error, leave_by_close]
+
+
+@pytest.mark.parametrize("leave", WAYS)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["anonymous", "kept in a variable"])
+def test_a_loop_that_is_left_ends_the_run_for_nobody_else(leave: Callable[..., None], is_kept: bool) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+
+    def body(step: Step) -> bool:
+        with step:
+            state.count += 1
+        return state.count == 3
+
+    kept = [torchelastic.steps(coordinator, state)]
+    with contextlib.suppress(ValueError):
+        leave(kept[0] if is_kept else kept.pop(), body)
+    kept.clear()
+    assert state.count == 3
+    assert "signal_training_done" not in coordinator.calls
+    assert coordinator.calls.count("loop_was_left") == 1
+    assert coordinator.calls[-1] == "loop_was_left"
 
 
 @pytest.mark.parametrize("leave", WAYS)
@@ -516,6 +630,30 @@ def test_a_peer_that_lost_the_last_step_is_synchronized_first_and_no_step_comes_
     assert coordinator.calls[-4:] == [
         "signal_training_done", "rendezvous_barrier", "init_process_group", "signal_training_done"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["finished", "left"])
+def test_a_coordinator_whose_run_is_over_trains_no_second_one(is_left: bool) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    if is_left:
+        for step in torchelastic.steps(coordinator, state):
+            with step:
+                state.count += 1
+            break
+    else:
+        train(coordinator, count_to(3), state)
+    with pytest.raises(torchelastic.NonRetryableException, match="or into two scripts"):
+        train(coordinator, count_to(5), state)
+
+
+def loop_without_with() -> None:
+    for _ in torchelastic.steps(ScriptedCoordinator(), Counter()):
+        pass
+
+
+def test_a_loop_without_the_with_block_is_told_so() -> None:
+    with pytest.raises(NotImplementedError, match="with step"):
+        loop_without_with()
 
 
 def test_a_coordinator_that_looks_for_no_hangs_takes_slow_sections_all_the_same() -> None:
