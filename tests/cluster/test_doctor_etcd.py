@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -147,12 +146,6 @@ def test_a_guarded_etcd_wants_the_right_login(
     assert "horse-wrong" not in text_of(judged)
 
 
-def test_a_login_that_nobody_asks_for_is_a_warning(etcd: EtcdServer) -> None:
-    found = check(url_of(etcd), TRAINER)
-    assert bad(found) == [WARNING]
-    assert "its authentication is off" in text_of(found)
-
-
 def test_an_encrypted_etcd_wants_its_authority(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     server_pair = authority.issue("server", common_name="etcd", names="IP:127.0.0.1")
@@ -212,16 +205,6 @@ def test_a_host_that_does_not_come_is_waited_for_no_longer_than_told(meet_all: M
     found = judge_meeting(facts)
     assert bad(found) == [ERROR]
     assert "1 of 2 hosts came" in text_of(found)
-
-
-def test_a_port_that_was_asked_for_is_visited_too(meet_all: Meet) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    one, other = meet_all({"ports": [port]}, {})
-    assert port in one.own.ports
-    assert other.visits[0].host.ports == one.own.ports
-    assert other.visits[0].failures == {}
-    assert bad(judge_meeting(other)) == []
 
 
 _IN_A_LAB = """

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Event, Job, RunRecords, pause, resume
+from tests.cluster.harness import Event, Job, pause, resume
 from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S
@@ -81,53 +79,6 @@ def test_while_etcd_is_down_for_longer_than_the_ttl_training_keeps_its_pace_and_
     assert_no_step_was_lost(job, found_s)
     assert "etcd is out of reach" in job.output()
     replace_a_worker(job)
-
-
-@pytest.mark.slow
-def test_when_etcd_comes_back_without_its_data_training_never_stops_and_later_a_lost_worker_is_replaced(
-    own_etcd: EtcdServer, jobs: MakeJob
-) -> None:
-    job = jobs(step_ms=40, epochs=16, wait_for_newcomer_at=[155])
-    start(job, own_etcd)
-    job.wait_for_step(15)
-    records = RunRecords(own_etcd.endpoint, RUN_ID)
-    roster = records.members()
-    own_etcd.restart(lose_data=True)
-    assert records.history(records.keys.incarnation) == [] or records.revision() < 20, "the data was not lost"
-    wait_until(lambda: records.members() == roster and records.rounds(), BACK_S, "members and round are put back")
-    assert '"restored":true' in records.history(records.keys.round)[0].value
-    time.sleep(2 * TTL_S)
-    assert_no_step_was_lost(job, time.monotonic())
-    assert records.rounds() == [(1, "running")]
-    replace_a_worker(job)
-
-
-@pytest.mark.slow
-def test_when_an_older_copy_of_etcds_data_is_put_back_training_never_stops_and_later_a_lost_worker_is_replaced(
-    tmp_path: Path, jobs: MakeJob
-) -> None:
-    data, copy = tmp_path / "data", tmp_path / "copy"
-    with EtcdServer(data_dir=data) as etcd:
-        job = jobs(step_ms=40, epochs=24, gates=[20], wait_for_newcomer_at=[30, 235])
-        records = RunRecords(etcd.endpoint, RUN_ID)
-        start(job, etcd)
-        job.wait_for("held", count=3, step=20)
-        etcd.kill()
-        shutil.copytree(data, copy)
-        etcd.restart()
-        job.kill_worker(2)  # what the copy does not know: rounds 2 and 3
-        job.open_gate(20)
-        wait_until(lambda: 3 in job.rounds(), 30, "it was replaced")
-        roster, revision = records.members(), records.revision()
-        etcd.kill()
-        shutil.rmtree(data)
-        copy.rename(data)
-        etcd.restart()
-        assert records.revision() < revision, "the data was not set back"
-        wait_until(lambda: records.members() == roster and records.rounds()[-1][0] == 3, BACK_S, "all is put back")
-        time.sleep(2 * TTL_S)
-        assert set(job.rounds()) == {1, 2, 3}, "it cost a round"
-        replace_a_worker(job)
 
 
 # --- longer than orphan_timeout ---------------------------------------------------------------------------------------

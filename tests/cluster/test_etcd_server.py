@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -123,15 +122,6 @@ def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: is_gone(pid), what="etcd ends with its owner")
 
 
-def test_it_is_stopped_and_cleaned_up_by_an_owner_that_just_ends(tmp_path: Path) -> None:
-    owner, pid = start_owner("sys.stdin.read()", tmp_path)
-    assert [child.name[:18] for child in tmp_path.iterdir()] == ["torchelastic-etcd-"]
-    owner.communicate(timeout=PATIENCE_S)
-    assert owner.returncode == 0
-    assert is_gone(pid)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_forked_child_that_ends_does_not_take_it_along(tmp_path: Path) -> None:
     owner, pid = start_owner(
         "import os\nchild = os.fork()\nif not child: sys.exit(0)\nos.waitpid(child, 0)\n"
@@ -145,17 +135,6 @@ def test_a_forked_child_that_ends_does_not_take_it_along(tmp_path: Path) -> None
     owner.communicate(timeout=PATIENCE_S)
     assert owner.returncode == 0
     assert is_gone(pid)
-
-
-def test_it_outlives_the_thread_that_started_it() -> None:
-    server = EtcdServer()
-    thread = threading.Thread(target=server.start)
-    thread.start()
-    thread.join()
-    time.sleep(0.1)  # a lifeline on that thread would have cut by now: the kernel sends the signal as the thread ends
-    assert not is_gone(server.pid)
-    write(server, "key", b"1")
-    server.stop()
 
 
 def test_without_a_binary_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,22 +228,3 @@ def test_a_free_port_that_was_taken_meanwhile_is_replaced_by_another(
 def test_another_etcd_on_the_port_is_not_taken_for_ours(etcd: EtcdServer) -> None:
     with pytest.raises(RuntimeError, match="cannot listen"):
         EtcdServer(port=etcd.port).start()
-
-
-def test_settings_for_another_etcd_in_the_environment_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ETCD_CONFIG_FILE", "/nonexistent/etcd.yaml")
-    monkeypatch.setenv("ETCD_NAME", "production-3")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    with EtcdServer() as server:
-        assert read(server, "key") is None
-
-
-def test_the_endpoint_of_a_server_on_all_addresses_is_this_hosts_name() -> None:
-    assert EtcdServer(host="0.0.0.0", port=2379).endpoint == f"{socket.gethostname()}:2379"
-    assert EtcdServer(host="::1", port=2379).endpoint == "[::1]:2379"
-
-
-def test_before_start_there_is_no_port() -> None:
-    with pytest.raises(RuntimeError, match=r"start\(\)"):
-        _ = EtcdServer().endpoint

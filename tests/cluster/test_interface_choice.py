@@ -67,14 +67,6 @@ def test_without_a_choice_hosts_take_the_way_to_etcd_and_where_that_does_not_joi
 
 
 @pytest.mark.slow
-def test_the_variable_is_as_good_as_the_option(jobs: MakeJob, lab: Lab) -> None:
-    job = jobs(epochs=1)
-    start(job, lab, TORCHELASTIC_IFACE=SUBNET)
-    assert job.wait() == [0, 0], job.output()[-4000:]
-    job.check_identity(finishers=2)
-
-
-@pytest.mark.slow
 def test_workers_without_a_launcher_and_their_agents_go_by_the_variable(jobs: MakeJob, lab: Lab) -> None:
     job = jobs(epochs=1)
     url = f"etcd://{lab.etcd.endpoint}/alone?min_workers=2&max_workers=2"
@@ -82,15 +74,6 @@ def test_workers_without_a_launcher_and_their_agents_go_by_the_variable(jobs: Ma
         job.start_alone(url, f"alone-{name}", host=lab[name], TORCHELASTIC_IFACE=SUBNET)
     assert job.wait() == [0, 0], job.output()[-4000:]
     job.check_identity(finishers=2)
-
-
-@pytest.mark.slow
-def test_the_doctor_looks_at_the_network_that_run_would_take(lab: Lab) -> None:
-    without, chosen = doctors(lab), doctors(lab, f"--iface={SUBNET}")
-    for name in NAMES:
-        assert without[name]["reach of hosts"] == ["error"]
-        assert chosen[name]["reach of hosts"] == ["ok"]
-        assert chosen[name]["gloo interface"] == ["ok"]
 
 
 def doctors(lab: Lab, *options: str) -> dict[str, dict[str, list[str]]]:

@@ -58,33 +58,3 @@ def test_a_run_connects_with_the_flags_that_were_printed(
     job.start(f"--rdzv-endpoint={etcd_over_tls.endpoint}", f"--rdzv-id={run_id}", *launcher_flags(said), nproc=1)
     assert job.wait() == [0], job.output()[-4000:]
     job.check_identity(finishers=1)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("case", "complaint"),
-    [
-        ("without a certificate", "wants a client certificate: give cert=FILE and key=FILE"),
-        ("with the certificate of another authority", "refuses the client certificate"),
-        ("believing in another authority", "a certificate that does not hold"),
-    ],
-)
-def test_who_does_not_belong_to_it_is_refused_with_one_error(
-    jobs: MakeJob, etcd_over_tls: EtcdServer, run_id: str, said: str, stranger: Path, case: str, complaint: str
-) -> None:
-    cacert, cert, key = launcher_flags(said)
-    flags = {
-        "without a certificate": [cacert],
-        "with the certificate of another authority": [
-            cacert,
-            f"--etcd-cert={stranger / 'client.pem'}",
-            f"--etcd-key={stranger / 'client.key'}",
-        ],
-        "believing in another authority": [f"--etcd-cacert={stranger / 'ca.pem'}", cert, key],
-    }[case]
-    job = jobs()
-    job.start(f"--rdzv-endpoint={etcd_over_tls.endpoint}", f"--rdzv-id={run_id}", *flags, nproc=1)
-    assert job.wait(60) == [1], job.output()[-3000:]
-    assert job.output().count(complaint) == 1
-    assert complaint in job.output().rstrip().splitlines()[-1]
-    assert not job.of("started"), "no worker is started for nothing"

@@ -107,27 +107,6 @@ if state.steps == 6:
     assert exit_codes(job) == [0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "error",
-    ['torchelastic.RetryableException("the storage is away")', 'RuntimeError(f"attempt {state.updates}")'],
-    ids=["retryable", "another error each time"],
-)
-def test_other_errors_are_repeated_as_before(jobs: MakeJob, tmp_path: Path, error: str) -> None:
-    job = jobs()
-    body = f"""
-state.updates += 1
-if state.steps == 1 and state.updates < 8:
-    raise {error}
-state.steps += 1
-if state.steps == 3:
-    raise StopIteration
-"""
-    notes = run(job, tmp_path, body=body)
-    assert exit_codes(job) == [0]
-    assert notes == ["started", "finished steps=3 updates=9"]
-
-
 def test_a_run_that_repeated_errors_leave_with_too_few_workers_does_not_wait_for_others(
     jobs: MakeJob, tmp_path: Path
 ) -> None:
@@ -258,23 +237,3 @@ if state.steps == 5:
     assert "RuntimeError: once; what the step had changed was not undone" in output[at_failure:]
     assert "was undone" not in output
     assert "after -1" not in output
-
-
-@pytest.mark.long
-def test_a_state_that_counts_in_its_own_way_gets_no_step_number_that_is_not_known(
-    jobs: MakeJob, tmp_path: Path
-) -> None:
-    job = jobs()
-    body = """
-state.updates += 1
-if state.updates == 3:
-    raise RuntimeError("once")
-state.steps += 1
-if state.steps == 5:
-    raise StopIteration
-"""
-    run(job, tmp_path, body=body)
-    assert exit_codes(job) == [0]
-    assert "a step was undone" in job.output()
-    assert "after -1" not in job.output()
-    assert "not undone" not in job.output()

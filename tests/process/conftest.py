@@ -48,6 +48,13 @@ def root(memory_folder: Path) -> Path:
 
 
 @pytest.fixture
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says which job this is, nor where its memory is."""
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_MEMORY_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def clocks() -> Clocks:
     return Clocks()
 

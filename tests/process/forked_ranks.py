@@ -1,4 +1,4 @@
-"""Ranks that may be killed: each run gets fresh processes, and what takes long to import is imported once.
+"""Ranks that may be killed, or stopped: each run gets fresh processes, and what takes long to import is imported once.
 
 They are forked by a process that has imported what the functions of earlier runs need, and has done nothing else.
 """
@@ -18,11 +18,29 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from tests.process.fork_server import fork_server
+from tests.waiting import wait_until
 
+#: How long a rank may take, also behind the death or the stop of another one.
 ANSWER_S = 60
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A rank that stops itself (SIGSTOP), and what has to happen before it goes on (SIGCONT).
+
+    Attributes:
+        rank: which.
+        until: a file that has to be there; None: all other ranks have ended.
+        meanwhile: function, arguments and number of ranks of another job that runs then.
+    """
+
+    rank: int
+    until: Path | None = None
+    meanwhile: tuple[Callable[..., Any], tuple[Any, ...], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,8 @@ def run_ranks(
     ranks: int = 1,
     environments: Sequence[Mapping[str, str]] = (),
     others_go_on: bool = False,
+    group_s: float = 60.0,
+    stop: Stop | None = None,
 ) -> list[Ended]:
     """Runs a module's function on each rank of a new gloo group; with one rank there is no group.
 
@@ -58,12 +78,23 @@ def run_ranks(
         arguments: for it.
         ranks: how many.
         environments: further variables for each rank.
-        others_go_on: when a rank is killed, the others are left alone; else they are killed too, as an agent does.
+        others_go_on: when a rank is killed, the others are left alone until they end by themselves, which is when they
+            could do most harm; else they are killed too, as an agent does.
+        group_s: the time limit of the process group.
+        stop: one of them stops itself.
+
+    Returns:
+        How each has ended; behind them, the ranks of the job that ran while one was stopped.
     """
     nursery = _nursery()
-    nursery.send((function, arguments, ranks, environments, others_go_on))
-    assert nursery.poll(2 * ANSWER_S), "the processes do not end"
-    answer = nursery.recv()
+    try:
+        nursery.send((function, arguments, ranks, environments, others_go_on, group_s, stop))
+        assert nursery.poll(3 * ANSWER_S), "the processes do not end"
+        answer = nursery.recv()
+    except BaseException:  # a time limit of pytest, say: the answer that is still to come is no other test's
+        nursery.close()
+        _nursery.cache_clear()
+        raise
     if isinstance(answer, str):
         raise AssertionError(answer)
     ended: list[Ended] = answer
@@ -75,14 +106,14 @@ def _nursery() -> Connection:
     """The process that the ranks are forked from. It ends when this one does."""
     context = fork_server()
     here, there = context.Pipe()
-    process = context.Process(target=answer_with, args=(there, _fork))
+    process = context.Process(target=_answer_with, args=(there, _fork))
     process.start()
     there.close()
     atexit.register(here.close)  # before multiprocessing waits for it
     return here
 
 
-def answer_with(end: Connection, fork: Callable[..., Any]) -> None:
+def _answer_with(end: Connection, fork: Callable[..., Any]) -> None:
     """What a process does that forks the others: it answers until the other end closes."""
     while True:
         try:
@@ -101,27 +132,50 @@ def _fork(
     ranks: int,
     environments: Sequence[Mapping[str, str]],
     others_go_on: bool,
+    group_s: float,
+    stop: Stop | None,
 ) -> list[Ended]:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ends: list[Connection] = []
-        processes = []
-        for rank in range(ranks):
-            here, there = context.Pipe()
-            environment = _environment(rank, ranks) | dict(environments[rank] if environments else {})
-            process = context.Process(
-                target=_be_rank, args=(there, environment, f"{folder}/store", function, arguments), daemon=True
-            )
-            process.start()
-            there.close()
-            ends.append(here)
-            processes.append(process)
+        ends: dict[int, Connection] = {}
+        processes: list[Any] = []
+
+        def on_killed() -> None:
+            for process in () if others_go_on else processes:
+                process.kill()
+
         try:
-            return _collect(ends, processes, others_go_on)
-        finally:
+            for rank in range(ranks):
+                ends[rank], there = context.Pipe()
+                environment = _environment(rank, ranks) | dict(environments[rank] if environments else {})
+                target = (there, environment, f"{folder}/store", group_s, function, arguments)
+                processes.append(context.Process(target=_be_rank, args=target, daemon=True))
+                processes[-1].start()
+                there.close()
+            answers: dict[int, tuple[Any, str | None]] = {}
+            further: list[Ended] = []
+            if stop is not None:
+                if stop.until is None:
+                    answers = _answers_of({rank: end for rank, end in ends.items() if rank != stop.rank}, on_killed)
+                wait_until(lambda: _is_stopped(processes[stop.rank].pid), ANSWER_S, f"rank {stop.rank} stops")
+                wait_until(lambda: stop.until is None or stop.until.exists(), ANSWER_S, f"{stop.until} is there")
+                if stop.meanwhile is not None:
+                    other, others_arguments, others = stop.meanwhile
+                    further = _fork(other, others_arguments, others, (), others_go_on, group_s, None)
+                os.kill(processes[stop.rank].pid, signal.SIGCONT)
+            answers |= _answers_of({rank: end for rank, end in ends.items() if rank not in answers}, on_killed)
             for process in processes:
+                process.join(20)
+            return [Ended(*answers[rank], each.exitcode) for rank, each in enumerate(processes)] + further
+        finally:
+            for process, here in zip(processes, ends.values(), strict=True):
                 process.kill()
                 process.join(20)
+                here.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def values(ended: Sequence[Ended]) -> list[Any]:
@@ -138,23 +192,10 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def _collect(ends: list[Connection], processes: list[Any], others_go_on: bool) -> list[Ended]:
-    def on_killed() -> None:
-        for process in () if others_go_on else processes:
-            process.kill()
-
-    answers = answers_of(dict(enumerate(ends)), ANSWER_S, on_killed)
-    for process in processes:
-        process.join(20)
-    return [Ended(*answers[rank], process.exitcode) for rank, process in enumerate(processes)]
-
-
-def answers_of(
-    ends: Mapping[int, Connection], within_s: float, on_killed: Callable[[], None] = lambda: None
-) -> dict[int, tuple[Any, str | None]]:
+def _answers_of(ends: Mapping[int, Connection], on_killed: Callable[[], None]) -> dict[int, tuple[Any, str | None]]:
     """What the ranks answer, by rank; (None, None) for one that was killed, of which `on_killed` is told."""
     answers: dict[int, tuple[Any, str | None]] = {}
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + ANSWER_S
     waiting = dict(ends)
     while waiting:
         ready = wait(list(waiting.values()), timeout=max(0.0, deadline_s - time.monotonic()))
@@ -169,11 +210,17 @@ def answers_of(
 
 
 def _be_rank(
-    end: Connection, environment: Mapping[str, str], store: str, function: Callable[..., Any], arguments: Any
+    end: Connection,
+    environment: Mapping[str, str],
+    store: str,
+    group_s: float,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    # after a fork torch makes a new thread pool at its first use, without a lock: two threads at once would fail
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(ANSWER_S - 10, file=2)
     os.environ.update(environment)
@@ -186,7 +233,7 @@ def _be_rank(
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=ranks,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=group_s),
             )
         answer: tuple[Any, str | None] = function(*arguments), None
     except BaseException as error:

@@ -24,8 +24,6 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
-from torchelastic.adapters.hugging_face.state import RankState, save_step, tensors_of
-from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
 from torchelastic.checkpoint.memory import saver, slots
 from torchelastic.checkpoint.memory.room import Free
@@ -231,14 +229,6 @@ def look(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
         elif file.suffix == ".json":
             content[file.name] = json.loads(file.read_text())
     return path, content, tuple(warnings.texts)
-
-
-def look_at_a_checkpoint_of_other_code(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
-    """As `look`, after somebody has saved something else into the container."""
-    tier = StorageTier(run.base, async_save=False, timeout_s=30)
-    save_step(tier, 3, tensors_of(RankState({"weights": torch.ones(3)}, {}, {}), tier.ranks.rank))
-    tier.close()
-    return look(run)
 
 
 def _without_tensors(value: Any) -> Any:

@@ -395,29 +395,6 @@ def expected_plain(value: float) -> Any:
     return plain(plain_state(value))
 
 
-def add_a_tensor(root: str, hosts: str) -> dict[str, Any]:
-    """With the structure cached, a tensor is added on one rank's side of the state, and another one changes shape."""
-    with memory(root, hosts) as mem:
-        strategy = MegatronAsyncSaveStrategy(mem.writer, use_cached_ckpt_structure=True)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        plans, states = [], []
-        for step in range(1, 8):
-            state = plain_state(float(step))
-            if step >= 4 and rank == 1:  # only one rank has it
-                state["late"] = ShardedTensor.from_rank_offsets("late", torch.full((2,), float(step)))
-            if step >= 6:
-                state["rows"] = ShardedTensor.from_rank_offsets(
-                    "rows", torch.full((4, 3), float(10 * step + rank)), (0, rank, ranks)
-                )
-            states.append(plain(state))
-            save_local_aware_megatron_checkpoint(state, mem.step(step), strategy, async_save=False)
-            plans.append(strategy.plans_made)
-        wanted = plain_state(-1.0)
-        wanted["late"] = ShardedTensor.from_rank_offsets("late", torch.zeros(2), replica_id=rank)
-        wanted["rows"] = ShardedTensor.from_rank_offsets("rows", torch.zeros(4, 3), (0, rank, ranks))
-        return {"plans": plans, "loaded": load_with(mem, wanted), "saved": states[-1]}
-
-
 @dataclass
 class Lived:
     """What became of a job with troubles.

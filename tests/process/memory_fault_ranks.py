@@ -1,6 +1,6 @@
 """Ranks that are killed or stopped in the middle of a save into memory, and the job that starts after them.
 
-What these functions do on each rank is run by `faulty_jobs.Nursery`.
+What these functions do on each rank is run by `forked_ranks.run_ranks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.process.faulty_jobs import ENDING_S
+from tests.process.forked_ranks import ANSWER_S
 from tests.process.memory_ranks import base_of
 from tests.process.memory_saves import Saving, State, blank, same
 from torchelastic.checkpoint.memory import (
@@ -191,7 +191,7 @@ def save_one(each: Saving, step: int, attempt: int = 0, is_async: bool = False) 
     assert isinstance(each.writer, WriterWithExtra)
     each.writer.attempt = attempt
     if is_async:
-        each.async_save(state, step).result(ENDING_S)
+        each.async_save(state, step).result(ANSWER_S)
     else:
         each.save(state, step)
 
@@ -204,7 +204,7 @@ def life(
     with rank_of(root, hosts, disk, silent_s) as each, heard() as warnings_heard:
         rank, step = each.replication.rank, each.latest()
         found = _loaded(each, step, len(hosts))
-        each.loader.wait_for_replicas(ENDING_S)
+        each.loader.wait_for_replicas(ANSWER_S)
         if step is None:
             step = OLD
             save_one(each, step, attempt, is_async)
@@ -241,7 +241,7 @@ def recovered(roots: Sequence[str], hosts: str, attempt: int = 1) -> list[dict[s
 def _recovered(root: str, hosts: str, attempt: int) -> dict[str, Any]:
     with rank_of(root, hosts) as each, heard() as warnings_heard:
         step = each.latest()
-        outcome = {"found": _loaded(each, step, len(hosts)), "made": each.loader.wait_for_replicas(ENDING_S)}
+        outcome = {"found": _loaded(each, step, len(hosts)), "made": each.loader.wait_for_replicas(ANSWER_S)}
         each.replication.all_gather("made", None)
         save_one(each, OLD if step is None else step + 10, attempt)
         outcome["skipped"] = each.saver.skipped.count()
@@ -263,7 +263,7 @@ def restarted(root: str, hosts: str, lost: str = "") -> dict[str, Any]:
     with rank_of(root, hosts) as each:
         step = each.latest()
         found = _loaded(each, step, len(hosts))
-        each.loader.wait_for_replicas(ENDING_S)
+        each.loader.wait_for_replicas(ANSWER_S)
         each.replication.all_gather("made", None)
         assert step is not None
         save_one(each, step + 10, 1)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import accelerate  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.process.accelerate_runs import (
@@ -23,7 +22,6 @@ from tests.process.accelerate_runs import (
     train,
 )
 from tests.process.forked_ranks import Ended, run_ranks, values
-from torchelastic.adapters.accelerate import MemoryCheckpointer
 
 STEPS = EPOCHS * EPOCH_STEPS
 #: The seeds of the first start, and of the one after the crash.
@@ -101,11 +99,6 @@ def test_the_number_of_ranks_may_change(base: str) -> None:
     assert [(one.loaded, one.seen) for one in outcomes] == [(4, STEPS)] * 2
 
 
-def test_without_a_checkpoint_nothing_is_loaded(base: str, alone: Outcome) -> None:
-    (outcome,) = trained(Run(base), FIRST)
-    assert (outcome.loaded, outcome.losses, outcome.digest) == (None, alone.losses, alone.digest)
-
-
 def test_another_number_of_models_is_named(base: str) -> None:
     crash(Run(base, 3))
     (said,) = values(start(load_with_one_model_less, Run(base)))
@@ -115,14 +108,3 @@ def test_another_number_of_models_is_named(base: str) -> None:
 def test_what_cannot_be_saved_is_named(base: str) -> None:
     (said,) = values(start(save_what_cannot_be_saved, Run(base)))
     assert "extra/logger" in said
-
-
-def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"accelerate\.Accelerator"):
-        MemoryCheckpointer("cuda", "/dev/shm/job7")
-    accelerator = accelerate.Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="timeout_s"):
-        MemoryCheckpointer(accelerator, "/dev/shm/job7", timeout_s=0)
-    monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
-    with pytest.raises(ValueError, match=r"FSDP.*MemoryStorageWriter"):
-        MemoryCheckpointer(accelerator, "/dev/shm/job7")

@@ -28,7 +28,7 @@ from torchelastic.agent.events import (
     WorkerLeaves,
 )
 from torchelastic.rendezvous.client import AgentClient, AgentError
-from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import Member, Round, RoundState
 
 Scenario = Callable[["Host"], Awaitable[None]]
 
@@ -178,37 +178,6 @@ def test_a_process_of_another_user_is_refused_by_the_files_modes_and_without_the
         with_host(Path(folder), scenario)
 
 
-def test_a_worker_is_welcomed_joins_and_is_declared(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="hello", pid=7, local_rank=1)
-        welcome = await worker.hear()
-        assert (welcome["op"], welcome["host"], welcome["closed"]) == ("welcome", "h", False)
-        join(worker)
-        await until(lambda: host.declared)
-        member = host.declared[0]
-        assert (member.member_id, member.step, member.ready_for) == (welcome["member"], 3, 1)
-        assert member.state_status is StateStatus.COMPLETE
-
-    with_host(tmp_path, scenario)
-
-
-def test_every_change_of_the_round_is_told_and_the_next_join_asks_for_the_one_after(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="hello", pid=7, local_rank=0)
-        name = (await worker.hear())["member"]
-        host.connections.on_event(RoundChanged(Round(4, RoundState.RUNNING, (name,), "h:1")))
-        assert (await worker.hear())["round"]["number"] == 4
-        host.connections.on_event(RoundChanged(Round(4, RoundState.BROKEN, (name,), "h:1")))
-        assert (await worker.hear())["round"]["state"] == "broken"
-        join(worker, failed=True)
-        await until(lambda: host.declared)
-        assert (host.declared[-1].ready_for, host.declared[-1].failed) == (5, True)
-
-    with_host(tmp_path, scenario)
-
-
 def test_who_hangs_up_is_withdrawn_unless_it_has_finished(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         names = []
@@ -300,17 +269,6 @@ def test_a_field_with_an_impossible_value_ends_that_connection_without_a_traceba
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_metrics_are_passed_on_with_the_rank_they_come_from(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        worker = await host.open()
-        worker.say(op="metrics-hello", pid=7, local_rank=2)
-        worker.say(op="metrics", items=[["g", "n", 1.5, 0.0]])
-        await until(lambda: host.metrics)
-        assert host.metrics == [(2, [["g", "n", 1.5, 0.0]])]
-
-    with_host(tmp_path, scenario)
-
-
 def test_while_the_store_is_being_found_workers_wait_and_a_refusal_reaches_them(tmp_path: Path) -> None:
     async def run() -> None:
         host = Host(tmp_path)
@@ -372,14 +330,6 @@ def test_a_spare_that_asks_to_leave_goes_at_once_and_is_not_started_again(tmp_pa
         assert (await hear_fatal(worker))["kind"] == "drained"
         assert host.let_leave == [4711]
         assert len(host.withdrawn) == 1
-
-    with_host(tmp_path, scenario)
-
-
-def test_a_member_of_another_agent_cannot_be_told_to_leave(tmp_path: Path) -> None:
-    async def scenario(host: Host) -> None:
-        assert not host.connections.leave("h-0-other1")
-        assert host.declared == []
 
     with_host(tmp_path, scenario)
 

@@ -93,15 +93,6 @@ def test_what_a_failed_call_was_given_is_let_go(queue: AsyncCallsQueue) -> None:
     assert is_held() is None
 
 
-def test_a_failure_is_told_by_close(queue: AsyncCallsQueue) -> None:
-    bad, after = done_work(ValueError("disk on fire")), done_work()
-    queue.schedule_async_request(bad.request)
-    queue.schedule_async_request(after.request)
-    with pytest.raises(AsyncCheckpointError, match="call 1 failed"):
-        queue.close()
-    assert (bad.finalized, after.finalized, queue.get_num_unfinalized_calls()) == (0, 1, 0)
-
-
 def test_a_failing_finalize_function_is_the_callers_own_error(queue: AsyncCallsQueue) -> None:
     def fail() -> None:
         raise LookupError("mine")
@@ -194,17 +185,3 @@ def test_the_thread_gives_way_and_the_trainer_does_not() -> None:
         queue.schedule_async_request(AsyncRequest(lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)), (), []))
     assert seen == [before + 2]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"cpu_priority": 30}, {"io_priority": 9}, {"sigterm_timeout": -1}, {"timeout_s": 0}, {"worker": "fork"}]
-)
-def test_arguments_out_of_range_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        AsyncCallsQueue(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("wrong", [{"io_priority": 3}, {"cpu_shm_mode": True}])
-def test_a_thread_has_no_options_of_processes(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="worker processes"):
-        AsyncCallsQueue(worker="thread", **wrong)  # type: ignore[arg-type]

@@ -50,13 +50,6 @@ def test_a_failed_save_is_told_and_the_next_one_works(checkpoint: TorchAsyncChec
     assert torch.load(tmp_path / "a.pt", weights_only=True) == {"x": torch.ones(1)}
 
 
-def test_only_paths_can_be_written_to(checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
-    with (tmp_path / "open").open("wb") as file, pytest.raises(TypeError, match="path of a file"):
-        checkpoint.async_save({}, file)
-    with pytest.raises(TypeError, match="path of a file"):
-        checkpoint.async_save({})
-
-
 class Unsavable:
     def __reduce__(self) -> str:
         raise ValueError("cannot be saved")
@@ -81,10 +74,6 @@ def test_what_a_killed_writer_has_left_is_removed_by_the_next_one(tmp_path: Path
     assert not left[dead].exists()
     assert left[me].exists(), "a living process of this host may be writing it"
     assert left[elsewhere].exists(), "who can tell whether it lives on another host"
-
-
-def test_save_is_that_of_torch() -> None:
-    assert TorchAsyncCheckpoint().save is torch.save
 
 
 def test_files_appear_with_the_users_umask(tmp_path: Path) -> None:

@@ -67,17 +67,6 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_bit_for_bit(folder:
     assert extra == [3, 0, [1.0, 1.0, 1.0]]
 
 
-def test_a_first_start_returns_none_and_changes_nothing(folder: Path) -> None:
-    job = Job(folder)
-    before = everything(job)
-    assert job.state.maybe_resume_from_ckpt() is None
-    assert everything(job) == before
-    assert not job.optimizer.state
-    assert not folder.exists()
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        job.state.load()
-
-
 def test_what_is_saved_in_the_background_are_the_values_at_the_call(folder: Path) -> None:
     job = Job(folder)
     job.train(1)
@@ -136,18 +125,6 @@ def test_the_newest_place_that_is_left_is_resumed_from(folder: Path) -> None:
         assert extra is not None
         assert (extra["iteration"], extra["digest"]) == (iteration, again.digest())
         again.state.close()
-
-
-def test_places_that_make_no_sense_are_refused() -> None:
-    model = jobs.net(0)
-    with pytest.raises(ValueError, match="both say where to save"):
-        BCPState(model, None, default_ckpt_path="x", tiers=[DiskTier("y")])
-    with pytest.raises(ValueError, match="give one in tiers"):
-        BCPState(model, None, replicas=1)
-    with pytest.raises(ValueError, match="replicas is 1"):
-        BCPState(model, None, tiers=[DiskTier("y")], replicas=1)
-    with pytest.raises(ValueError, match="give at least one"):
-        BCPState(model, None, tiers=[])
 
 
 OTHERS: dict[str, tuple[Callable[[Path], BCPState], str]] = {
@@ -286,22 +263,6 @@ def test_an_extra_state_that_cannot_be_saved_is_named_and_nothing_is_written(fol
     with pytest.raises(TypeError, match="return a dict"):
         wrong.save()
     wrong.close()  # its background may still be making the folder
-
-
-def test_wrong_arguments_are_refused_at_once() -> None:
-    model = jobs.net(0)
-    with pytest.raises(ValueError, match="framework='megatron' is not one of ddp, fsdp, fsdp2"):
-        BCPState(model, adam(model), "megatron")
-    with pytest.raises(ValueError, match=r"framework='fsdp2', but no parameter .* call fully_shard"):
-        BCPState(model, adam(model), "fsdp2")
-    with pytest.raises(ValueError, match=r"model is of type OrderedDict: give the torch\.nn\.Module itself"):
-        BCPState(model.state_dict(), adam(model))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="optimizer is of type dict"):
-        BCPState(model, [adam(model).state_dict()])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="give 1 or more"):
-        BCPState(model, adam(model), keep=0)
-    with pytest.raises(ValueError, match=r"the optimizer AdamW has 6 parameter.* not in the model"):
-        BCPState(model, adam(jobs.net(0))).state_dict()
 
 
 LAST_SAVE = """

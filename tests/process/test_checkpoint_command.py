@@ -251,14 +251,3 @@ def test_the_launcher_knows_the_command_and_loads_nothing_for_it() -> None:
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def test_on_a_terminal_the_table_is_drawn_by_rich(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_tree(tmp_path / "one.shard", {"[bold]x": torch.ones(1)})
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert "one.shard" in run(capsys, "ls", tmp_path / "one.shard")[1]
-    assert "[bold]x" in run(capsys, "show", tmp_path / "one.shard", "--tensors")[1]
-    assert "intact" in run(capsys, "verify", tmp_path / "one.shard")[1]

@@ -12,8 +12,7 @@ import torch
 
 from tests.process.command_checkpoints import Capture, flip, lines_of, run
 from tests.process.memory_jobs import tmpfs_folder
-from tests.process.memory_left_overs import COMMON, left_by_a_killed_job, state_of
-from torchelastic.checkpoint.memory.dead_jobs import find_dead
+from tests.process.memory_left_overs import left_by_a_killed_job, state_of
 from torchelastic.checkpoint.shards.reading import ShardReader
 
 
@@ -48,16 +47,6 @@ def test_a_container_and_a_step_of_it_are_listed(base: Path, capsys: Capture) ->
         assert (one["complete"], one["damage"], one["partial"]) == (True, None, None)
         assert one["files"] == [str(shard_of(folder))]
     assert run(capsys, "ls", base)[1].splitlines()[1].split()[-2:] == ["memory", "complete"]
-
-
-def test_looking_claims_nothing_and_changes_nothing(base: Path, capsys: Capture) -> None:
-    folder = left_by_a_killed_job(base, 20)
-    (base / ".tmp-1-0123").write_bytes(b"a slot of a dead rank")
-    before = {path: path.lstat().st_ctime_ns for path in base.rglob("*")}
-    for words in (["ls"], ["show", "--tensors", "--values"], ["verify"]):
-        assert run(capsys, words[0], folder, *words[1:])[0] == 0
-    assert {path: path.lstat().st_ctime_ns for path in base.rglob("*")} == before
-    assert len(find_dead(base)) == 1
 
 
 def test_show_lists_tensors_values_and_whose_it_is(base: Path, capsys: Capture) -> None:
@@ -97,17 +86,6 @@ def test_verify_names_what_is_damaged(base: Path, capsys: Capture) -> None:
     code, out, _ = run(capsys, "verify", base)
     assert code == 1
     assert str(commit) in out
-
-
-def test_verify_compares_the_extra_files_with_the_commit(base: Path, capsys: Capture) -> None:
-    extra = left_by_a_killed_job(base, 20) / "common.pt"
-    assert extra.read_bytes() == COMMON
-    extra.write_bytes(b"something else")
-    code, out, _ = run(capsys, "verify", base)
-    assert code == 1
-    assert str(extra) in out
-    extra.unlink()
-    assert run(capsys, "verify", base)[0] == 1
 
 
 def test_a_shard_that_is_on_another_host_makes_it_partial_and_not_damaged(base: Path, capsys: Capture) -> None:

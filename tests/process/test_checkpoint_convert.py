@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,22 +110,6 @@ def test_safetensors_of_a_nested_state_joins_names_and_notes_the_tied_one(stored
     assert "tied too" not in loaded
     with safe_open(stored["safetensors"], framework="pt") as file:
         assert file.metadata()["tied too"] == "tied"
-
-
-def test_a_folder_of_safetensors_is_put_together_and_a_missing_file_named(tmp_path: Path, capsys: Capture) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("one", "two"):
-        safetensors.torch.save_file({name: torch.ones(2)}, folder / f"{name}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}'
-    )
-    convert(folder, tmp_path / "s", "shard")
-    assert sorted(load_tree(tmp_path / "s")) == ["one", "two"]
-    (folder / "two.safetensors").unlink()
-    assert "lacks two.safetensors" in refusal(capsys, folder, tmp_path / "t", "--to", "shard")
-    shutil.copy(folder / "one.safetensors", folder / "two.safetensors")
-    assert "'one'" in refusal(capsys, folder, tmp_path / "t", "--to", "shard")
 
 
 def test_a_checkpoint_of_dcp_itself_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +17,7 @@ from tests.waiting import wait_until
 from torchelastic.lifetime import close_all, detect, nearest
 from torchelastic.lifetime.sources import AwsSpot, AzureScheduledEvents, GcpPreemption, Poller
 from torchelastic.lifetime.sources.clouds import MetadataSource
-from torchelastic.lifetime.sources.metadata import Answer, NoAnswerError, open_url, request
+from torchelastic.lifetime.sources.metadata import NoAnswerError, open_url, request
 
 Make = Callable[..., MetadataSource]
 CLOUDS: list[Make] = [AwsSpot, GcpPreemption, AzureScheduledEvents]
@@ -160,47 +159,6 @@ def test_an_absent_service_is_found_out_once_and_quietly(
     assert len(asked) == 3
     assert not absent.is_present
     assert not caplog.records
-
-
-@each_cloud
-def test_an_absent_service_that_was_expected_is_one_warning_with_a_remedy(
-    make: Make, clocks: Clocks, caplog: pytest.LogCaptureFixture
-) -> None:
-    absent = source(make, "http://127.0.0.1:1", clocks, is_expected=True)
-    assert [absent.poll() for _ in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0], "it is asked on"
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "no metadata service" in record.getMessage()
-    assert "hop" in record.getMessage() or "169.254.169.254" in record.getMessage()
-
-
-@each_cloud
-def test_an_expected_service_that_comes_up_later_is_found(make: Make, cloud: Cloud, clocks: Clocks) -> None:
-    """The metadata server of GKE answers only seconds after the pod has started."""
-    late = source(make, cloud.endpoint, clocks, is_expected=True)
-    cloud.is_down = True
-    for _ in range(4):
-        assert late.poll() is not None
-    assert not late.is_present
-    cloud.is_down = False
-    assert late.poll() in (2.0, 5.0)
-    assert late.is_present
-
-
-def test_an_expected_service_that_is_slow_to_answer_is_given_more_time(cloud: Cloud, clocks: Clocks) -> None:
-    given_s: list[float] = []
-
-    def slow(asks: urllib.request.Request, timeout_s: float) -> Answer:
-        given_s.append(timeout_s)
-        if timeout_s < 6.0:
-            raise NoAnswerError(f"no answer within {timeout_s:g} s")
-        return open_url(asks, timeout_s)
-
-    gcp = source(GcpPreemption, cloud.endpoint, clocks, is_expected=True, opener=slow)
-    while not gcp.is_present:
-        gcp.poll()
-        assert len(given_s) < 10
-    assert given_s[:4] == [1.0, 2.0, 4.0, 8.0]
 
 
 def test_a_cloud_that_is_named_and_comes_up_after_the_first_seconds_is_heard_of_all_the_same(cloud: Cloud) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.process.deadline_clocks import PATIENCE_S, Clocks
 from tests.process.sigterm_cases import ENDED_BY_SIGTERM, exit_code_of
-from torchelastic.lifetime import DeadlineAt, nearest
+from torchelastic.lifetime import nearest
 from torchelastic.lifetime.deadline import unsure_since_s
 from torchelastic.lifetime.sources import SignalNotices, SlurmDeadline, close_all, detect
 
@@ -158,14 +158,6 @@ def test_on_another_thread_nothing_is_installed_and_it_is_said(clocks: Clocks) -
 # --- the signal of a scheduler ----------------------------------------------------------------------------------------
 
 
-def test_usr1_a_minute_early_is_no_reason_to_stop_a_minute_early(clocks: Clocks) -> None:
-    job = DeadlineAt("SLURM", clocks.now_s + 360.0, "squeue says so")  # --signal=USR1@300
-    notices = SignalNotices({USR1: 60.0}, scheduler=job, clock=clocks.clock)
-    signal.raise_signal(USR1)
-    assert notices.remaining_s(clocks.now_s) is None
-    notices.close()
-
-
 def test_usr1_asks_the_scheduler_anew_and_believes_it(clocks: Clocks) -> None:
     """Preempted: the end of the job was far, and is near now."""
     end_s = clocks.wall_s + 7200.0
@@ -188,17 +180,6 @@ def test_usr1_asks_the_scheduler_anew_and_believes_it(clocks: Clocks) -> None:
     assert notices.remaining_s(clocks.now_s) is None
     signal.raise_signal(USR1)  # but another one is another one
     assert notices.remaining_s(clocks.now_s) == 60.0
-    notices.close()
-
-
-def test_sigterm_asks_the_scheduler_anew_too(clocks: Clocks) -> None:
-    job = SlurmDeadline("42", runner=lambda *_: "", clock=clocks.clock, wall_clock=clocks.wall_clock)
-    asked: list[float] = []
-    job.when_asked_again(asked.append)
-    notices = SignalNotices({TERM: 30.0}, scheduler=job, clock=clocks.clock)
-    signal.raise_signal(TERM)
-    assert notices.remaining_s(clocks.now_s) == 30.0
-    assert len(asked) == 1
     notices.close()
 
 
@@ -259,19 +240,6 @@ def test_sigterm_is_left_to_whoever_has_a_handler_and_else_taken_also_under_the_
     assert taken() == {}
     signal.signal(TERM, signal.SIG_IGN)
     assert taken() == {}
-
-
-def test_in_a_slurm_job_usr1_is_one_too() -> None:
-    signal.signal(TERM, signal.SIG_DFL)
-    signal.signal(USR1, signal.SIG_DFL)
-    assert taken(SLURM_JOB_ID="42") == {"SIGTERM": 30.0, "SIGUSR1": 60.0}
-
-
-def test_what_the_user_names_is_taken_in_any_case() -> None:
-    signal.signal(TERM, lambda *_: None)
-    variables = {"TORCHELASTIC_INIT_METHOD": "etcd://h:1/r", "TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM=5,SIGINT"}
-    assert taken(**variables) == {"SIGTERM": 5.0, "SIGINT": 30.0}
-    assert taken(TORCHELASTIC_DEADLINE_SIGNALS="none", SLURM_JOB_ID="42") == {}
 
 
 @pytest.mark.parametrize(("number", "ended"), [("SIGUSR1", 75), ("SIGTERM", -15)])

@@ -16,8 +16,6 @@ from tests.process.metadata_servers import Cloud
 from tests.waiting import wait_until
 from torchelastic.lifetime import Deadline, nearest
 from torchelastic.lifetime.sources import (
-    AwsSpot,
-    GcpPreemption,
     Poller,
     PreStopFile,
     SlurmDeadline,
@@ -71,12 +69,6 @@ def test_without_it_squeue_is_asked_in_a_way_that_no_setting_of_the_user_changes
     assert squeue.variables == {"SLURM_TIME_FORMAT": "%s"}
 
 
-def test_near_the_end_squeue_is_asked_more_often(clocks: Clocks) -> None:
-    following_s = slurm(Squeue(f"42 {NOON_S + 50:.0f}"), clocks).poll()
-    assert following_s is not None
-    assert 22.0 <= following_s <= 28.0
-
-
 def test_the_end_of_a_job_may_be_moved_both_ways(clocks: Clocks) -> None:
     squeue = Squeue(f"42 {NOON_S + 60:.0f}")
     job = slurm(squeue, clocks, SLURM_JOB_END_TIME=f"{NOON_S + 600:.0f}")
@@ -88,14 +80,6 @@ def test_the_end_of_a_job_may_be_moved_both_ways(clocks: Clocks) -> None:
     squeue.says = "42 N/A"
     job.poll()
     assert job.remaining_s(clocks.now_s) is None
-
-
-def test_an_end_that_stays_does_not_move_with_the_clock_of_the_host(clocks: Clocks) -> None:
-    job = slurm(Squeue(f"42 {NOON_S + 600:.0f}"), clocks)
-    job.poll()
-    clocks.wall_s -= 3600.0
-    job.poll()
-    assert job.remaining_s(clocks.now_s) == 600.0
 
 
 @pytest.mark.parametrize("says", [SlurmCommandError("slurm_load_jobs error"), "", "42 soon", "<html>"], ids=str)
@@ -111,27 +95,10 @@ def test_a_squeue_that_fails_changes_nothing_and_is_one_warning(
     assert "the end of job 42 is not known" in record.getMessage()
 
 
-def test_where_there_is_no_squeue_it_is_not_asked_again(clocks: Clocks, caplog: pytest.LogCaptureFixture) -> None:
-    assert slurm(Squeue(NoCommandError("squeue is not installed here")), clocks).poll() is None
-    assert "only known from SLURM_JOB_END_TIME" in caplog.text
-
-
 def test_an_end_in_the_past_is_left_from_another_job(clocks: Clocks, caplog: pytest.LogCaptureFixture) -> None:
     job = slurm(Squeue(""), clocks, SLURM_JOB_END_TIME=f"{NOON_S - 5:.0f}")
     assert job.remaining_s(clocks.now_s) is None
     assert "5 s in the past: ignored" in caplog.text
-
-
-def test_garbage_in_the_variable_is_an_error_at_once(clocks: Clocks) -> None:
-    with pytest.raises(ValueError, match=r"SLURM_JOB_END_TIME is 'soon'.*date \+%s"):
-        slurm(Squeue(""), clocks, SLURM_JOB_END_TIME="soon")
-
-
-def test_a_large_job_asks_seldom(clocks: Clocks) -> None:
-    squeue = Squeue(f"42 {NOON_S + 600:.0f}")
-    following_s = slurm(squeue, clocks, SLURM_NTASKS="2048", WORLD_SIZE="8").poll()
-    assert following_s is not None
-    assert 1800.0 <= following_s <= 2300.0
 
 
 def program(folder: Path, text: str) -> str:
@@ -283,24 +250,6 @@ def test_a_source_can_be_asked_sooner_and_ends_the_thread_when_it_has_no_more_to
     wait_until(lambda: poller.thread is None)
 
 
-def test_a_source_that_is_wanted_while_it_is_being_asked_is_asked_once_more() -> None:
-    poller = Poller()
-    asked = threading.Semaphore(0)
-    times: list[int] = []
-
-    def poll() -> float | None:
-        times.append(1)
-        if len(times) == 1:
-            poller.add(poll)  # as a signal does that comes just now
-        asked.release()
-        return 3600.0 if len(times) == 1 else None
-
-    poller.add(poll)
-    assert asked.acquire(timeout=PATIENCE_S)
-    assert asked.acquire(timeout=PATIENCE_S)
-    wait_until(lambda: poller.thread is None)
-
-
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -377,21 +326,6 @@ def test_all_that_applies_is_found_and_the_nearest_counts(
     wait_until(names_in("GCP preemption", 30.0))
     close_all(deadlines)
     wait_until(lambda: not threads())
-
-
-@pytest.mark.parametrize("variable", ["AWS_EC2_METADATA_SERVICE_ENDPOINT", "TORCHELASTIC_METADATA_ENDPOINT"])
-def test_the_firmware_leads_to_the_right_service(
-    variable: str, found: Callable[..., list[Deadline]], cloud: Cloud
-) -> None:
-    (aws,) = found("Amazon EC2\nBootstrap", **{variable: cloud.endpoint})
-    assert isinstance(aws, AwsSpot)
-    wait_until(lambda: aws.is_present)
-
-
-def test_gcp_is_found_where_its_own_variable_says(found: Callable[..., list[Deadline]], cloud: Cloud) -> None:
-    (gcp,) = found("Google Compute Engine", GCE_METADATA_HOST=cloud.endpoint.removeprefix("http://"))
-    assert isinstance(gcp, GcpPreemption)
-    wait_until(lambda: gcp.is_present)
 
 
 @pytest.mark.parametrize(

@@ -19,27 +19,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
 from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators
 from torchelastic.doctor.examination import Check, Question, checks, run_checks
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.doctor.folder import gather_folder, judge_folder
 from torchelastic.doctor.host import (
     _most_processes,
-    gather_clock,
-    gather_left_overs,
     gather_limits,
     gather_memory,
     judge_files,
-    judge_left_overs,
     judge_shared_memory,
 )
 from torchelastic.doctor.lifetime import LifetimeFacts, gather_lifetime, judge_lifetime
-from torchelastic.doctor.network import gather_network, judge_gloo, why_not_free
-from torchelastic.doctor.screen import show
-from torchelastic.doctor.versions import gather_versions, judge_versions
 from torchelastic.launch.main import main
-from torchelastic.network.interfaces import interfaces
 from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.url import parse_url
@@ -102,16 +94,6 @@ def test_a_password_file_that_never_ends_is_given_up(tmp_path: Path) -> None:
     assert "given up" in finding.what
     with os.fdopen(os.open(fifo, os.O_WRONLY), "wb"):
         pass  # lets the thread go that reads it
-
-
-def test_the_limits_of_all_checks_are_below_a_quarter_of_a_minute() -> None:
-    url = parse_url("etcd://127.0.0.1:1/doctor?min_workers=1")
-    found = checks(Question(url, hosts=2, folders=(Path("/a"), Path("/b"))))
-    assert max(check.timeout_s for check in found) <= 15.0
-    assert [check.name for check in found].count("checkpoint folder") == 2
-    assert {"etcd", "hosts"} <= {check.name for check in found}
-    assert not {"etcd", "hosts"} & {check.name for check in checks(Question())}
-    assert "hosts" not in {check.name for check in checks(Question(url))}
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
@@ -213,13 +195,6 @@ def test_a_small_tmpfs_is_seen_as_shared_memory_and_as_a_folder(small: Path) -> 
     assert list(small.iterdir()) == []
 
 
-def test_a_folder_on_a_disk_is_no_shared_memory(tmp_path: Path) -> None:
-    if gather_folder(tmp_path).file_system in ("tmpfs", "ramfs"):
-        pytest.skip("the folder for tests is in memory here: set TMPDIR to one on a disk")
-    assert gather_memory(None, tmp_path).is_tmpfs is False
-    assert gather_memory(None, tmp_path / "nowhere").is_tmpfs is None
-
-
 def test_a_low_limit_on_open_files_is_seen() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
@@ -249,42 +224,7 @@ def test_the_strictest_control_group_limits_processes(tmp_path: Path) -> None:
     assert _most_processes(tmp_path / "cgroup", tmp_path / "nowhere") == (None, 0)
 
 
-def test_dead_jobs_are_seen_and_left_alone() -> None:
-    with tmpfs_folder() as root:
-        dead_job(root / "7", "job7", size_bytes=MIB)
-        with living_job(root / "8", "job8"):
-            facts = gather_left_overs(root)
-        assert [run_id for run_id, _ in facts.jobs] == ["job7"]
-        finding = judge_left_overs(facts)
-        assert finding.remedy == f"torchelastic checkpoint prune --dead {root}"
-        assert (root / "7" / ".job").exists()
-    assert gather_left_overs(root).jobs == ()
-
-
 # Network --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_port_is_free_until_somebody_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-        assert why_not_free(port) == "somebody listens there"
-    assert why_not_free(port) == ""
-
-
-def test_interfaces_are_seen_with_their_addresses() -> None:
-    lo = next(interface for interface in interfaces() if interface.name == "lo")
-    assert "127.0.0.1" in lo.addresses
-    assert lo.is_up
-    assert lo.is_loopback
-
-
-def test_an_interface_that_is_not_there_is_an_error() -> None:
-    facts = gather_network({"GLOO_SOCKET_IFNAME": "nosuch0"}, ("127.0.0.1", 2379), [])
-    assert facts.towards_etcd == "127.0.0.1"
-    finding = judge_gloo(facts, 1)
-    assert finding.level == Level.ERROR
-    assert "nosuch0" in finding.what
-    assert judge_gloo(replace(facts, gloo=None), 1).level == Level.OK
 
 
 # Deadlines, clock, versions, torch ------------------------------------------------------------------------------------
@@ -312,34 +252,6 @@ def test_deadlines_are_asked_for_once_and_no_signal_is_handled(tmp_path: Path) -
     assert facts.grace_s == 45.0
     assert facts.complaints == ()
     assert [one.level for one in judge_lifetime(facts)] == [Level.OK]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "level"),
-    [
-        ("TORCHELASTIC_TERMINATION_TIME", "soon", Level.ERROR),
-        ("TORCHELASTIC_TERM_GRACE_S", "long", Level.ERROR),
-        ("TORCHELASTIC_DEADLINE_SIGNALS", "SIGNOTHING", Level.ERROR),
-        ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "1000", Level.WARNING),
-    ],
-)
-def test_a_variable_that_is_wrong_is_told(
-    capfd: pytest.CaptureFixture[str], variable: str, value: str, level: Level
-) -> None:
-    found = judge_lifetime(deadlines(**{variable: value}))
-    assert found[0].level == level
-    assert variable in found[0].what + found[0].because
-    assert capfd.readouterr().err == ""
-
-
-def test_this_hosts_clock_and_packages_are_seen() -> None:
-    assert gather_clock() in (True, False, None)
-    facts = gather_versions()
-    assert "rich>=13.7" in facts.required
-    assert not [text for text in facts.required if "extra" in text]  # what only some features need
-    (finding,) = judge_versions(facts)
-    assert finding.level == Level.OK
-    assert "torch 2" in finding.what
 
 
 def test_torch_is_asked_in_a_child_without_the_password(tmp_path: Path) -> None:
@@ -437,19 +349,6 @@ def test_wrong_words_end_with_2(capsys: pytest.CaptureFixture[str], words: str, 
     assert ended.value.code == 2
     assert said in err
     assert "battery" not in err
-
-
-def test_on_a_terminal_there_are_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    show([Finding("etcd", Level.ERROR, "\x1b[2Jaway [bold]", "7", "start it")], as_json=False, strict=False)
-    out = capsys.readouterr().out
-    assert "\x1b[1;31merror" in out
-    assert "\x1b[2J" not in out
-    assert "away [bold]" in out
-    assert "do:  start it" in out
 
 
 def test_every_flag_and_every_check_is_in_the_page() -> None:

@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,6 @@ def test_an_accumulation_over_the_last_end_hands_out_what_there_is() -> None:
     assert loader.sampler.finished
 
 
-def test_prefetching_counts_nothing() -> None:
-    loader = make(40, 2, num_workers=2, prefetch_factor=4)
-    next(loader)
-    assert loader.sampler.position == (0, 1)
-    assert len(loader.sampler.pending) == 1
-
-
 def test_workers_outlive_epochs_rollbacks_and_resizes() -> None:
     sampler = ElasticBatchSampler(8, 4, epochs=6)
     loader = ElasticLoader(ProcessIds(8), sampler, num_workers=1)
@@ -242,15 +235,6 @@ def test_a_sample_at_which_each_data_worker_dies_is_an_error(tmp_path: Path) -> 
     loader.close()
 
 
-def test_workers_that_are_not_to_persist_end_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    loader = make(40, 4, num_workers=1, persistent_workers=False)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert next(loader).tolist() == [0, 1, 2, 3]
-            loader.sampler.rollback()
-    assert caplog.text == ""
-
-
 def test_a_sample_that_fails_to_load_is_tried_again_at_the_same_place() -> None:
     loader = ElasticLoader(FailsOnce(10, bad_index=5), ElasticBatchSampler(10, 4, shuffle=False))
     assert next(loader).tolist() == [0, 1, 2, 3]
@@ -271,16 +255,6 @@ def test_starting_again_leaves_the_random_state_of_the_train_step_alone(workers:
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_reset_when_nothing_runs_and_close_are_harmless() -> None:
-    loader = make(6, 2, num_workers=1)
-    loader.reset()
-    assert next(loader).tolist() == [0, 1]
-    loader.reset()
-    assert next(loader).tolist() == [2, 3]
-    loader.close()
-    assert next(loader).tolist() == [4, 5]
-
-
 def test_a_pickled_loader_goes_on_where_it_was() -> None:
     loader = make(10, 4, num_workers=1)
     next(loader)
@@ -292,20 +266,6 @@ def test_a_pickled_loader_goes_on_where_it_was() -> None:
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: make(10, 4, batch_size=3), "batch_size"),
-        (lambda: make(10, 4, in_order=False), "in_order"),
-        (lambda: ElasticLoader(Numbers(10), ElasticBatchSampler(11, 4)), "10 samples but its sampler was made for 11"),
-        (lambda: ElasticLoader(Stream(), ElasticBatchSampler(3, 1)), "map-style.*or use ElasticStream"),
-    ],
-)
-def test_what_the_sampler_decides_cannot_be_passed(build: Callable[[], ElasticLoader], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
 
 
 def test_what_was_prefetched_is_dropped_when_the_batch_is_dealt_out_again() -> None:

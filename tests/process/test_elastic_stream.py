@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchelastic
 from tests.process.forked_ranks import run_ranks, values
 from tests.waiting import wait_until
 from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
-from torchelastic.ledger import Account, this_worker
 
 
 class Placed(Iterator[int]):
@@ -139,26 +136,6 @@ def test_a_stream_without_end_goes_on(workers: int) -> None:
     stream.close()
 
 
-class Reshuffled(Shards):
-    def for_epoch(self, epoch: int) -> Reshuffled:
-        return Reshuffled(*self.lengths, epoch=epoch)
-
-    def __call__(self, shard: int, num_shards: int, position: Any) -> Iterator[int]:
-        numbers = list(super().__call__(shard, num_shards, 0))
-        random.Random(self.epoch).shuffle(numbers)
-        return iter(numbers[position:])
-
-
-def test_a_source_with_an_order_for_each_epoch_is_asked_for_it(workers: int) -> None:
-    stream = ElasticStream(Reshuffled(30, 20), 2, global_batch_size=4, epochs=2, num_workers=workers)
-    batches = rest_of(stream)
-    first, second = batches[:15], batches[15:]
-    assert first != second
-    for epoch in (first, second):
-        assert sorted(n for batch in epoch for n in batch) == stream._make_iterator.everything()  # type: ignore[attr-defined]  # the test's own
-    stream.close()
-
-
 def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() -> None:
     def rich(shard: int, _num_shards: int, position: int) -> Iterator[dict[str, Any]]:
         for n in range(position, 7):
@@ -171,12 +148,6 @@ def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() ->
         stream.close()
     assert len(found[0]) == 4
     assert found[0] == found[1] == found[2]
-
-
-def test_a_collate_fn_gets_the_samples_of_this_rank(workers: int) -> None:
-    stream = make(3, 4, num_workers=workers, collate_fn=list)
-    assert list(committed(stream)) == plain_batches((3, 4), 2)
-    stream.close()
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -302,21 +273,6 @@ def test_worker_processes_outlive_rollbacks_epochs_and_other_worlds() -> None:
     stream.close()
 
 
-def test_the_wait_for_data_is_counted() -> None:
-    def slow(_shard: int, _num_shards: int, position: int) -> Iterator[int]:
-        for number in range(position, 9):
-            time.sleep(0.01)
-            yield number
-
-    meter = this_worker()
-    meter.synchronized(0)
-    before_ns = meter.tally().totals[Account.DATA_WAIT]
-    stream = ElasticStream(slow, 2, global_batch_size=2)
-    next(stream)
-    waited_ns = meter.tally().totals[Account.DATA_WAIT] - before_ns
-    assert waited_ns >= 2 * 2 * 10_000_000, "two shards, and one sample ahead in each"
-
-
 def test_a_read_that_fails_can_be_tried_again_and_loses_nothing(workers: int) -> None:
     failed = multiprocessing.Event()
 
@@ -403,13 +359,6 @@ def test_what_does_not_go_together_is_named(build: Callable[[], object], message
         build()
 
 
-def test_a_model_state_of_other_logical_shards_is_refused() -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="ModelState has logical_shards=4, its ElasticStream 2: give both the same"):
-        torchelastic.ModelState(model, optimizer, sampler=make(1, 1), logical_shards=4)
-
-
 class Unkeepable(Placed):
     def state_dict(self) -> Any:
         return {"seen": {1, 2}}
@@ -449,12 +398,6 @@ def test_a_source_that_ends_before_its_position_is_named(left: int) -> None:
     stream.load_state_dict(state_after(11, 40, 40))
     with pytest.raises(ValueError, match=r"shard 1 ends before its position: 22 samples of it were trained"):
         next(stream)
-
-
-def test_a_source_that_has_grown_is_read_to_its_new_end() -> None:
-    stream = make(7, 9)
-    stream.load_state_dict(state_after(2, 6, 6))
-    assert rest_of(stream) == plain_batches((7, 9), 2)[2:]
 
 
 # --- several ranks --------------------------------------------------------------------------------

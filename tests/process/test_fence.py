@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, restore, save, sealed, staging_folder
+from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, sealed, staging_folder
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, Manifest
@@ -64,14 +63,6 @@ def test_a_job_of_the_same_run_replaces_one_that_is_alive(tmp_path: Path) -> Non
     assert new.read().token == (2, 0)
 
 
-def test_the_known_epoch_is_one_more_where_another_run_was(tmp_path: Path) -> None:
-    fence = Fence(tmp_path)
-    assert fence.known_epoch(RUN) == 0
-    assert fence.claim(RUN, "job", at_least=3) == 3
-    assert fence.known_epoch(RUN) == 3
-    assert fence.known_epoch("other") == 4
-
-
 def test_a_folder_without_its_fence_goes_on_above_the_epochs_of_its_checkpoints(tmp_path: Path) -> None:
     staging_folder(tmp_path, name_at(1, epoch=8)).rename(tmp_path / name_at(1, epoch=8).folder_name)
     assert Fence(tmp_path).claim(RUN, "job") == 9
@@ -107,32 +98,6 @@ def test_hidden_folders_of_older_groups_go_and_those_of_this_one_stay(tmp_path: 
     mine = staging_folder(tmp_path, name_at(2, epoch=epoch, round_number=2))
     fence.advance(epoch, 2)
     assert hidden_in(tmp_path) == [mine.name]
-
-
-@pytest.mark.parametrize(
-    ("number", "method"),
-    [(1, "create"), (1, "sync_folder"), (2, "rename")],
-)
-def test_a_writer_that_stops_in_its_commit_and_is_replaced_publishes_nothing(
-    number: int, method: str, tmp_path: Path
-) -> None:
-    """Stopped for real; the second rename is the one that would publish, after the last look at the fence."""
-    command = [sys.executable, "-m", "tests.process.paused_writer", str(tmp_path), str(number), method]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as writer:
-        assert os.WIFSTOPPED(os.waitpid(writer.pid, os.WUNTRACED)[1])
-        tier = DiskTier(tmp_path)
-        context = context_of(tier)  # the same run; it would be refused if it were another one
-        assert context.epoch == 2
-        tier.prepare(context)
-        assert restore(tier) == 1
-        save([tier], name_at(1, epoch=2))
-        writer.send_signal(signal.SIGCONT)
-        assert writer.stdout is not None
-        answer = writer.communicate(timeout=60)[0].decode()
-    assert answer.startswith("FencedError this writer of epoch 1, round 1")
-    assert "was replaced by run 'run' (a test, process" in answer
-    assert [entry.name.epoch for entry in tier.inventory()] == [2, 1]
-    assert hidden_in(tmp_path) == []
 
 
 def test_a_writer_is_told_also_if_its_successor_died_before_it_took_the_hidden_folders_away(

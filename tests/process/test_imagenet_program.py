@@ -7,20 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from examples.imagenet.audit import SampleLedger, group_of_each_step, groups_formed, recovery_s, sample_ledger
-from examples.imagenet.demo import REPOSITORY_ROOT, Demo, Outcome, choose_victim, command_line, write_page
-from examples.imagenet.demo import main as run_demo
+from examples.imagenet.audit import SampleLedger, groups_formed, sample_ledger
+from examples.imagenet.demo import REPOSITORY_ROOT, Demo, write_page
 from examples.imagenet.evaluation import Accuracy, evaluate
 from examples.imagenet.events import Event, EventReader, EventWriter, read_events
 from examples.imagenet.images import (
@@ -28,9 +24,8 @@ from examples.imagenet.images import (
     ImageDataset,
     Item,
 )
-from examples.imagenet.main import FreshStart, Training
-from examples.imagenet.options import HANDWRITTEN_DIGITS, parse_options
-from examples.imagenet.progress import RunDisplay
+from examples.imagenet.main import FreshStart
+from examples.imagenet.options import parse_options
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
 from torchelastic.rendezvous.server import EtcdServer
@@ -67,18 +62,6 @@ def test_accuracy_counts_first_guesses_and_first_five() -> None:
     assert model.training
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_worker_looks_at_its_own_part_of_the_validation_images(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = guessed([(3, 3), (7, 3), (8, 3), (2, 9), (5, 5), (4, 0), (4, 9)])
-    counts: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda counted: counts.append(counted.clone()))
-    for rank in range(world_size):
-        evaluate(Guesser(), images, rank=rank, world_size=world_size, batch_size=2, device=torch.device("cpu"))
-    assert torch.stack(counts).sum(0).tolist() == [2, 5, 7]
-
-
 # ------------------------------------------------------------------------------------------------ events and the audit
 
 
@@ -102,17 +85,6 @@ def test_events_come_back_as_they_were_written_and_only_once(tmp_path: Path) -> 
     assert read_events(tmp_path / "new") == [first, second]
 
 
-def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
-    EventWriter(tmp_path).write("commit", rank=0, world_size=1, group=1, step=1, epoch=0)
-    (file,) = tmp_path.iterdir()
-    line = file.read_bytes()
-    reader = EventReader(tmp_path)
-    file.write_bytes(line + line[:20])
-    assert len(reader.poll()) == 1
-    file.write_bytes(line + line)
-    assert len(reader.poll()) == 1
-
-
 def run_with_a_loss() -> list[Event]:
     """Workers 1 and 2 train images 0..3 over two steps; 2 dies in step 1, which 1 repeats alone in group 20."""
     return [
@@ -133,41 +105,9 @@ def test_a_repeated_step_counts_once() -> None:
     assert groups_formed(run_with_a_loss()) == [10, 20]
 
 
-def test_a_step_that_only_the_dead_committed_is_rightly_repeated() -> None:
-    events = [*run_with_a_loss(), event("commit", 2, 10, 1, at_s=1.3)]
-    assert sample_ledger(events, images=4, epochs=1) == SampleLedger(steps=2, trained=4, lost=0, repeated=0)
-    assert group_of_each_step(events) == {0: 10, 1: 20}
-    in_time = [event for event in events if event.time_s < 2.15]  # the repetition has begun and not succeeded
-    assert group_of_each_step(in_time) == {0: 10}
-
-
 def test_a_step_that_a_survivor_had_committed_is_trained_twice_if_repeated() -> None:
     events = [*run_with_a_loss(), event("commit", 1, 10, 1, at_s=1.3)]
     assert sample_ledger(events, images=4, epochs=1).repeated == 1
-
-
-def test_a_step_committed_by_one_counts_the_images_of_all_its_group() -> None:
-    events = [event for event in run_with_a_loss() if event.group == 10]
-    ledger = sample_ledger([*events, event("commit", 1, 10, 1, at_s=1.3)], images=4, epochs=1)
-    assert ledger == SampleLedger(steps=2, trained=4, lost=0, repeated=0)
-
-
-def test_a_step_that_stands_without_anybodys_commit_counts() -> None:
-    """Both optimizers had stepped when both workers failed: they go on from behind the step."""
-    in_time = [event for event in run_with_a_loss() if event.time_s < 2.0]
-    went_on = [event("formed", 1, 20, 2, at_s=2.0), event("formed", 2, 20, 2, at_s=2.0)]
-    assert sample_ledger(in_time, images=4, epochs=1) == SampleLedger(steps=1, trained=2, lost=2, repeated=0)
-    assert sample_ledger([*in_time, *went_on], images=4, epochs=1) == SampleLedger(
-        steps=2, trained=4, lost=0, repeated=0
-    )
-
-
-def test_a_worker_that_goes_back_behind_what_it_stood_for_trains_twice() -> None:
-    in_time = [event for event in run_with_a_loss() if event.time_s < 2.0]
-    went_on = event("formed", 1, 15, 2, at_s=1.9)
-    repeated = [event for event in run_with_a_loss() if event.time_s >= 2.0]
-    assert sample_ledger([*in_time, *repeated], images=4, epochs=1).repeated == 0
-    assert sample_ledger([*in_time, went_on, *repeated], images=4, epochs=1).repeated == 1
 
 
 def test_lost_and_repeated_images_are_counted_per_epoch() -> None:
@@ -185,31 +125,7 @@ def test_lost_and_repeated_images_are_counted_per_epoch() -> None:
     assert sample_ledger(events, images=3, epochs=1) == SampleLedger(steps=3, trained=7, lost=0, repeated=4)
 
 
-def test_recovery_is_counted_to_the_first_commit_of_a_group_without_the_victim() -> None:
-    late_commit = event("commit", 1, 10, 1, at_s=1.3)  # of the victim's group: its part was sent before it died
-    assert recovery_s([*run_with_a_loss(), late_commit], killed_pid=2, killed_at_s=1.25) == pytest.approx(0.95)
-    assert recovery_s(run_with_a_loss()[:-1], killed_pid=2, killed_at_s=1.25) is None
-
-
 # ---------------------------------------------------------------------------------------------------------- the display
-
-
-def show_a_run(display: RunDisplay, *, rank: int) -> None:
-    display.formed(rank=rank, world_size=3, step=4)
-    display.committed(step=5, epoch=0, loss=1.5, images=96)
-    display.committed(step=6, epoch=0, loss=1.25, images=96)
-    display.validated(epoch=0, step=6, top1=0.9876, top5=1.0)
-    display.committed(step=7, epoch=1, loss=1.0, images=96)
-    display.close()
-
-
-def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    show_a_run(RunDisplay(10, bar=True), rank=1)
-    assert capsys.readouterr().out == ""
-    show_a_run(RunDisplay(10, bar=True), rank=0)
-    shown = capsys.readouterr().out
-    assert "group of 3 worker(s) at step 4 of 10" in shown
-    assert "epoch 0: top-1 98.76 %, top-5 100.00 %, step 6, 3 worker(s)" in shown
 
 
 # --------------------------------------------------------------------------------------------------- the command line
@@ -239,79 +155,6 @@ def test_a_senseless_command_line_is_refused_with_the_remedy(
 
 
 # ----------------------------------------------------------------------------------------------------------- the demo
-
-
-def good_outcome() -> Outcome:
-    ledger = SampleLedger(steps=30, trained=2874, lost=0, repeated=0)
-    return Outcome(accuracy=0.97, ledger=ledger, groups=2, recovery_s=0.2, rejoined=True, seconds=60.0)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "complaint"),
-    [
-        (replace(good_outcome(), accuracy=None), "did not end with a report"),
-        (replace(good_outcome(), accuracy=0.949), "accuracy 94.9 % is below 95 %"),
-        (replace(good_outcome(), ledger=SampleLedger(29, 2874, 0, 0)), "29 steps instead of 30"),
-        (replace(good_outcome(), ledger=SampleLedger(30, 2874, 1, 0)), "1 images lost"),
-        (replace(good_outcome(), ledger=SampleLedger(30, 2874, 0, 2)), "2 images trained twice"),
-        (replace(good_outcome(), recovery_s=None), "no step was committed after the kill"),
-    ],
-)
-def test_the_demo_complains_about_each_thing_that_went_wrong(outcome: Outcome, complaint: str) -> None:
-    (found,) = outcome.complaints(wanted_steps=30)
-    assert complaint in found
-
-
-def test_the_demo_kills_a_worker_of_the_present_group_once_it_is_time() -> None:
-    def commit(pid: int, rank: int, group: int, step: int) -> Event:
-        return replace(event("commit", pid, group, step, at_s=float(step)), rank=rank)
-
-    early = [commit(11, 2, 1, 0), commit(12, 0, 1, 0)]
-    later = [*early, commit(13, 1, 2, 1), commit(12, 0, 2, 1), commit(13, 1, 2, 2)]
-    assert choose_victim([], at_step=1, rank=None) is None
-    assert choose_victim(later, at_step=4, rank=None) is None
-    last = choose_victim(later, at_step=3, rank=None)
-    assert last is not None
-    assert (last.pid, last.step) == (13, 2)
-    first = choose_victim(later, at_step=3, rank=0)
-    assert first is not None
-    assert first.pid == 12
-    assert choose_victim(later, at_step=3, rank=2) is None  # there was one, in another group
-
-
-def test_the_demo_asks_main_for_what_main_understands(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(workers=3, epochs=2, seed=1, runs=tmp_path)
-    command = command_line(arguments, tmp_path / "demo")
-    module = command.index("examples.imagenet.main")
-    assert command[module - 1] == "-m"
-    options = parse_options(command[module + 1 :])
-    assert options.recipe == replace(HANDWRITTEN_DIGITS, epochs=2)
-    assert options.events_dir == tmp_path / "demo" / "events"
-    assert not options.progress
-
-
-@pytest.mark.parametrize("arguments", [["--workers", "1"], ["--epochs", "0"]])
-def test_a_demo_without_a_survivor_or_a_step_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run_demo(arguments)
-    assert "must be at least" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_demo_that_takes_too_long_fails_and_leaves_no_process_behind(
-    tmp_path: Path, digits_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "digits").symlink_to(digits_folder)
-    assert run_demo(["--runs", str(tmp_path), "--workers", "2", "--timeout", "8"]) == 1
-    assert "giving up" in capfd.readouterr().out
-    own_processes = [
-        process.info["cmdline"]
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(tmp_path) in word for word in process.info["cmdline"] or [])
-    ]
-    assert own_processes == []
 
 
 @pytest.mark.long
@@ -392,13 +235,3 @@ def test_a_fresh_start_sees_its_own_checkpoints_and_no_earlier_ones(tmp_path: Pa
     assert found.text == b"new 3"
     kept = [checkpoint.sequence_id for checkpoint in FileSystemCheckpointManager(tmp_path).list_checkpoints()]
     assert kept == [4, 3, 0]  # two of its own, and the earlier one is not touched
-
-
-def test_a_worker_that_came_when_the_run_was_over_writes_no_report(
-    tmp_path: Path, digits_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = parse_options(["--digits-dir", str(digits_folder), "--output", str(tmp_path / "report.json")])
-    training = Training(options)
-    training.finish()
-    assert not (tmp_path / "report.json").exists()
-    assert capsys.readouterr().out == ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +15,15 @@ from torch.utils.data import Dataset
 
 from tests.process.ledger_workers import killed, started
 from tests.waiting import wait_until
-from torchelastic.agent.ledger_recorder import exit_code_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler, to_dict
+from torchelastic.ledger.events import LedgerEvent, LedgerFormatError
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.keeper import Keeper
 from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
 from torchelastic.ledger.page import (
-    EVENT_SLOTS,
     PAGE_BYTES,
     PageReader,
     PageWriter,
@@ -157,29 +153,6 @@ def test_counts_that_do_not_sum_up_are_not_taken(tmp_path: Path) -> None:
     assert PageReader(path).counts() == right
 
 
-def test_events_come_once_in_order_and_those_that_were_overwritten_are_counted(tmp_path: Path) -> None:
-    writer = PageWriter(tmp_path / "page", 1)
-    reader = PageReader(tmp_path / "page")
-    assert reader.events() == []
-    for step in range(3):
-        writer.write_event(to_dict(Straggler(at_ns=step, step=step)))
-    assert [fields.get("step") for fields in reader.events()] == [0, 1, 2]
-    assert reader.events() == []
-    for step in range(3, 3 + EVENT_SLOTS + 10):
-        writer.write_event(to_dict(Straggler(at_ns=step, step=step)))
-    assert [fields["step"] for fields in reader.events()] == list(range(13, 13 + EVENT_SLOTS))
-    assert reader.missed == 10
-    writer.write_event(to_dict(Straggler(at_ns=9, step=999)))
-    assert [fields["step"] for fields in reader.events()] == [999]
-
-
-def test_an_event_that_is_too_long_is_published_without_its_cause(tmp_path: Path) -> None:
-    writer = PageWriter(tmp_path / "page", 1)
-    writer.write_event(to_dict(Straggler(at_ns=1, step=7, cause="\N{SNOWMAN}" * 160)))
-    [fields] = PageReader(tmp_path / "page").events()
-    assert (fields["step"], fields["cause"]) == (7, "")
-
-
 def test_what_is_no_page_is_refused(tmp_path: Path) -> None:
     for name, content in {"short": b"x" * 100, "zeros": bytes(PAGE_BYTES), "later": b"te-pages\x09" * 8192}.items():
         (tmp_path / name).write_bytes(content[:PAGE_BYTES])
@@ -213,21 +186,6 @@ def test_a_page_full_of_rubbish_costs_the_agent_nothing(socket_path: Path) -> No
     assert set(keeper.book.lives) == {"host/0.0"}
     assert keeper.book.why_wrong(time.monotonic_ns()) == ""
     assert keeper.book.counts.stragglers == 1
-
-
-def test_a_worker_without_an_agent_counts_and_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_module, "SHARED_MEMORY", tmp_path / "none")
-    meter = Meter(time.monotonic_ns())
-    meter.publish("")
-    meter.publish_to_parent()
-    meter.publish(str(tmp_path / "not-there" / "agent"))
-    assert not meter.is_published
-    meter.synchronized(0)
-    meter.step_committed()
-    assert meter.tally().committed == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_there_is_no_shared_memory_the_page_is_next_to_the_socket(
@@ -265,30 +223,6 @@ def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None
     assert keeper.now().lives["host/0.0"].tally.committed == 1
 
 
-def test_when_a_process_has_started_is_known_to_a_tick() -> None:
-    before_ns = time.monotonic_ns()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        started_ns = process_started_ns(process.pid)
-        after_ns = time.monotonic_ns()
-        time.sleep(0.05)
-        assert abs(process_started_ns(process.pid) - started_ns) < 20_000_000
-        process.kill()
-    assert before_ns - 20_000_000 <= started_ns <= after_ns
-    assert process_started_ns(2**22 + 1) >= after_ns, "of a process that is not there: now"
-
-
-def test_an_outage_of_the_store_is_two_events_however_often_it_is_told(socket_path: Path) -> None:
-    journal = Lines()
-    keeper = Keeper(socket_path, "host", journal)
-    keeper.store_back()
-    for _ in range(3):
-        keeper.store_away()
-    for _ in range(3):
-        keeper.store_back()
-    assert [event.is_over for event in journal.of("store_outage")] == [False, True]
-    assert keeper.book.counts.away_ns == journal.of("store_outage")[1].away_ns > 0
-
-
 def test_only_a_child_of_the_agent_publishes_to_it(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter(time.monotonic_ns())
     monkeypatch.setenv(LEDGER_VARIABLE, f"{os.getppid() + 1}:{socket_path}")
@@ -298,18 +232,6 @@ def test_only_a_child_of_the_agent_publishes_to_it(socket_path: Path, monkeypatc
     meter.publish_to_parent()
     assert meter.is_published
     page_of(socket_path, os.getpid()).unlink()
-
-
-def test_how_a_child_has_ended_is_known_before_it_is_reaped() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(3)"], stdin=subprocess.PIPE) as process:
-        assert exit_code_of(process.pid) is None
-        process.communicate(b"\n")
-    assert exit_code_of(process.pid) is None, "it is reaped"
-    for how, code in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)):
-        process = subprocess.Popen([sys.executable, "-c", how])
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert exit_code_of(process.pid) == code
-        assert process.wait() == code
 
 
 def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait() -> None:

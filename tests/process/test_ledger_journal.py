@@ -16,7 +16,7 @@ from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
 from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
 from torchelastic.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
-from torchelastic.ledger.keeper import Keeper, journal_name
+from torchelastic.ledger.keeper import Keeper
 from torchelastic.ledger.meter import Meter
 
 NAME = "ledger-test"
@@ -113,19 +113,6 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
     assert failed > 0
     assert 0 < len(journal.events) <= 1_000 - failed
     assert done.stderr.count("cannot be written") == 1
-
-
-def test_wrong_arguments_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="4096"):
-        JournalWriter(tmp_path, NAME, HEAD, max_bytes=100)
-    with pytest.raises(ValueError, match="name"):
-        JournalWriter(tmp_path, "../else", HEAD)
-
-
-def test_hosts_that_share_a_folder_write_journals_of_their_own(tmp_path: Path) -> None:
-    for host in ("a", "b/../c"):
-        JournalWriter(tmp_path, journal_name(host, "12"), HEAD).close()
-    assert set(read_journals(tmp_path)) == {"ledger-a-12", "ledger-b_.._c-12"}
 
 
 class Stuck:

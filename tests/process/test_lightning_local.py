@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.process.local_ranks import crew_of, succeeded
 from torchelastic.adapters.lightning import (
     LOCAL_CHECKPOINT,
-    LOCAL_CKPT_OPTS_KEY,
     HierarchicalCheckpointIO,
     LocalCheckpointCallback,
-    classes_for,
 )
 from torchelastic.checkpoint.local import LocalCheckpointManager
-from torchelastic.testing.clock import FakeClock
 
 STEPS = 12
 PER_EPOCH = 4
@@ -147,73 +143,6 @@ def test_the_durable_checkpoint_is_loaded_if_it_is_newer_or_to_test(tmp_path: Pa
     callback = LocalCheckpointCallback(100)
     callback.setup(newer, None, "test")
     assert plugin_of(newer).load_checkpoint(found[8])["global_step"] == 8
-
-
-def test_a_local_save_is_no_durable_one(tmp_path: Path) -> None:
-    trainer = trainer_at(tmp_path, LocalCheckpointCallback(2))
-    assert not isinstance(trainer.checkpoint_callback, LocalCheckpointCallback)
-    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint), "the trainer still adds its own"
-    trainer.fit(Model(), data())
-    assert global_step_of(trainer.checkpoint_callback.best_model_path) == STEPS
-    (files,) = {tuple(sorted(path.name for path in (tmp_path / "local").glob("[!.]*")))}
-    plugin_of(trainer).remove_checkpoint(trainer.checkpoint_callback.best_model_path)
-    assert not Path(trainer.checkpoint_callback.best_model_path).exists()
-    assert tuple(sorted(path.name for path in (tmp_path / "local").glob("[!.]*"))) == files
-
-
-def test_a_damaged_local_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    durable = ModelCheckpoint(tmp_path / "durable", every_n_train_steps=4, save_top_k=-1)
-    trainer_at(tmp_path, LocalCheckpointCallback(6), durable).fit(Model(), data())
-    for path in (tmp_path / "local").rglob("*.shard"):
-        content = bytearray(path.read_bytes())
-        content[-5000:] = bytes(5000)
-        path.write_bytes(content)
-    (newest,) = (tmp_path / "durable").glob("*step=12*.ckpt")
-    trainer = trainer_at(tmp_path, LocalCheckpointCallback(100))
-    assert plugin_of(trainer).load_checkpoint(newest)["global_step"] == 12
-    assert "is damaged: rank 0: " in caplog.text
-    with pytest.raises(OSError, match=r"there is no local checkpoint.* is damaged"):
-        plugin_of(trainer).load_checkpoint(LOCAL_CHECKPOINT)
-
-
-def test_by_time_the_clock_decides(tmp_path: Path) -> None:
-    clock = FakeClock()
-    callback = LocalCheckpointCallback(train_time_interval=timedelta(seconds=10), clock=clock)
-
-    class Hours(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-            clock.advance(4.0)
-
-    trainer_at(tmp_path, Hours(), callback, enable_checkpointing=False).fit(Model(), data())
-    assert latest(tmp_path) == 12
-    manager = LocalCheckpointManager(tmp_path / "local")
-    assert manager.load()[0].to_tree()["global_step"] == 12
-    (folder,) = manager.local_ckpt_dir.glob("[!.]*")
-    assert ".g3." in folder.name, "it was saved at steps 3, 6, 9 and 12"
-
-
-def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="either every_n_train_steps or train_time_interval"):
-        LocalCheckpointCallback()
-    with pytest.raises(ValueError, match="every_n_train_steps is 0"):
-        LocalCheckpointCallback(0)
-    plain = Trainer(accelerator="cpu", max_steps=1, callbacks=[LocalCheckpointCallback(1)], logger=False)
-    with pytest.raises(TypeError, match="plugins="):
-        plain.fit(Model(), data())
-    plugin = plugin_of(trainer_at(tmp_path))
-    with pytest.raises(ValueError, match="ckpt_type is 'global'"):
-        plugin.save_checkpoint({}, None, {LOCAL_CKPT_OPTS_KEY: {"ckpt_type": "global", "iteration": 1}})
-
-
-def test_both_packages_of_lightning_are_served() -> None:
-    import lightning.pytorch
-    import pytorch_lightning
-
-    for package in (lightning.pytorch, pytorch_lightning):
-        classes = classes_for(package.__name__)
-        assert issubclass(classes["LocalCheckpointCallback"], package.callbacks.Callback)
-        assert issubclass(classes["HierarchicalCheckpointIO"], package.plugins.io.CheckpointIO)
-    assert LocalCheckpointCallback is classes_for("lightning.pytorch")["LocalCheckpointCallback"]
 
 
 def test_importing_the_adapter_imports_no_lightning() -> None:

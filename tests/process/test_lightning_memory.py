@@ -14,30 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from tests.process import local_ranks
 from tests.process.lightning_memory_job import Batches, Model, Outcome, quiet_trainer, train, train_ranks
 from tests.process.local_ranks import Crew, crew_of, succeeded
-from torchelastic.adapters import lightning as adapter
 from torchelastic.adapters.lightning import (
-    MemoryAutoResume,
     MemoryCheckpointCallback,
     MemoryCheckpointIO,
-    classes_for,
     wrap_trainer_and_auto_resume,
 )
-from torchelastic.adapters.lightning.memory_io import is_in
 from torchelastic.adapters.lightning.memory_resume import step_of_checkpoint
-from torchelastic.adapters.lightning.memory_state import put_together, share_of, take_apart
-from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of
 from torchelastic.adapters.memory_tier import StorageTier, takes_memory
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory import CheckpointContainerId
 
 STEPS = list(range(12))
 
@@ -138,41 +129,7 @@ def test_another_number_of_ranks_goes_on_from_it(crew: Crew, folder: Path, strat
     assert_equal(after, before)
 
 
-def test_a_trainer_saves_in_memory_on_all_ranks_when_it_is_told_to(crew: Crew, folder: Path) -> None:
-    assert succeeded(crew.run(save_by_hand, folder, ranks=2)) == [("step-12_ckpt", 12, 2)] * 2
-
-
-def save_by_hand(folder: Path) -> tuple[str, int, int]:
-    """Returns the name and the step of what was saved, and how many ranks have written tensors of it."""
-    saving = SavesByHand(folder / "host0" / "job" / "step-12_ckpt")
-    train_ranks(folder, 1, -1, saving, every_n_steps=100)
-    trainer, auto_resume = wrapped(folder / "host0" / "job", devices=2, strategy="ddp")
-    path = auto_resume.ckpt_path()
-    loaded = trainer.strategy.load_checkpoint(path)
-    opened = plugin_of(trainer).tier._opened()
-    writers = {item.file for item in opened.loader.read_metadata(path).storage_data.values()}
-    return Path(path).name, loaded["global_step"], len(writers)
-
-
-class SavesByHand(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 # --- one process ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("library", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("async_save", [False, True])
-def test_one_process_saves_and_goes_on(folder: Path, library: str, async_save: bool) -> None:
-    first = train(folder / "job", max_steps=8, async_save=async_save, library=library)
-    assert (first.resumed_from, first.seen) == (None, STEPS[:8])
-    second = train(folder / "job", async_save=async_save, library=library)
-    assert (second.resumed_from, second.seen) == ("step-6_ckpt", STEPS[6:])
-    assert_equal(second, train(folder / "whole", every_n_steps=100, library=library))
 
 
 def test_steps_of_durable_checkpoints_are_left_out(folder: Path, saved: list[str]) -> None:
@@ -319,48 +276,6 @@ def test_it_is_kept_when_the_last_durable_checkpoint_fails_after_the_training(fo
 # --- what goes where --------------------------------------------------------------------------------------------------
 
 
-def test_a_path_is_in_the_container_by_its_parts() -> None:
-    container = CheckpointContainerId("/shm/job-1")
-    inside: list[str | Path] = [
-        "/shm/job-1/step-2_ckpt",
-        "/shm/job-1",
-        "/shm/job-1/",
-        "/shm/x/../job-1/a/b",
-        Path("/shm/job-1/a"),
-    ]
-    outside = ["/shm/job-10/step-2_ckpt", "/shm/job-1.ckpt", "/shm", "/shm/job-1/../a", "s3://shm/job-1/a", "job-1/a"]
-    assert [is_in(container, path) for path in inside] == [True] * len(inside)
-    assert [is_in(container, path) for path in outside] == [False] * len(outside)
-
-
-def test_other_paths_are_the_wrapped_plugins(folder: Path) -> None:
-    trainer, _ = wrapped(folder / "job")
-    plugin = plugin_of(trainer)
-    beside = folder / "job-1.ckpt"
-    trainer.strategy.save_checkpoint({"a": object}, beside)
-    assert plugin.load_checkpoint(beside, weights_only=False) == {"a": object}
-    assert trainer.strategy.load_checkpoint(beside, weights_only=False) == {"a": object}
-    trainer.strategy.remove_checkpoint(beside)
-    assert not beside.exists()
-    assert not (folder / "job").exists(), "nothing was opened"
-    for path in (folder / "job", folder / "job" / "last.ckpt", folder / "job" / "a" / "step-1_ckpt"):
-        with pytest.raises(ValueError, match="durable checkpoints elsewhere"):
-            plugin.save_checkpoint({}, path)
-    with pytest.raises(ValueError, match="is in memory"):
-        plugin.remove_checkpoint(folder / "job" / "step-1_ckpt")
-
-
-def test_a_trainer_is_wrapped_once(folder: Path) -> None:
-    plugin = TorchCheckpointIO()
-    trainer, first = wrapped(folder / "job", plugins=[plugin])
-    second = wrap_trainer_and_auto_resume(trainer, str(folder / "job") + "/", True, default_auto_resume="x.ckpt")
-    assert isinstance(second, MemoryAutoResume)
-    assert second.checkpoint_io is first.checkpoint_io is trainer.strategy.checkpoint_io
-    assert plugin_of(trainer).wrapped_checkpoint_io is plugin
-    with pytest.raises(ValueError, match="wrapped already"):
-        wrap_trainer_and_auto_resume(trainer, folder / "other", True)
-
-
 # --- where to go on from ----------------------------------------------------------------------------------------------
 
 
@@ -438,47 +353,11 @@ def test_a_checkpoint_in_memory_that_cannot_be_loaded_gives_way_to_the_durable_o
         trainer.strategy.load_checkpoint(path)
 
 
-def test_a_damaged_checkpoint_in_memory_is_not_chosen(folder: Path) -> None:
-    train(folder / "job", max_steps=8)
-    for file in (folder / "job").glob("step-000000006.*/*"):
-        file.write_bytes(bytes(file.stat().st_size))
-    assert wrapped(folder / "job", default="x.ckpt")[1].ckpt_path() == "x.ckpt"
-
-
 # --- what can be stored -----------------------------------------------------------------------------------------------
 
 
 class Colour(str, enum.Enum):
     RED = "red"
-
-
-def test_values_are_stored_as_plain_ones() -> None:
-    state = {"a": AttributeDict(b=Colour.RED, c=True), Colour.RED: np.float32(1.5), "t": (torch.ones(2), [None, 3])}
-    parts = take_apart(state, is_sharded=False)
-    back = put_together(parts.tensors)
-    assert repr(back) == repr({"a": {"b": "red", "c": True}, "red": np.float32(1.5), "t": (torch.ones(2), [None, 3])})
-    assert type(back["a"]) is dict
-    assert sorted(parts.tensors) == ["lightning", "red", "t/0"]
-    shares = [share_of(rank, parts.tensors, {"t/0"}) for rank in (0, 1)]
-    assert [sorted(share) for share in shares] == [["lightning", "red", "t/0"], ["t/0"]]
-
-
-def test_what_cannot_be_stored_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Stubborn(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"who": Batches(3)}
-
-    trainer, _ = wrapped(folder / "job", MemoryCheckpointCallback(folder / "job", 3), Stubborn())
-    with pytest.raises(TypeError, match=r"callbacks/.*Stubborn/who.*Batches.*allow_pickles"):
-        trainer.fit(Model(), Batches())
-    trainer = quiet_trainer(MemoryCheckpointCallback(folder / "job", 3, keep_on_train_end=True), Stubborn())
-    wrap_trainer_and_auto_resume(trainer, folder / "job", False, allow_pickles=True)
-    trainer.fit(Model(), Batches())
-    loaded = trainer.strategy.load_checkpoint(folder / "job" / "step-12_ckpt")
-    (state,) = [state for name, state in loaded["callbacks"].items() if "Stubborn" in name]
-    assert state["who"].rank == 3
-    with pytest.raises(CheckpointError, match="pickled objects"):
-        wrapped(folder / "job")[0].strategy.load_checkpoint(folder / "job" / "step-12_ckpt")
 
 
 def test_hyper_parameters_that_cannot_be_stored_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -497,51 +376,3 @@ def test_hyper_parameters_that_cannot_be_stored_are_left_out(folder: Path, caplo
 
 
 # --- what cannot work -------------------------------------------------------------------------------------------------
-
-
-class OwnWay(SingleDeviceStrategy):
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        raise NotImplementedError
-
-
-def test_what_cannot_work_is_said_at_once(folder: Path) -> None:
-    with pytest.raises(ValueError, match="every_n_steps is 0"):
-        MemoryCheckpointCallback(folder, 0)
-    with pytest.raises(ValueError, match="skip_every_n_steps is -1"):
-        MemoryCheckpointCallback(folder, 1, -1)
-    with pytest.raises(ValueError, match="absolute path"):
-        MemoryCheckpointCallback("job", 1)
-    with pytest.raises(TypeError, match="call wrap_trainer_and_auto_resume"):
-        quiet_trainer(MemoryCheckpointCallback(folder, 1)).fit(Model(), Batches())
-    trainer, _ = wrapped(folder / "job", MemoryCheckpointCallback(folder / "other", 1))
-    with pytest.raises(ValueError, match="give both the same container"):
-        trainer.fit(Model(), Batches())
-    with pytest.raises(TypeError, match="OwnWay saves checkpoints in a way of its own"):
-        wrapped(folder / "job", strategy=OwnWay(torch.device("cpu")))
-    with pytest.raises(ValueError, match="copies of this process"):
-        wrapped(folder / "job", strategy="ddp_spawn", devices=2)
-    with pytest.raises(RuntimeError, match="only started by fit"):
-        wrapped(folder / "job", strategy="ddp", devices=2)[1].ckpt_path()
-    with pytest.raises(TypeError, match="the trainer is a int"):
-        wrap_trainer_and_auto_resume(5, folder / "job", True)
-    with pytest.raises(CheckpointError, match="are not open"):
-        StorageTier(CheckpointContainerId("/a/b")).newest()
-
-
-def test_ranks_that_average_now_and_then_are_not_taken_for_equal() -> None:
-    assert layout_of(DDPStrategy()) is Layout.REPLICATED
-    assert layout_of(DDPStrategy(model_averaging_period=4)) is Layout.OF_RANK_0
-    assert layout_of(SingleDeviceStrategy()) is Layout.OF_RANK_0
-
-
-def test_both_packages_have_these_classes() -> None:
-    import lightning.pytorch
-    import pytorch_lightning
-
-    for package in (lightning.pytorch, pytorch_lightning):
-        classes = classes_for(package.__name__)
-        assert issubclass(classes["MemoryCheckpointCallback"], package.callbacks.Callback)
-        assert issubclass(classes["MemoryCheckpointIO"], package.plugins.io.CheckpointIO)
-        io = wrap_trainer_and_auto_resume(package.Trainer(accelerator="cpu", logger=False), "/a/b", True).checkpoint_io
-        assert type(io) is classes["MemoryCheckpointIO"]
-    assert set(adapter.__all__) <= set(dir(adapter))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.process.local_ranks import Crew, Failed, succeeded
+from tests.process.forked_ranks import run_ranks
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
@@ -176,59 +172,16 @@ def save_without_partner(
 
 # A partner that is killed as a rank of the group
 
-
-@contextmanager
-def ranks_of(work: Callable[..., Any], world_size: int, *arguments: Any) -> Iterator[Callable[[list[int]], list[Any]]]:
-    """Processes that run a module's function with their rank; gives what awaits the answers of some of them."""
-    context = multiprocessing.get_context("spawn")
-    ends: list[Connection] = []
-    processes: list[BaseProcess] = []
-    for rank in range(world_size):
-        here, there = context.Pipe(duplex=False)
-        processes.append(context.Process(target=answer_with, args=(there, work, rank, world_size, *arguments)))
-        processes[-1].start()
-        there.close()
-        ends.append(here)
-
-    def answers_of(ranks: list[int]) -> list[Any]:
-        answers = []
-        for rank in ranks:
-            assert ends[rank].poll(ANSWER_S), f"rank {rank} does not answer"
-            answers.append(ends[rank].recv())
-        return succeeded(answers)
-
-    try:
-        yield answers_of
-        killed = [rank for rank, process in enumerate(processes) if _exit_code(process) == -signal.SIGKILL]
-        assert killed == [VICTIM], "the victim was killed, and no other rank"
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(20)
-
-
-def _exit_code(process: BaseProcess) -> int | None:
-    process.join(20)
-    return process.exitcode
-
-
-def answer_with(end: Connection, work: Callable[..., Any], rank: int, world_size: int, *arguments: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        answer = work(rank, world_size, *arguments)
-    except BaseException as error:
-        answer = Failed(type(error).__name__, f"{error}\n{traceback.format_exc()}")
-    end.send(answer)
-
-
 VICTIM = 1
 SURVIVORS = [0, 2, 3]
 
 
-def form_group(root: Path, name: str, rank: int, world_size: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root / name}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
-    )
+def survivors_of(root: Path, is_async: bool, when: str) -> list[dict[str, Any]]:
+    """What the survivors tell; the victim was killed, and no other rank."""
+    ended = run_ranks(survive, root, is_async, when, ranks=4, others_go_on=True)
+    assert [one.was_killed for one in ended] == [rank == VICTIM for rank in range(4)]
+    assert [one.error for one in ended] == [None] * 4
+    return [one.value for one in ended if not one.was_killed]
 
 
 def die_in_the_middle_of_a_transfer() -> None:
@@ -255,9 +208,9 @@ def die_in_the_middle_of_a_transfer() -> None:
     ReplicaClient.push, ReplicaConnection.fill = push_and_tell, fill_and_die  # type: ignore[method-assign]
 
 
-def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -> dict[str, Any]:
+def survive(root: Path, is_async: bool, when: str) -> dict[str, Any]:
     """Saves iteration 3, then 4 while rank 1 dies; the others form a new group, and look what there is."""
-    form_group(root, "store", rank, world_size)
+    rank = dist.get_rank()
     manager = manager_at(root, rank)
     save(manager, 3, rank, is_async=False)
     if rank == VICTIM and when == "in the transfer":
@@ -272,8 +225,6 @@ def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -
             request = manager.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4, is_async=is_async)
         except OutOfStepError as error:
             told["error"], request = str(error), None
-        if rank == VICTIM and when == "before the transfer":
-            os.kill(os.getpid(), signal.SIGKILL)
         if rank == VICTIM:
             assert request is not None
             request.work()
@@ -281,7 +232,8 @@ def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -
         if request is not None:
             queue.schedule_async_request(request)
         dist.destroy_process_group()
-        form_group(root, "store-of-survivors", SURVIVORS.index(rank), len(SURVIVORS))
+        store = f"file://{root / 'store-of-survivors'}"
+        dist.init_process_group("gloo", init_method=store, rank=SURVIVORS.index(rank), world_size=len(SURVIVORS))
         told["finalized"] = queue.maybe_finalize_async_calls(blocking=True)
         told["took_s"] = time.monotonic() - start_s
     told["warnings"] = warnings
@@ -298,8 +250,7 @@ def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -
 
 @pytest.mark.long
 def test_an_asynchronous_save_survives_its_partner_that_is_killed_in_the_middle_of_the_transfer(tmp_path: Path) -> None:
-    with ranks_of(survive, 4, tmp_path, True, "in the transfer") as answers_of:
-        answers = answers_of(SURVIVORS)
+    answers = survivors_of(tmp_path, True, "in the transfer")
     for told in answers:
         assert told["finalized"] == [1], "the save succeeded on the survivors"
         assert told["took_s"] < BOUND_S
@@ -313,25 +264,12 @@ def test_an_asynchronous_save_survives_its_partner_that_is_killed_in_the_middle_
 
 
 @pytest.mark.long
-def test_an_older_checkpoint_stays_where_the_shard_of_a_killed_partner_is_missing(tmp_path: Path) -> None:
-    with ranks_of(survive, 4, tmp_path, True, "before the transfer") as answers_of:
-        answers = answers_of(SURVIVORS)
-    for told in answers:
-        assert (told["finalized"], told["own"]) == ([1], 1)
-        assert told["took_s"] < BOUND_S
-        assert "the process group was re-formed during step-000000004." in " ".join(told["warnings"])
-        assert told["found"] == (3, 4), "the shard of rank 1 is missing from iteration 4"
-        assert told["loaded"] == [0, 1, 2, 3]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("when", ["before the save", "in the transfer"])
 def test_a_synchronous_save_names_the_killed_rank_on_all_others_and_keeps_what_it_wrote(
     tmp_path: Path, when: str
 ) -> None:
     """A rank of the group that takes no part in the agreement is an error; what was written before stays."""
-    with ranks_of(survive, 4, tmp_path, False, when) as answers_of:
-        answers = answers_of(SURVIVORS)
+    answers = survivors_of(tmp_path, False, when)
     iteration = 4 if when == "in the transfer" else 3
     for told in answers:
         assert "because a rank was lost: rank 1 (" in told["error"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,6 @@ from torchelastic.checkpoint.local import (
     TensorAwareStateDict,
 )
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
-from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
-from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
-from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 
@@ -63,13 +58,6 @@ def manager(tmp_path: Path) -> Iterator[LocalCheckpointManager]:
 
 
 # Alone, without a process group
-
-
-def test_a_fresh_folder_has_nothing(manager: LocalCheckpointManager, tmp_path: Path) -> None:
-    assert (manager.find_latest(), manager.latest_iteration, manager.latest_world_size) == (-1, -1, 0)
-    assert (manager.rank, manager.local_ckpt_dir) == (0, tmp_path)
-    with pytest.raises(CheckpointError, match="no rank holds any part"):
-        manager.load()
 
 
 def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
@@ -233,52 +221,7 @@ def test_where_the_parts_lie_is_the_business_of_a_subclass() -> None:
     assert (manager.load()[0], manager.load()[1], len(manager.parts)) == (second, CkptID(2, 0, "session"), 1)
 
 
-def test_what_find_latest_has_read_is_loaded_without_reading_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    maps: list[Path] = []
-    real = ShardReader.map
-
-    def counted(reader: ShardReader) -> dict[str, torch.Tensor]:
-        maps.append(reader.path)
-        return real(reader)
-
-    monkeypatch.setattr(ShardReader, "map", counted)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        manager = LocalCheckpointManager(folder)
-        manager.save(state(1), 1)
-        assert (manager.find_latest(), value_of(manager), len(maps)) == (1, 1.0, 1)
-        assert (value_of(manager), len(maps)) == (1.0, 2), "a second load has tensors of its own"
-        assert manager.find_latest() == 1
-        newer = LocalCheckpointManager(folder)
-        newer.save(state(2), 2)
-        assert value_of(manager) == 2.0, "what was found before is not the newest any more"
-        newer.close()
-        manager.close()
-
-
 # What goes wrong
-
-
-def test_wrong_arguments_are_refused_and_nothing_is_left(manager: LocalCheckpointManager, tmp_path: Path) -> None:
-    hollow = state(1)
-    hollow.pop_tensors()
-    with pytest.raises(RuntimeError, match="insert_tensors"):
-        manager.save(hollow, 1)
-    with pytest.raises(ValueError, match="iteration is -1"):
-        manager.save(state(1), -1)
-    with pytest.raises(TypeError, match=r"the value at 'what'"):
-        manager.save(BasicTensorAwareStateDict({"what": object()}), 1)
-    assert iterations(manager) == []
-    with pytest.raises(ValueError, match="session_id"):
-        LocalCheckpointManager(tmp_path, "../elsewhere")
-    with pytest.raises(ValueError, match="timeout_s"):
-        LocalCheckpointManager(tmp_path, timeout_s=0)
-
-
-def test_a_rank_that_is_alone_has_nobody_to_keep_copies_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    alone = LocalCheckpointManager(tmp_path, repl_strategy=LazyCliqueReplicationStrategy(1, 2))
-    alone.save(state(1), 1)
-    assert value_of(alone) == 1.0
-    assert caplog.text.count("keeps no copies with others") == 1
 
 
 @pytest.mark.parametrize(
@@ -329,21 +272,3 @@ def test_a_request_that_nobody_runs_is_given_up(
     assert (value_of(manager), iterations(manager)) == (4.0, [4])
     manager.close()
     assert hidden(manager) == []
-
-
-def test_the_token_is_not_shown_and_the_work_of_a_request_pickles(manager: LocalCheckpointManager) -> None:
-    request = manager.save(state(1), 1, is_async=True)
-    assert request is not None
-    (write,) = request.async_fn_args
-    secret = replace(write, peers=PeerTopology(0, ("a", "b"), token="not for anybody's eyes"))
-    assert "not for" not in repr(secret)
-    assert pickle.loads(pickle.dumps(secret)).peers == secret.peers
-
-
-def test_a_host_without_an_address_for_others_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
-    with pytest.raises(CheckpointError, match="replica_host"):
-        own_address()
-    monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
-    assert own_address() == "10.0.0.7"

@@ -22,7 +22,6 @@ from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckp
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 
 CREW_SIZE = 4
 
@@ -117,13 +116,6 @@ def shards(root: Path, host: int, iteration: int = 0, of_rank: int | None = None
     return sorted((root / f"host-{host}").glob(f"session/step-{step}.*/shard-{rank}-of-*.shard"))
 
 
-def flip_a_bit(path: Path) -> None:
-    """In the middle of the first tensor."""
-    data = bytearray(path.read_bytes())
-    data[decode_preamble(bytes(data[:PREAMBLE_BYTES])).data_offset_bytes + 5] ^= 1
-    path.write_bytes(data)
-
-
 def lose(root: Path, host: int) -> None:
     shutil.rmtree(root / f"host-{host}")
 
@@ -142,73 +134,6 @@ def test_a_lost_clique_means_an_older_checkpoint_or_none(crew: Crew, tmp_path: P
     lose(tmp_path, 2)
     lose(tmp_path, 3)
     assert [answer[0] for answer in succeeded(crew.run(load, tmp_path, ranks=4))] == [-1] * 4
-
-
-def test_a_flipped_bit_is_found_and_a_copy_taken_and_kept(crew: Crew, tmp_path: Path) -> None:
-    succeeded(crew.run(save, tmp_path, [5], ranks=2))
-    (own,) = shards(tmp_path, 1, of_rank=1)
-    flip_a_bit(own)
-    answers = crew.run(load, tmp_path, ranks=2)
-    assert iterations_and_parts(answers) == parts(5, 2)
-    assert "damaged" in " ".join(answers[1][3])
-    assert str(own) in " ".join(answers[1][3])
-    assert answers[0][3] == []
-    lose(tmp_path, 0)  # now the repaired file is the only one of rank 1
-    assert own.read_bytes()  # and it is right:
-    (replica,) = shards(tmp_path, 1, of_rank=0)
-    again = crew.run(load, tmp_path, ranks=2)
-    assert iterations_and_parts(again) == parts(5, 2)
-    assert again[1][3] == []
-    assert replica.exists()
-
-
-def test_where_every_copy_is_damaged_all_ranks_take_the_older_one(crew: Crew, tmp_path: Path) -> None:
-    succeeded(crew.run(save, tmp_path, [5, 6], 2, False, 2, ranks=2))
-    for host in (0, 1):
-        (path,) = shards(tmp_path, host, 6, of_rank=1)
-        flip_a_bit(path)
-    answers = succeeded(crew.run(load, tmp_path, ranks=2))
-    assert [(found, part, is_right) for found, part, is_right, _ in answers] == [
-        (5, (5, 0, "session"), True),
-        (5, (5, 1, "session"), True),
-    ]
-    assert all("looking for an older one" in " ".join(messages) for *_, messages in answers)
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_ranks_of_one_host_share_its_folder_also_when_ranks_are_dealt_anew(
-    crew: Crew, tmp_path: Path, is_async: bool
-) -> None:
-    succeeded(crew.run(save_on, tmp_path, [0, 0, 1, 1], [3, 4, 5], is_async, ranks=4))
-    assert [len(shards(tmp_path, host)) for host in (0, 1)] == [4, 4], "of the newest, own ones and copies"
-    for of_rank in (0, 2):
-        flip_a_bit(*shards(tmp_path, 1, 5, of_rank))
-    answers = crew.run(load, tmp_path, [1, 0, 1, 0], ranks=4)
-    assert iterations_and_parts(answers) == parts(5, 4)
-    assert sum("damaged" in text for *_, messages in answers for text in messages) == 2
-    succeeded(crew.run(save_on, tmp_path, [1, 0, 1, 0], [6, 7], is_async, ranks=4))
-    for host in (0, 1):
-        assert shards(tmp_path, host) == shards(tmp_path, host, 7)
-        assert len(list((tmp_path / f"host-{host}" / "session").glob("step-*"))) == 1
-    again = crew.run(load, tmp_path, [0, 0, 1, 1], ranks=4)
-    assert iterations_and_parts(again) == parts(7, 4)
-    assert [messages for *_, messages in again] == [[]] * 4
-
-
-def save_on(root: Path, hosts: list[int], iterations: list[int], is_async: bool) -> None:
-    """With a copy of each shard on the other host."""
-    rank = dist.get_rank()
-    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
-    manager = manager_at(root, hosts[rank], repl_strategy=cliques(2 if hosts[0] == hosts[1] else 1))
-    with AsyncCallsQueue(worker="thread", timeout_s=20) as queue:
-        for iteration in iterations:
-            request = manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration, is_async=is_async)
-            if request is not None:
-                queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-    dist.barrier()
-    manager.close()
-    del os.environ["TORCHELASTIC_FAILURE_DOMAIN"]
 
 
 # Other ranks, other cliques, other worlds
@@ -460,36 +385,3 @@ def stay_away(root: Path, at: str) -> str:
 
 
 # The live state
-
-
-def test_training_goes_on_after_replicated_saves_as_without_them(crew: Crew, tmp_path: Path) -> None:
-    """With NVRx the moments of the live Adam are placeholders after it."""
-    assert succeeded(crew.run(train, tmp_path, ranks=2)) == [True, True]
-
-
-def train(root: Path) -> bool:
-    manager = manager_at(root, repl_strategy=cliques())
-    models, optimizers = [], []
-    for _ in range(2):
-        torch.manual_seed(dist.get_rank())
-        models.append(torch.nn.Linear(4, 4))
-        optimizers.append(torch.optim.Adam(models[-1].parameters()))
-    with AsyncCallsQueue(worker="thread", timeout_s=20) as queue:
-        for step in range(4):
-            for saved, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                optimizer.zero_grad()
-                model(torch.ones(2, 4)).square().sum().backward()
-                optimizer.step()
-                if saved:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    request = manager.save(BasicTensorAwareStateDict(state), step, is_async=bool(step % 2))
-                    if request is not None:
-                        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-    plain, saved_one = (list(model.parameters()) for model in models)
-    same = all(torch.equal(a, b) for a, b in zip(plain, saved_one, strict=True))
-    state_dict = manager.load()[0].to_tree()
-    loaded = all(torch.equal(state_dict["model"][name], value) for name, value in models[1].state_dict().items())
-    dist.barrier()
-    manager.close()
-    return same and loaded

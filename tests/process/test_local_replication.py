@@ -78,30 +78,6 @@ def retrieve(losers: int) -> bool:
     return list(received) == [ids[rank]] and equal(received[ids[rank]].to_tree(), state_of(rank))
 
 
-def test_the_members_of_the_group_wrapper(crew: Crew) -> None:
-    assert succeeded(crew.run(use_group, ranks=4)) == [True] * 4
-
-
-def use_group() -> bool:
-    rank = dist.get_rank()
-    group = GroupWrapper.from_list_of_groups([[0, 2], [1, 3]])
-    other = {0: 2, 2: 0, 1: 3, 3: 1}[rank]
-    checks = [
-        GroupWrapper.wrap(group) is group,
-        GroupWrapper.wrap(group.group).ranks == group.ranks == sorted([rank, other]),
-        (group.world_size, group.my_global_rank, group.get_global_rank(group.my_group_rank)) == (2, rank, rank),
-        group.all_gather_object({"rank": rank}) == [{"rank": each} for each in group.ranks],
-    ]
-    batches = group.all_gather_batch([torch.full((rank + 1,), rank, dtype=torch.int16), torch.ones(1).bool()])
-    checks.append([batch[0].tolist() for batch in batches] == [[each] * (each + 1) for each in group.ranks])
-    plan: ExchangePlan[str] = ExchangePlan(rank)
-    plan.plan(min(rank, other), max(rank, other), "state")
-    mine = {"state": BasicTensorAwareStateDict(state_of(rank))} if rank < other else {}
-    received = group.execute_plan(plan, mine)
-    checks.append(not received if rank < other else equal(received["state"].to_tree(), state_of(other)))
-    return all(checks)
-
-
 def test_a_rank_that_cannot_give_what_was_planned_fails_the_exchange_on_all_ranks(crew: Crew) -> None:
     answers = crew.run(promise_too_much, ranks=2)
     assert all(isinstance(answer, Failed) and answer.kind == "CheckpointError" for answer in answers)
@@ -123,12 +99,3 @@ def test_the_jump_is_the_number_of_ranks_on_a_host_when_it_is_asked_for(monkeypa
     lazy = LazyCliqueReplicationStrategy()
     assert (default_jump(), lazy.clique(0, list("aabb"))) == (2, [0, 2])
     assert [lazy.clique(rank, list("aabbb")) for rank in (0, 4)] == [[0, 2], [0, 4]]  # no multiple of 4: across hosts
-
-
-def test_a_strategy_for_one_group_knows_no_other_ranks() -> None:
-    strategy = CliqueReplicationStrategy(GroupWrapper(ranks=[0, 1]))
-    assert strategy.clique(1, ["a", "b"]) == [0, 1]
-    with pytest.raises(ValueError, match="rank 2 of 4 is not in the clique"):
-        strategy.clique(2, list("abcd"))
-    with pytest.raises(ValueError, match="either a process group or the ranks"):
-        GroupWrapper()

@@ -70,11 +70,6 @@ def test_gradients_are_those_of_the_global_mean_and_buffers_the_mean_over_the_sh
     assert norm_of(state).num_batches_tracked == torch.tensor(1)
 
 
-def test_without_logical_shards_the_same_loop_runs_once() -> None:
-    state, loader = make_state(None)
-    assert one_step(state, loader) == [8]
-
-
 def test_the_end_of_the_data_ends_the_step() -> None:
     state, loader = make_state(4)
     for _ in range(3):
@@ -92,16 +87,6 @@ def test_a_step_that_does_not_go_through_the_shards_is_told_how() -> None:
     with pytest.raises(torchelastic.NonRetryableException, match=r"for batch in state\.shards"):
         state.optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(before, state.module.parameters(), strict=True))
-
-
-def test_a_loop_that_is_left_early_is_told_too() -> None:
-    state, loader = make_state(4)
-    state.snapshot()
-    for inputs, _ in state.shards(loader):
-        state.model(inputs).sum().backward()
-        break
-    with pytest.raises(torchelastic.NonRetryableException, match="gone through to its end"):
-        state.optimizer.step()
 
 
 def test_random_numbers_belong_to_the_shard() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObjectId
 from torchelastic.checkpoint.memory.buffer_io import BufferIO
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.shards import save_tree
 
 
 @pytest.fixture
@@ -63,24 +61,3 @@ def test_a_damaged_object_is_not_read(container: Container) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="checksum"):
         BufferIO.open(object_id(container))
-
-
-def test_a_shard_of_tensors_is_no_object(container: Container) -> None:
-    container.folder_of(3).mkdir()
-    save_tree(container.folder_of(3) / "object", {"weight": torch.ones(3)})
-    with pytest.raises(CorruptCheckpointError, match="shard of tensors"):
-        BufferIO.open(object_id(container))
-
-
-def test_wrong_uses_are_named(container: Container) -> None:
-    with pytest.raises(ValueError, match="give 0 or more bytes"):
-        written(container, -1)
-    with written(container) as buffer:
-        with pytest.raises(ValueError, match="longer than 8 bytes"):
-            buffer.set_format_signature(b"123456789")
-        with pytest.raises(ValueError, match="outside"):
-            buffer.seek(1)
-    with pytest.raises(ValueError, match="is closed"):
-        buffer.write(b"x")
-    with pytest.raises(io.UnsupportedOperation, match="for reading"):
-        BufferIO.open(object_id(container)).write(b"x")

@@ -15,16 +15,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container, read_commit
 from torchelastic.checkpoint.memory.ids import meta_of_shard, shard_of
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.tree import flatten
-from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, ShardRecord
+from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_in
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
-from torchelastic.checkpoint.store.tier import TierEntry
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 WRITER = """
 import sys, time
@@ -88,16 +86,6 @@ def slots(base: Path) -> list[Path]:
     return [path for path in base.iterdir() if path.name.startswith(".tmp-")]
 
 
-def test_a_step_is_complete_with_its_commit_and_not_before(base: Path) -> None:
-    container = Container(base)
-    shard = save(container, 5)
-    assert container.inventory() == [TierEntry(shard.name, 3, (0,), is_committed=False)]
-    made = commit(container, shard)
-    assert container.inventory() == [TierEntry(shard.name, 3, (0, 2))]
-    assert found(container, 5) == made
-    assert (container.folder_of(5) / "common.pt").read_bytes() == b"all of it"
-
-
 def test_a_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Path) -> None:
     container = Container(base)
     seen = set()
@@ -125,28 +113,6 @@ def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
     assert container.tidy() == [1, 9]
 
 
-def test_a_commit_of_an_older_epoch_that_comes_late_replaces_nothing(base: Path) -> None:
-    """Its process was stopped, and the step was saved anew meanwhile, with another extra file."""
-    container = Container(base)
-    late = save(container, 1, generation=1)
-    container.join("others", 2)
-    again = commit(container, save(container, 1, generation=2, epoch=2))
-    with pytest.raises(FencedError, match="was replaced"):
-        commit(container, late)
-    assert found(container, 1) == again
-
-
-@pytest.mark.parametrize("cut", [0, -1])
-@pytest.mark.parametrize("file", [MANIFEST_NAME, shard_file_name(2, 3)])
-def test_a_damaged_manifest_or_commit_is_none(base: Path, file: str, cut: int) -> None:
-    container = Container(base)
-    folder = container.path_of(commit(container, save(container, 1)).shard).parent
-    (folder / file).write_bytes((folder / file).read_bytes()[:cut])
-    with pytest.raises(CorruptCheckpointError):
-        read_commit(folder)
-    assert [one.ranks for one in container.inventory() if one.is_committed] in ([], [(0,)])
-
-
 def test_the_attached_files_of_a_step_are_those_of_its_newest_save(base: Path) -> None:
     container = Container(base)
     older, newer = (save(container, 1, generation=generation) for generation in (1, 2))
@@ -171,18 +137,6 @@ def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         assert container.tidy() == [1]
-
-
-def test_a_shard_that_cannot_be_published_gives_its_slot_back(base: Path) -> None:
-    container = Container(base)
-    save(container, 1)
-    with pytest.raises(CheckpointError, match="exists"):
-        save(container, 1)
-    (free,) = slots(base)
-    inode = free.stat().st_ino
-    shard = save(container, 2)
-    assert container.path_of(shard).stat().st_ino == inode
-    assert not slots(base)
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 129, "ä"])

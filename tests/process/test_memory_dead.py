@@ -25,9 +25,7 @@ BOUND_S = 20.0
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_MEMORY_ROOT"):
-        monkeypatch.delenv(name, raising=False)
+def root(no_job: None) -> Iterator[Path]:
     with tmpfs_folder() as folder:
         yield folder
 

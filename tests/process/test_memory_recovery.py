@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.process import memory_ranks as ranks
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.restore import fetch
 from torchelastic.checkpoint.shards import load_tree
@@ -26,10 +24,7 @@ from torchelastic.testing.disk_faults import FaultyDisk, full_at
 WAIT_S = 20
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as made:
-        yield made
+CREW_SIZE = 3
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------
@@ -71,37 +66,7 @@ def files_in(folder: Path) -> list[str]:
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aab"])
-def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
-    crew: Crew, root: Path, hosts: str
-) -> None:
-    world_size = len(hosts)
-    succeeded(crew.run(save_steps, str(root), hosts, [5], ranks=world_size))
-    for lost in dict.fromkeys(hosts[::-1]):  # R9: one after the other, each after a recovery
-        shutil.rmtree(ranks.base_of(root, lost))
-        found = succeeded(crew.run(recover, str(root), hosts, False, ranks=world_size))
-        assert [each["step"] for each in found] == [5] * world_size
-        assert all(each["made"] for each in found)
-        for rank in range(world_size):
-            shard = str(ranks.shard(rank, world_size, 5, 0))
-            copies = [host for host in set(hosts) if (ranks.base_of(root, host) / shard).exists()]
-            assert len(copies) >= 2
-    found = succeeded(crew.run(recover, str(root), hosts, ranks=world_size))
-    assert all(each["values"] == [True] * world_size for each in found)
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_commit_and_a_damaged_extra_file_are_mended(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    ranks.damage(ranks.base_of(root, "a") / str(ranks.shard(2, 2, 5, 0)))
-    (ranks.folder_of(root, "b", 5) / "common.pt").write_bytes(b"other")
-    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
-    assert [each["step"] for each in found] == [5, 5]
-    assert (ranks.folder_of(root, "b", 5) / "common.pt").read_bytes() == b"common"
-    assert ranks.files_of(root, "a", 5).keys() == ranks.files_of(root, "b", 5).keys()
 
 
 def repair_one(root: str, hosts: str, file: str) -> list[bool]:
@@ -157,31 +122,6 @@ def test_a_copy_that_went_bad_after_it_was_verified_is_not_taken(crew: Crew, roo
     assert ("is damaged" in outcome) == (len(damaged) == 2)
 
 
-def fetch_twice_at_once(root: str, hosts: str, shard: ShardId) -> list[int]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        transfers: list[int] = []
-        if rank == 1:
-            each.container.path_of(shard).unlink()
-            ask = each.replication.fetch
-
-            def counted(*arguments: Any) -> Any:
-                transfers.append(1)
-                return ask(*arguments)
-
-            each.replication.fetch = counted  # type: ignore[method-assign,assignment]
-            with ThreadPoolExecutor(2) as threads:  # as two processes of this host
-                list(threads.map(lambda _: fetch(each.container, shard, [0], ranks.pull_of(each)), range(2)))
-            assert each.container.path_of(shard).exists()
-        each.meet()
-        return transfers
-
-
-def test_what_two_processes_of_a_host_need_is_fetched_once(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", ranks.shard(0, 2, 5, 0), ranks=2)) == [[], [1]]
-
-
 def read_a_step(root: str, hosts: str, step: int) -> list[Any]:
     """What rank 1 reads of a step that it knows, without choosing one; and why it cannot read another one."""
     rank = dist.get_rank()
@@ -222,16 +162,6 @@ def test_without_room_for_what_is_missing_all_ranks_agree_that_there_is_no_check
 
 
 # --- commits ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_commit_that_only_one_host_has_is_given_to_the_others(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    assert MANIFEST_NAME not in ranks.files_of(root, "b", 9)
-    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
-    assert [each["step"] for each in found] == [9, 9]
-    for host in "ab":
-        assert MANIFEST_NAME in ranks.files_of(root, host, 9)
-        assert MANIFEST_NAME in ranks.files_of(root, host, 5)  # not removed before something is saved
 
 
 def save_after_stepping_down(root: str, hosts: str) -> list[str]:

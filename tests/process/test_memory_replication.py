@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.process import memory_ranks as ranks
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_ranks import JOB, Member
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationRetryConfig
 from torchelastic.checkpoint.replication.client import ReplicaClient
-from torchelastic.checkpoint.replication.errors import AuthenticationError, PeerLostError, ReplicaRefusedError
-from torchelastic.checkpoint.replication.manager import ReplicationManager
-from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.replication.errors import AuthenticationError, ReplicaRefusedError
 from torchelastic.checkpoint.store.received import sealed_bytes
 from torchelastic.network.ports import unused_ports
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as made:
-        yield made
+CREW_SIZE = 3
 
 
 def address_of(each: Member, rank: int) -> tuple[str, int]:
@@ -180,70 +170,6 @@ def test_a_peer_that_is_stopped_costs_the_time_limit_and_an_error_and_no_more(cr
     assert kind == "PeerStalledError"
     assert left_out == ["host-b"]
     assert waited_s < 20  # one second each; this says only that it did not hang
-
-
-@pytest.mark.parametrize("retries", [0, 2])
-def test_a_transfer_that_breaks_is_tried_again_as_often_as_the_configuration_says(retries: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepted = []
-
-        def hang_up() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                accepted.append(1)
-                connection.close()
-
-        thread = threading.Thread(target=hang_up, daemon=True)
-        thread.start()
-        retry = ReplicationRetryConfig(retries, 30.0)
-        topology = PeerTopology(0, ("a",), (listener.getsockname(),), (), "t" * 32, retry)
-        with pytest.raises(PeerLostError):
-            topology.client(0).push("a/b", b"x", token_round=0)
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
-    assert len(accepted) == retries + 1
-
-
-def work_long(root: str, hosts: str) -> list[Any]:
-    """Rank 1 works until it has answered the others for longer than they wait for a rank that does not."""
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank, timeout_s=1.0) as each:
-        enough, answered, gather = threading.Event(), [], each.replication._ranks.all_gather
-
-        def counted(call: str, value: Any) -> list[Any]:
-            answers = gather(call, value)
-            answered.append(1)
-            if len(answered) > 5:  # every quarter of a second
-                enough.set()
-            return answers
-
-        each.replication._ranks.all_gather = counted  # type: ignore[method-assign]
-        return each.replication.run_on_all("work", lambda: enough.wait(30) if rank == 1 else True)
-
-
-def test_a_rank_may_work_for_longer_than_it_is_waited_for_as_long_as_it_answers(crew: Crew, root: Path) -> None:
-    assert succeeded(crew.run(work_long, str(root), "ab", ranks=2)) == [[True, True]] * 2
-
-
-def refuse_strategy() -> str:
-    class Unknown:
-        def get_destination_addresses(self, global_rank: int) -> list[str]:
-            return ["10.0.0.1:1"] if global_rank == 0 else []
-
-    try:
-        ReplicationManager().initialize(CheckpointObjectManager(), repl_strategy=Unknown())
-    except (ValueError, CheckpointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_strategy_that_names_strangers_is_an_error_on_all_ranks(crew: Crew) -> None:
-    first, second = succeeded(crew.run(refuse_strategy, ranks=2))
-    assert first.startswith("ValueError: repl_strategy names 10.0.0.1:1, where no rank listens")
-    assert second.startswith("CheckpointError: ReplicationManager.initialize(), choosing failed on rank 0")
 
 
 # --- bulk, and alone --------------------------------------------------------------------------------------------------

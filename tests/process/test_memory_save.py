@@ -108,11 +108,6 @@ def test_a_folder_that_is_not_named_for_a_step_is_refused(alone: Saving, name: s
         save({}, checkpoint_id=f"{alone.base}/{name}", storage_writer=alone.writer)
 
 
-def test_a_save_without_an_id_is_refused(alone: Saving) -> None:
-    with pytest.raises(CheckpointException, match=r"give dcp\.save a checkpoint_id"):
-        save({}, storage_writer=alone.writer)
-
-
 class Custom:
     """No plain value."""
 

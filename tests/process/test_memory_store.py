@@ -157,20 +157,3 @@ def test_a_client_that_closes_ends_its_own_watches_only() -> None:
     assert (theirs.batches.empty(), theirs.errors.empty()) == (True, True)
     with pytest.raises(StoreUnavailableError, match="closed"):
         other.get("key")
-
-
-def test_a_future_revision_cannot_be_compacted() -> None:
-    store = MemoryStore(FakeClock())
-    with pytest.raises(ValueError, match="revision 2"):
-        store.compact(2)
-
-
-def test_compacting_twice_forgets_no_more_than_asked() -> None:
-    store = MemoryStore(FakeClock())
-    revisions = [store.put("key", str(n).encode()) for n in range(10)]
-    store.compact(revisions[6])
-    store.compact(revisions[3])
-    batches: queue.Queue[Sequence[StoreEvent]] = queue.Queue()
-    store.watch("", revisions[6], batches.put, print)
-    seen = [batches.get(timeout=PATIENCE_S)[0].kv.mod_revision for _ in range(4)]
-    assert seen == revisions[6:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -162,27 +161,6 @@ def test_a_failure_inside_the_last_optimizer_is_torn() -> None:
     assert state.status is StateStatus.PARTIAL
 
 
-def test_one_optimizer_that_steps_once_is_never_copied() -> None:
-    module = torch.nn.Linear(4, 2)
-    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    state.sync()
-    for _ in range(2):
-        state.snapshot()
-        state.model(torch.randn(3, 4)).sum().backward()
-        state.optimizer.step()
-        state.commit()
-    assert not state._optimizers._kept
-
-
-def test_full_snapshots_need_no_copies_of_single_optimizers() -> None:
-    state = make_state(snapshot="full")
-    attempt(state, "01")
-    before = picture(state)
-    state.apply(attempt(state, "01", commit=False))
-    assert_same(before, picture(state))
-    assert not state._optimizers._kept
-
-
 def test_how_often_optimizers_step_is_sent_along_with_the_state() -> None:
     state, newcomer = make_state(), make_state()
     attempt(state, "001")
@@ -233,19 +211,6 @@ def test_what_is_saved_of_several_is_what_is_loaded(as_a: type) -> None:
     assert_same(picture(state), picture(other))
 
 
-def test_a_checkpoint_from_before_there_were_several_is_loaded() -> None:
-    module = torch.nn.Linear(4, 2)
-    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
-    old = state.state_dict()
-    del old["optimizer_steps"]
-    old["optimizer"]["param_groups"][0]["lr"] = 0.5
-    stream = io.BytesIO()
-    torch.save(old, stream)
-    stream.seek(0)
-    state.load(stream)
-    assert state.optimizer.param_groups[0]["lr"] == 0.5
-
-
 def test_the_state_of_other_optimizers_is_refused_by_name() -> None:
     single = make_state(dict).optimizer["first"].state_dict()
     state = make_state(dict)
@@ -270,16 +235,6 @@ def test_several_schedulers_are_undone_and_saved() -> None:
     state.apply(snapshot)
     assert_same(before, picture(state))
     assert [optimizer.param_groups[0]["lr"] for optimizer in state.optimizer.values()] == [0.1, 0.1]
-
-
-def test_a_state_with_several_pickles_and_still_knows_where_a_step_failed() -> None:
-    state = make_state()
-    attempt(state, "01")
-    copy = pickle.loads(pickle.dumps(state))
-    before = picture(copy)
-    copy.apply(attempt(copy, "0", commit=False))
-    assert copy.status is StateStatus.COMPLETE
-    assert_same(before, picture(copy))
 
 
 @pytest.mark.parametrize("optimizer", [[], {}, [3], {"first": object()}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -78,21 +77,6 @@ def committed(state: torchelastic.ModelState, steps: int) -> torchelastic.ModelS
 
 
 WIDE = SMALL_BYTES // 16  # its EMA is larger than what is copied
-
-
-def test_the_wide_ones_ema_is_not_copied_before_a_step_and_the_narrow_ones_is() -> None:
-    assert set(make_state(4).snapshot().extra.states) == {"tally", "scaler", "ema"}
-    assert set(make_state(WIDE).snapshot().extra.states) == {"tally", "scaler"}
-
-
-def test_an_object_that_grows_is_not_copied_from_then_on() -> None:
-    state = make_state()
-    state.extra["tally"].sums = torch.zeros(SMALL_BYTES)
-    assert "tally" not in state.snapshot().extra.states
-    state.extra["tally"].sums = torch.zeros(1)
-    assert "tally" not in state.snapshot().extra.states
-    state.sync()
-    assert "tally" in state.snapshot().extra.states
 
 
 @pytest.mark.parametrize("width", [4, WIDE])
@@ -189,26 +173,3 @@ def test_an_infinite_gradient_skips_the_optimizer_and_a_later_failure_still_has_
     assert scaler.get_scale() == 512.0
     state.apply(snapshot)
     assert_same(before, picture(state))
-
-
-def test_a_state_with_objects_pickles() -> None:
-    state = committed(make_state(), 2)
-    state.extra["ema"] = AveragedModel(state.module)  # torch's own rule of averaging does not pickle
-    copy = pickle.loads(pickle.dumps(state))
-    assert_same(picture(state), picture(copy))
-    committed(copy, 1)
-    assert copy.extra["tally"].seen == [0, 1, 2]
-
-
-def test_a_scaler_that_is_switched_off_is_loaded_and_undone_too() -> None:
-    module = torch.nn.Linear(4, 2)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1), extra={"scaler": scaler})
-    state.sync()
-    taken = state.snapshot()
-    state.apply(taken)
-    stream = io.BytesIO()
-    state.save(stream)
-    stream.seek(0)
-    state.load(stream)
-    assert not state.extra["scaler"].is_enabled()

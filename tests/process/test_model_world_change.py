@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torchelastic.model.world_change import (
     WorldWatch,
     accumulation_steps,
     keep_global_batch,
-    learning_rate_factor,
     scale_learning_rate,
 )
 
@@ -46,16 +44,6 @@ def test_what_a_callback_raises_is_raised_and_the_change_is_told_again() -> None
         watch.changed(2, 0)
     watch.changed(2, 0)
     assert heard == [2, 2]
-
-
-def test_a_state_tells_its_callbacks_at_the_end_of_a_sync() -> None:
-    model = torch.nn.Linear(2, 2)
-    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    heard: list[WorldChange] = []
-    assert state.on_world_change(heard.append) == heard.append
-    state.sync()
-    state.sync()
-    assert heard == [WorldChange(0, 1, 0)]
 
 
 # --- learning rate ----------------------------------------------------------------------------------------------------
@@ -104,15 +92,6 @@ def test_it_works_with_schedulers_that_multiply_and_with_those_that_set(make: An
         scheduler.step()
 
 
-def test_a_rate_that_is_a_tensor_is_scaled_and_stays_the_same_tensor() -> None:
-    rate = torch.tensor(0.5, dtype=torch.float64)
-    rates = LearningRates(lr=rate)
-    scale_learning_rate(rates.optimizer, base_world_size=1)(WorldChange(0, 3, 0))
-    assert rates.step() == pytest.approx(1.5)
-    assert rates.optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == 0.5
-
-
 def test_a_failure_inside_the_optimizer_and_a_newcomer_change_nothing() -> None:
     rates, newcomer = LearningRates(), LearningRates(lr=9.0)
     states = []
@@ -138,23 +117,6 @@ def test_a_failure_inside_the_optimizer_and_a_newcomer_change_nothing() -> None:
     assert newcomer.step() == 0.25
 
 
-def test_several_optimizers_are_scaled_each() -> None:
-    one, two = LearningRates(), LearningRates(lr=2.0)
-    scale = scale_learning_rate({"one": one.optimizer, "two": two.optimizer}, base_world_size=1)
-    scale(WorldChange(0, 2, 0))
-    assert (one.step(), two.step(), scale.factor) == (1.0, 4.0, 2.0)
-
-
-@pytest.mark.parametrize("options", [{"rule": "cubic", "base_world_size": 1}, {"base_world_size": 0}])
-def test_rules_that_make_no_sense_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"rule|world_size"):
-        scale_learning_rate(LearningRates().optimizer, **options)
-
-
-def test_the_factor_is_one_at_the_base() -> None:
-    assert {learning_rate_factor(rule, 7, 7) for rule in ("linear", "sqrt")} == {1.0}
-
-
 # --- global batch -----------------------------------------------------------------------------------------------------
 
 
@@ -174,19 +136,3 @@ def test_the_number_of_micro_batches_follows_the_group_and_an_inexact_one_is_tol
     batch(WorldChange(3, 4, 1))
     assert (batch.steps, batch.samples) == (2, 32)
     assert "cannot make a global batch of 24" in caplog.text
-
-
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0)])
-def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="sizes start at 1"):
-        keep_global_batch(*sizes)
-
-
-def test_callbacks_survive_pickling_with_their_state() -> None:
-    model = torch.nn.Linear(2, 2)
-    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = keep_global_batch(8, 1)
-    state.on_world_change(batch)
-    state.sync()
-    copy = pickle.loads(pickle.dumps(state))
-    assert copy._world._callbacks[0].steps == batch.steps == 8

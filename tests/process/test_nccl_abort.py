@@ -77,24 +77,6 @@ def test_the_abort_reaches_the_default_group_and_those_that_the_user_made(groups
     assert dist.is_initialized(), "a step that is under way must not be told that there never was a group"
 
 
-def test_aborting_twice_is_no_error(groups: ProcessGroups) -> None:
-    groups.abort()
-    groups.abort()
-    groups.destroy()
-    groups.abort()
-    assert not dist.is_initialized()
-
-
-def test_what_an_abort_raises_is_logged_and_goes_no_further(
-    groups: ProcessGroups, caplog: pytest.LogCaptureFixture
-) -> None:
-    dist.new_group(backend=NAME)
-    StandIn.failing = True
-    groups.abort()
-    assert "cannot be aborted" in caplog.text
-    assert [one.aborted for one in StandIn.made] == [1, 1], "one that cannot be aborted keeps no other from it"
-
-
 def test_after_an_abort_a_new_generation_can_be_formed(groups: ProcessGroups) -> None:
     groups.abort()
     groups.destroy()

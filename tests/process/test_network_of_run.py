@@ -13,10 +13,9 @@ import pytest
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.topology import own_address
-from torchelastic.launch.run_options import Network, chosen_network
-from torchelastic.network import this_host
-from torchelastic.network.choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE, InterfaceError
-from torchelastic.network.interfaces import Interface, address_towards, interfaces
+from torchelastic.launch.run_options import chosen_network
+from torchelastic.network.choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE
+from torchelastic.network.interfaces import address_towards, interfaces
 from torchelastic.p2p.options import choose_interface
 from torchelastic.page.listening import PageOptions
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
@@ -74,10 +73,6 @@ def test_a_choice_that_cannot_be_is_a_mistake_in_the_words(
     assert said in str(refused.value)
 
 
-def test_nothing_chosen_is_nothing_told() -> None:
-    assert chosen_network(None, {GLOO_VARIABLE: "eth7", IFACE_VARIABLE: ""}) == Network()
-
-
 def test_an_etcd_whose_name_nobody_knows_is_waited_for_and_then_named(tmp_path: Path) -> None:
     script = tmp_path / "never.py"
     script.write_text("raise AssertionError('it was started')")
@@ -94,17 +89,6 @@ def test_the_way_to_the_first_endpoint_that_can_be_found_counts() -> None:
     assert address_towards([("nowhere.invalid", 1), ("127.0.0.1", 1)]) == "127.0.0.1"
     with pytest.raises(OSError, match=r"no way leads to nowhere\.invalid: .*; nowhere2\.invalid: "):
         address_towards([("nowhere.invalid", 1), ("nowhere2.invalid", 1)])
-
-
-def test_the_environment_may_choose(of_its_own: pytest.MonkeyPatch) -> None:
-    two = (Interface("eth0", ("10.0.0.1",)), Interface("eth1", ("10.1.0.1",)))
-    of_its_own.setattr(this_host, "interfaces", lambda: two)
-    assert this_host.chosen_address() == ""
-    of_its_own.setenv(IFACE_VARIABLE, "eth1")
-    assert this_host.chosen_address() == "10.1.0.1"
-    of_its_own.setenv(GLOO_VARIABLE, "eth0")
-    with pytest.raises(InterfaceError, match="GLOO_SOCKET_IFNAME"):
-        this_host.chosen_address()
 
 
 def test_checkpoint_servers_listen_where_the_others_reach_this_host(of_its_own: pytest.MonkeyPatch) -> None:

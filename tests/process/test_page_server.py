@@ -17,8 +17,7 @@ from tests.waiting import wait_until
 from torchelastic.page import server as server_module
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture, as_json
-from torchelastic.page.listening import listening
-from torchelastic.page.server import MOST_STREAMS, PageServer
+from torchelastic.page.server import MOST_STREAMS
 
 # --- what is answered -------------------------------------------------------------------------------------------------
 
@@ -64,12 +63,6 @@ def test_what_is_no_request_does_no_harm(content: bytes, status: bytes) -> None:
         assert get(options, "/").status == 200
 
 
-def test_a_client_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HEAD_TIMEOUT_S", 0.2)
-    with served() as (_, options), raw(options, b"GET / HTT") as connection:
-        assert connection.recv(100) == b""
-
-
 def test_nothing_of_the_run_is_told_without_the_token(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(TOKEN + "\n")
@@ -84,12 +77,6 @@ def test_nothing_of_the_run_is_told_without_the_token(tmp_path: Path) -> None:
             assert TOKEN.encode() not in answer.read()
             assert get(options, secret, Authorization="Bearer wrong").status == 401
         assert get(options, "/status.json", Authorization=f"Bearer {TOKEN}").status == 200
-
-
-def test_a_page_without_a_file_for_its_token_has_a_new_one() -> None:
-    with served() as (_, options), served() as (_, others):
-        assert get(options, "/status.json").status == 200
-        assert get(options, "/status.json", Authorization=f"Bearer {others.token}").status == 401
 
 
 def test_no_path_leads_to_other_files() -> None:
@@ -188,33 +175,6 @@ def test_the_end_of_the_agent_ends_the_streams_at_once_and_says_so() -> None:
         with pytest.raises(OSError):  # noqa: PT011 - refused or reset
             raw(options, b"GET / HTTP/1.1\r\n\r\n").recv(1) or (_ for _ in ()).throw(ConnectionResetError)
     assert "torchelastic-page" not in {one.name for one in set(threading.enumerate()) - others}
-
-
-def test_connections_that_come_while_the_agent_ends_are_closed(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(40):  # often enough that some have been accepted, and their tasks have not begun
-        with served() as (server, options):
-            late = [raw(options, b"GET ") for _ in range(3)]
-            server.stop()
-            for connection in late:
-                try:
-                    assert connection.recv(10) == b""
-                except ConnectionError:
-                    continue  # it was still in the kernel's queue
-    assert not caplog.records
-
-
-def test_a_server_that_never_began_can_be_stopped() -> None:
-    options = listening("0", None)
-    PageServer(options, Source().read).stop()
-    options.socket.close()
-    assert options.socket.fileno() == -1
-
-
-def test_while_nothing_changes_something_is_sent_all_the_same() -> None:
-    picture = Source().read()
-    with served(read=lambda: picture, keep_alive_s=0.2) as (_, options), stream(options) as connection:
-        file = connection.makefile("rb")
-        assert b": nothing new\n" in iter(file.readline, b"")
 
 
 def test_a_reading_that_hangs_holds_up_neither_files_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import json
-import socket
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +12,18 @@ from typing import Any
 import pytest
 
 from tests.memory_store import MemoryStore
-from tests.process.page_clients import TOKEN, get
+from tests.process.page_clients import TOKEN
 from tests.pure.status_runs import NOW_S, a_host
 from tests.waiting import wait_until
-from torchelastic.agent.metrics_endpoint import dashboard
 from torchelastic.launch.run import opened_page
-from torchelastic.ledger.events import Save
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.page.document import About, document_of
+from torchelastic.page.document import About
 from torchelastic.page.listening import PageOptions, listening
 from torchelastic.page.source import RunSource
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
 from torchelastic.rendezvous.url import parse_url
-from torchelastic.status.host import HostView
 from torchelastic.status.reading import StatusReader
-from torchelastic.status.run_status import HostStatus, RunStatus, combined
+from torchelastic.status.run_status import HostStatus, RunStatus
 from torchelastic.usage import UsageError
 
 # --- where it listens -------------------------------------------------------------------------------------------------
@@ -63,15 +55,6 @@ def test_a_token_that_everybody_may_read_or_that_is_none_is_refused_and_not_show
         with pytest.raises(ValueError, match=message) as error:
             listening("0", path)
         assert content not in str(error.value)
-
-
-def test_an_address_that_cannot_be_had_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
-            listening(str(port), None)
-    with pytest.raises(OSError, match=r"no\.such\.host\.invalid"):
-        listening("no.such.host.invalid:0", None)
 
 
 def opened(stack: contextlib.ExitStack, folder: Path, **options: Any) -> PageOptions | None:
@@ -149,29 +132,3 @@ def test_while_etcd_is_away_the_own_host_goes_on_and_the_page_says_since_when() 
     assert (document["round"]["number"], document["step"], document["page"]["etcd_away_s"]) == (4, 1300, NOW_S + 7)
     away[0], now_s[0] = False, NOW_S + 9
     wait_until(lambda: not source.read().document["page"]["etcd_away_s"], 10, "etcd is back")
-
-
-def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd() -> None:
-    url = parse_url("etcd://etcd:2379/job7?min_workers=1&max_workers=4")
-    view = HostView("node-1", "0badcafe")
-    for step in range(40):
-        view.hear(time.time(), Save(at_ns=0, worker="node-1/0.0", step=step))
-    assert [line.step for line in view.status(HostLedger()).events] == list(range(20, 40))
-
-    async def show() -> dict[str, Any]:
-        options = listening("0", None)
-        server = dashboard(
-            options, MemoryStore(), url, "node-1", lambda: replace(view.status(HostLedger()), events=view.lines())
-        )
-        server.start()
-        status: dict[str, Any] = await asyncio.to_thread(lambda: json.load(get(options, "/status.json")))
-        await asyncio.to_thread(server.stop)
-        return status
-
-    assert [event["step"] for event in asyncio.run(show())["events"]] == list(range(40))
-
-
-def test_a_run_of_which_nothing_is_known_yet_has_a_picture() -> None:
-    status = combined("job7", NOW_S, Round(), (), ())
-    document = document_of(status, About("node-1"))
-    assert document["workers"] == document["events"] == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.agent.predecessors import ProcessRecord, decode
-from torchelastic.foreign_json import RecordError
-from torchelastic.processes.identity import Process, is_this_place, this_place
+from torchelastic.processes.identity import Process, this_place
 
 WAITS = [sys.executable, "-c", "input()"]
 
@@ -58,41 +56,9 @@ def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch
     assert not process.has_ended
 
 
-def test_of_other_boots_and_containers_nothing_is_said() -> None:
-    assert is_this_place(this_place())
-    assert not is_this_place({**this_place(), "boot": "another"})
-    assert not is_this_place({**this_place(), "namespace": "pid:[1]"})
-    assert not is_this_place({"boot": "", "namespace": ""})
-
-
 def test_a_record_is_read_as_it_was_written() -> None:
     record = ProcessRecord(
         this_place(), Process(7, 70), 2**62, {"host-0-ab1": Process(8, 80), "host-1-ab2": Process(9, -1)}
     )
     assert decode("key", record.encode()) == record
     assert record.is_of_this_place
-
-
-RECORD = json.loads(ProcessRecord(this_place(), Process(1, 2), 3, {}).encode())
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b"null",
-        b"\x80\x04not json",
-        b"[" * 100_000,
-        b" " * 2_000_000,
-        json.dumps({**RECORD, "members": {"a": {"pid": 1}}}).encode(),
-        json.dumps({**RECORD, "members": {"a": {"pid": "1", "started_ticks": 2}}}).encode(),
-        json.dumps({**RECORD, "agent": {"pid": True, "started_ticks": 2}}).encode(),
-        json.dumps({name: value for name, value in RECORD.items() if name != "place"}).encode(),
-    ],
-    ids=["nothing", "list", "empty", "null", "not json", "bottomless", "huge", "short", "text", "bool", "no place"],
-)
-def test_garbage_is_no_record(value: bytes) -> None:
-    with pytest.raises(RecordError, match=r"^/t/run/processes/h/a"):
-        decode("/t/run/processes/h/a", value)

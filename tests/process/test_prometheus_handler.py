@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_until
-from torchelastic.metrics import MetricData, MetricsRegistry, PrometheusMetricHandler
+from torchelastic.metrics import MetricData, PrometheusMetricHandler
 from torchelastic.metrics import prometheus as module
 
 
@@ -98,16 +97,6 @@ def test_values_arrive_after_a_hello_and_in_order(agent: Agent, path: str, monke
     assert handler.dropped == 0
 
 
-def test_the_socket_comes_from_the_environment(path: str, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_AGENT_SOCKET", path)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    handler = PrometheusMetricHandler()
-    assert agent.lines == [], "nothing is opened before there is something to send"
-    handler.emit(metric("x"))
-    wait_until(lambda: agent.names() == ["x"])
-    assert agent.lines[0][0]["local_rank"] is None
-
-
 def test_a_process_that_trains_alone_has_no_agent_and_its_values_are_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,23 +146,6 @@ def test_an_agent_that_comes_back_is_found_again(agent: Agent, path: str) -> Non
         successor.close()
 
 
-class Hostile:
-    def __repr__(self) -> str:
-        raise RuntimeError("not even this")
-
-
-def test_what_is_no_number_is_dropped_alone(agent: Agent, path: str, caplog: pytest.LogCaptureFixture) -> None:
-    handler = PrometheusMetricHandler(path)
-    for value in (1.5, "not a number", Hostile(), float("nan"), 2):
-        handler.emit(metric("x", value))
-    handler.emit(MetricData("when?", "g", "y", 1))  # type: ignore[arg-type] # garbage is the point
-    handler.close()
-    wait_until(lambda: len(agent.items()) == 3)
-    assert [str(item[2]) for item in agent.items()] == ["1.5", "nan", "2.0"]
-    assert handler.dropped == 3
-    assert len(caplog.records) == 1
-
-
 def test_close_sends_what_is_queued_and_a_later_value_begins_again(agent: Agent, path: str) -> None:
     handler = PrometheusMetricHandler(path)
     handler.emit(metric("a"))
@@ -221,20 +193,6 @@ def test_a_forked_child_opens_its_own_connection_and_leaves_its_parents_alone(ag
     assert [item[1] for line in of_child[1:] for item in line["items"]] == ["child"]
 
 
-def test_emit_survives_a_process_that_can_start_no_thread(
-    path: str, agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    handler = PrometheusMetricHandler(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        handler.emit(metric("a"))
-    handler.emit(metric("b"))
-    wait_until(lambda: agent.names() == ["a", "b"])
-
-
 def test_emit_costs_a_few_microseconds(path: str, agent: Agent) -> None:
     handler = PrometheusMetricHandler(path)
     data = metric("x")
@@ -245,19 +203,3 @@ def test_emit_costs_a_few_microseconds(path: str, agent: Agent) -> None:
             handler.emit(data)
         best_s = min(best_s, (time.perf_counter() - start_s) / 1000)
     assert best_s < 20e-6
-
-
-def test_the_endpoint_serves_what_was_recorded_until_it_is_stopped() -> None:
-    registry = MetricsRegistry()
-    registry.record(0, "torchelastic", "train_step.duration.ms", 2)
-    port, stop = registry.start_endpoint("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as response:
-        text = response.read().decode()
-    assert 'torchelastic_train_step_duration_seconds_bucket{le="0.0025",local_rank="0"} 1.0' in text
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
-        MetricsRegistry().start_endpoint("127.0.0.1", port)
-    stop()
-    stop()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=5)

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from tests.waiting import wait_until
-from torchelastic.metrics.pushing import Pushing, checked_gateway
+from torchelastic.metrics.pushing import Pushing
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +78,6 @@ def test_metrics_are_pushed_at_once_and_at_the_end_into_a_group_of_run_and_host(
         assert "mine 2.0" in server.pushed[-1][2]
 
 
-def test_they_are_pushed_again_and_again() -> None:
-    with gateway() as server:
-        push, _ = pushing(server.url, every_s=0.01)
-        push.start()
-        wait_until(lambda: len(server.pushed) >= 5)
-        push.close()
-
-
 def test_a_gateway_that_is_away_or_refuses_is_told_of_once_and_found_when_it_is_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -117,40 +109,3 @@ def test_a_gateway_that_never_answers_does_not_keep_the_agent() -> None:
         assert [thread for thread in threading.enumerate() if thread.name == "torchelastic-push"]
         connection.close()
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "torchelastic-push"], 15)
-
-
-def test_what_was_never_started_may_be_closed() -> None:
-    push, _ = pushing("http://127.0.0.1:1")
-    push.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "torchelastic-push"]
-
-
-@pytest.mark.parametrize(
-    ("given", "whole"),
-    [
-        ("gateway:9091", "http://gateway:9091"),
-        ("http://gateway:9091/", "http://gateway:9091"),
-        ("https://gateway.example/prefix/", "https://gateway.example/prefix"),
-        ("http://[::1]:9091", "http://[::1]:9091"),
-    ],
-)
-def test_the_url_of_a_gateway_is_made_whole(given: str, whole: str) -> None:
-    assert checked_gateway(given) == whole
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("", "no push gateway"),
-        ("http://", "no push gateway"),
-        ("ftp://gateway", "no push gateway"),
-        ("http://gateway:port", "no push gateway"),
-        ("http://gateway:0", "no push gateway"),
-        ("http://gateway?x=1", "no push gateway"),
-        ("http://me:secret@gateway:9091", "has a login in it"),
-    ],
-)
-def test_what_is_no_gateway_is_refused_and_a_password_not_repeated(url: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refused:
-        checked_gateway(url)
-    assert "secret" not in str(refused.value)

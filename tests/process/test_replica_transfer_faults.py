@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -31,7 +30,6 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, PeerLostError, PeerStalledError
-from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import digest_of
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.restore import first_good_copy
@@ -149,46 +147,6 @@ def test_a_sender_that_stops_blocks_nobody_for_long() -> None:
         assert shelf.ids() == ["y"]
         client_of(server).push("x", content_of(1), token_round=1)
     assert shelf.bytes_of("x") == content_of(1)
-
-
-def test_signals_in_the_middle_tear_nothing() -> None:
-    """A signal ends a system call early; a trainer with timers or children has many of them."""
-    content, back, was_hit = content_of(5, 4 << 20), bytearray(4 << 20), threading.Event()
-    digests: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = ReplicaConnection(socket.create_connection(listener.getsockname()), "far", PATIENCE_S)
-        far = ReplicaConnection(listener.accept()[0], "near", PATIENCE_S)
-
-    def receive_after_a_signal() -> None:
-        assert was_hit.wait(PATIENCE_S)
-        digests.append(far.receive_bytes(memoryview(back)))
-
-    def send_around_a_signal() -> None:
-        far.send_bytes(memoryview(content)[:1000])
-        was_hit.clear()
-        assert was_hit.wait(PATIENCE_S)
-        far.send_bytes(memoryview(content)[1000:2000])
-
-    before = signal.signal(signal.SIGALRM, lambda *_: was_hit.set())
-    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.02)
-    try:
-        receiver = threading.Thread(target=receive_after_a_signal)
-        receiver.start()
-        near.send_bytes(memoryview(content))
-        receiver.join(PATIENCE_S)
-        sender = threading.Thread(target=send_around_a_signal)
-        sender.start()
-        small = bytearray(2000)
-        near.fill(small)
-        sender.join(PATIENCE_S)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        near.close()
-        far.close()
-    assert back == content
-    assert digests == [digest_of(content)]
-    assert small == content[:2000]
 
 
 # --- damaged on the way -----------------------------------------------------------------------------------------------

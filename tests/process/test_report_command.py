@@ -16,8 +16,6 @@ from tests.pure.report_runs import Host, killed_run
 from torchelastic.launch.main import main
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import JournalWriter
-from torchelastic.report.losses import LossFileError, read_losses
-from torchelastic.report.reading import find_journals
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,25 +67,6 @@ def test_the_command_writes_the_page_where_it_is_told_to_and_says_where(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "report.html"]
 
 
-def test_folders_and_files_may_be_given_in_any_mixture_and_each_journal_counts_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hosts = killed_run()
-    one, two = written(tmp_path / "one", hosts[:1]), written(tmp_path / "two", hosts[1:])
-    whole = reported(capsys, one, two)
-    assert reported(capsys, file_of(one, "alpha"), two, one) == whole
-    assert lacks(whole) == ""
-    assert [life["name"] for life in whole["workers"]] == [  # type: ignore[attr-defined]  # checked by the comparison
-        "alpha/0.0", "alpha/1.0", "beta/0.0", "beta/1.0", "beta/1.1",
-    ]  # fmt: skip
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / file_of(two, "beta").name).write_bytes(file_of(two, "beta").read_bytes())
-    doubled = reported(capsys, one, two, copy)
-    assert doubled["workers"] == whole["workers"]
-    assert "given twice" in lacks(doubled)
-
-
 def test_a_torn_line_a_damaged_line_and_one_of_a_later_version_are_said_and_the_rest_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,23 +103,6 @@ def test_a_journal_that_cannot_be_read_is_named_and_the_others_are_reported(
     assert "left out" in error
 
 
-def test_rotated_files_of_which_the_oldest_or_one_in_the_middle_are_gone_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hosts = killed_run()
-    whole = reported(capsys, written(tmp_path / "whole", hosts))
-    logs = written(tmp_path / "rotated", hosts, max_bytes=4096)
-    first, *_, last = sorted(logs.glob("*alpha*"))
-    if first.name.endswith("000001.jsonl"):
-        first.unlink()
-    document = reported(capsys, logs)
-    assert document["seen"] == whole["seen"]
-    assert document["figures"] == whole["figures"]
-    assert "oldest events of ledger-alpha-a1 are gone" in lacks(document)
-    last.with_name(f"ledger-alpha-a1.{int(last.name.split('.')[-2]) - 1:06d}.jsonl").unlink()
-    assert "A file of ledger-alpha-a1 is missing" in lacks(reported(capsys, logs))
-
-
 def test_without_a_journal_the_exit_code_is_1_and_the_error_says_what_to_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,36 +137,6 @@ def test_journals_of_several_runs_need_a_choice_and_can_be_compared(
     assert reported(capsys, logs, *words[:-2])["run_id"] == "monday"
 
 
-def test_losses_of_the_imagenet_example_are_read_from_its_folder_of_events(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from examples.imagenet.events import EventWriter
-
-    writer = EventWriter(tmp_path / "events")
-    for step in range(5):
-        writer.write("attempt", rank=0, world_size=1, group=1, epoch=0, step=step, indices=(1, 2))
-        writer.write("commit", rank=0, world_size=1, group=1, epoch=0, step=step, loss=1.0 / (step + 1))
-    logs = written(tmp_path / "logs", killed_run())
-    document = reported(capsys, logs, "--loss", tmp_path / "events")
-    losses = document["losses"]
-    assert isinstance(losses, dict)
-    assert [point[:2] for point in losses["points"]] == [[step, 1.0 / (step + 1)] for step in range(5)]
-
-
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"step": 1}\n', "\x00\x01", "step,loss\ninf,1\n"])
-def test_a_file_without_losses_is_an_error_that_says_what_it_should_look_like(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    path = tmp_path / "losses.csv"
-    path.write_text(text)
-    with pytest.raises(LossFileError, match="CSV"):
-        read_losses(path)
-    logs = written(tmp_path / "logs", killed_run())
-    assert main(["report", str(logs), "--loss", str(path), "-o", str(tmp_path / "r.html")]) == 1
-    assert str(path) in capsys.readouterr().err
-    assert not (tmp_path / "r.html").exists()
-
-
 def test_a_page_that_cannot_be_written_leaves_the_one_before_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,16 +151,3 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before_as_it_was(
     assert "No space left" in capsys.readouterr().err
     assert page.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "report.html"]
-
-
-def test_what_is_read_while_agents_write_is_a_report(tmp_path: Path) -> None:
-    logs = written(tmp_path, killed_run())
-    path = file_of(logs, "alpha")
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for length in range(first, len(whole), 997):
-        path.write_bytes(whole[:length])
-        found = find_journals([logs])
-        assert set(found.journals) == {"ledger-alpha-a1", "ledger-beta-a1"}
-        is_torn = not whole[:length].endswith(b"\n")
-        assert any("torn" in sentence for sentence in found.lacks) is is_torn

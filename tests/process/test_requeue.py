@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from torchelastic.lifetime import STOPPED_EARLY, Requeue, requeue_job
+from torchelastic.lifetime import Requeue, requeue_job
 from torchelastic.lifetime import requeue as module
-from torchelastic.lifetime.requeue import PATIENCE_S, plan_requeue, requeue_patience_s
+from torchelastic.lifetime.requeue import PATIENCE_S
 
 JOB = {"SLURM_JOB_ID": "42"}
 Scontrol = Callable[[str], Path]
@@ -38,10 +37,6 @@ def requeue(**options: Any) -> tuple[Requeue, list[float]]:
     """The answer, with the pauses that were to be made."""
     pauses: list[float] = []
     return requeue_job(**{"environment": JOB, "sleep": pauses.append, **options}), pauses
-
-
-def test_the_exit_code_is_the_one_that_invites_to_try_again() -> None:
-    assert STOPPED_EARLY == 75
 
 
 def test_a_batch_job_is_put_back_into_the_queue(scontrol: Scontrol) -> None:
@@ -81,32 +76,6 @@ def test_nobody_is_asked_where_there_is_no_job_or_enough_restarts(
     assert not calls.exists()
 
 
-def test_the_last_restart_that_is_allowed_is_asked_for() -> None:
-    assert plan_requeue({**JOB, "SLURM_RESTART_COUNT": "6"}, 7)[0] == "42"
-    assert plan_requeue(JOB, 0)[0] == ""
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        "Only batch jobs are accepted or processed",
-        "Requested operation is presently disabled for job 42",
-        "Invalid job id specified",
-        "Access/permission denied",
-        "Job/step already completing or completed",
-    ],
-)
-def test_a_refusal_is_said_and_not_raised_and_nobody_is_pestered(
-    scontrol: Scontrol, refusal: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = scontrol(f"echo '{refusal}' >&2; exit 1")
-    answer, pauses = requeue()
-    assert (answer.asked, pauses) == (False, [])
-    assert refusal in answer.because
-    assert f"job 42 was not requeued: scontrol ended with 1: {refusal}" in caplog.text
-    assert calls.read_text().count("requeue") == 1
-
-
 def test_a_controller_that_is_busy_is_asked_again_and_not_for_ever(scontrol: Scontrol, tmp_path: Path) -> None:
     calls = scontrol("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     answer, pauses = requeue()
@@ -136,21 +105,6 @@ def test_a_controller_that_restarts_costs_the_chain_of_jobs_nothing(scontrol: Sc
     assert calls.read_text().count("requeue") > 3
 
 
-def test_how_long_the_controller_is_asked_fits_into_what_is_left_of_the_job() -> None:
-    assert requeue_patience_s(5.0) == 25.0, "the limit, and most of KillWait"
-    assert requeue_patience_s(math.inf) == PATIENCE_S
-    assert requeue_patience_s(-100.0) == 10.0, "one attempt more"
-
-
-@pytest.mark.parametrize("garbage", ["head -c 3000 /dev/urandom; exit 0", "printf '\\377\\376' >&2; exit 3"])
-def test_garbage_is_no_exception(scontrol: Scontrol, garbage: str) -> None:
-    calls = scontrol(garbage)
-    answer, pauses = requeue()
-    assert isinstance(answer, Requeue)
-    assert not answer.asked, "what cannot be read is no agreement"
-    assert calls.read_text().count("requeue") == len(pauses) + 1 > 3
-
-
 def test_an_scontrol_that_hangs_is_ended(scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "ATTEMPT_S", 0.3)
     # its child holds the output open: whoever waits for the end of that, waits for the child
@@ -163,14 +117,3 @@ def test_an_scontrol_that_hangs_is_ended(scontrol: Scontrol, monkeypatch: pytest
     assert not answer.asked
     assert "timed out after 0.3 seconds" in answer.because
     assert (calls.read_text().count("requeue"), len(pauses)) == (3, 2)
-
-
-def test_without_scontrol_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert requeue() == (Requeue(False, "scontrol is not installed here"), [])
-
-
-@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), ("3", TypeError)])
-def test_a_wrong_number_of_restarts_is_an_error_before_anybody_is_asked(wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="max_restarts"):
-        requeue_job(max_restarts=wrong, environment={})

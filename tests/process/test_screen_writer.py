@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import pytest
-
-from tests.cluster.shell import shown
 from tests.process.supervised import failures_into
 from torchelastic.agent.causes import FailedWorker, report_of
 from torchelastic.agent.screen_writer import ScreenWriter
@@ -98,31 +95,6 @@ def test_a_screen_that_is_gone_is_given_up_and_the_other_one_goes_on() -> None:
             writer.write("stderr", f"{number}\n")
         within_patience(writer.close)
     assert stderr.getvalue() == "0\n1\n2\n"
-
-
-def test_the_line_below_is_drawn_again_after_each_text_and_is_gone_in_the_end() -> None:
-    screen = io.StringIO()
-    writer = ScreenWriter(screen, screen, lost, is_terminal=True)
-    for number in range(200):
-        writer.show_below(f"{number} %")
-        writer.write("stdout", f"line {number}\n")
-    writer.close()
-    assert shown(screen.getvalue().replace("\n", "\r\n")) == [*(f"line {number}" for number in range(200)), ""]
-
-
-def test_lines_below_do_not_pile_up_before_a_screen_that_takes_nothing() -> None:
-    with a_pipe() as (read_end, stream):
-        writer = ScreenWriter(stream, stream, lost, is_terminal=True)
-        writer.write("stdout", "x" * 100_000 + "\n")
-
-        def draw_many() -> None:
-            for number in range(100_000):
-                writer.show_below(f"step {number}")
-
-        within_patience(draw_many)
-        drawn = read_until(read_end, b"step 99999\x1b[0m\x1b[?7h")
-        assert drawn.count(b"step") == 1, "the newest one only"
-        within_patience(writer.close)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -210,19 +182,3 @@ def test_the_worker_that_raised_first_is_the_culprit_though_it_ends_last(tmp_pat
     assert raised == "ValueError: boom"
     assert other == "then worker 0 failed: exit code 1: RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1"
     assert failures[1].at_s < failures[0].at_s, "its traceback came first"
-
-
-def test_a_line_that_has_no_end_is_shown_too() -> None:
-    shown: list[str] = []
-    run_workers("print('a'); print('b', end='')", 1, Terminal(lambda _stream, text: shown.append(text)))
-    assert shown == ["[worker 0] a\n", "[worker 0] b\n"]
-
-
-@pytest.mark.parametrize("form", ["human", "json"])
-def test_bytes_that_are_no_text_are_shown_somehow_and_kept(form: str, tmp_path: Path) -> None:
-    shown: list[str] = []
-    terminal = Terminal(lambda _stream, text: shown.append(text), form=form)
-    run_workers(r"import sys; sys.stdout.buffer.write(b'\xff\x00\x1b\n')", 1, terminal, tmp_path)
-    assert (tmp_path / "worker_0.0.log").read_bytes() == b"\xff\x00\x1b\n"
-    assert len(shown) == 1
-    assert shown[0].count("\n") == 1

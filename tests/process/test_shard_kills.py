@@ -18,7 +18,7 @@ from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
-from torchelastic.testing import FaultyDisk, fail_at, pause_at, short_write_at
+from torchelastic.testing import FaultyDisk, pause_at, short_write_at
 
 WAIT_S = 20.0
 
@@ -109,14 +109,6 @@ def folders(tmp_path: Path, count: int) -> Iterator[tuple[int, Path]]:
         folder.mkdir()
         save_tree(folder / "old", state(1))
         yield number, folder
-
-
-def test_a_hidden_name_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
-    disk = FaultyDisk(fail_at("remove", errno.EIO))
-    save_a_file(tmp_path, disk)
-    disk.require_struck()
-    assert shards_in(tmp_path) == {"new": 2}
-    assert remove_left_overs(tmp_path) == 1
 
 
 def test_short_writes_lose_nothing(tmp_path: Path) -> None:

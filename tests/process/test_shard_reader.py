@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from torchelastic.checkpoint.shards import ShardReader, save_tree
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, MAX_PER_BATCH, batched
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES
 
 TENSORS = {
     "small": torch.arange(7.0),
@@ -94,29 +93,3 @@ def test_many_threads_read_one_reader(shard: ShardReader) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(60)))
-
-
-class Sized:
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [],
-        [0],
-        [CHUNK_BYTES * 3],
-        [1] * (2 * MAX_PER_BATCH + 1),
-        [CHUNK_BYTES // 2 + 1] * 5,
-        [0, CHUNK_BYTES * 2, 0, 1, CHUNK_BYTES, 5],
-    ],
-    ids=["none", "empty", "one long", "many", "halves", "mixed"],
-)
-def test_batches_hold_everything_once_and_in_order(sizes: list[int]) -> None:
-    entries: list[Any] = [Sized(size) for size in sizes]
-    runs = batched(entries)
-    assert [index for run in runs for index in run] == list(range(len(sizes)))
-    for run in runs:
-        assert len(run) <= MAX_PER_BATCH
-        assert len(run) == 1 or sum(sizes[index] for index in run) <= CHUNK_BYTES

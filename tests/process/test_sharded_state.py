@@ -18,12 +18,10 @@ from torch.distributed.tensor import DTensor
 import torchelastic
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
 from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, TieredCheckpointManager
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import StateStatus
-from torchelastic.sharded import FullShard, HybridShard
-from torchelastic.sharded.mesh import data_place
+from torchelastic.sharded import HybridShard
 from torchelastic.sharded.weighting import Weighting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Full backward hook.*")
@@ -256,15 +254,6 @@ def test_a_world_that_is_no_multiple_names_the_option() -> None:
         HybridShard(2)(1)
 
 
-def test_who_has_which_samples() -> None:
-    mesh = HybridShard(1)(1)
-    assert mesh.mesh_dim_names == ("replicate", "shard")
-    assert (data_place(mesh).rank, data_place(mesh).size) == (0, 1)
-    assert data_place(FullShard()(1), ["shard"]).size == 1
-    with pytest.raises(ValueError, match="data_dims names dp, and the mesh has only replicate, shard"):
-        data_place(mesh, ["dp"])
-
-
 class Half:
     """A sampler by which this rank has a quarter of the samples, in a world of two."""
 
@@ -371,16 +360,6 @@ def test_a_sharded_run_goes_on_unsharded(tmp_path: Path) -> None:
     plain.sync()
     assert (plain.step, plain.extra) == (2, {"seen": 5})
     assert all(torch.equal(value, whole(state)[name]) for name, value in plain.module.state_dict().items())
-    manager.close()
-
-
-def test_what_one_rank_saved_as_a_stream_is_refused(tmp_path: Path) -> None:
-    manager = TieredCheckpointManager([DiskTier(tmp_path)], run_id="run")
-    checkpoint = manager.create_checkpoint()
-    checkpoint.open_output_stream("default").write(b"bytes")
-    checkpoint.commit()
-    with pytest.raises(CheckpointError, match="holds one stream of bytes, which one rank has saved"):
-        manager.restore(ShardedState(build()), Alone())
     manager.close()
 
 

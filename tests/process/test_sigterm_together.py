@@ -12,7 +12,7 @@ import pytest
 
 from tests.process.deadline_clocks import PATIENCE_S, Clocks
 from tests.process.sigterm_cases import ENDED_BY_SIGTERM, Rendezvous, exit_code_of
-from torchelastic.lifetime import IterManager, Nearest, close_all, detect, nearest
+from torchelastic.lifetime import IterManager, Nearest, detect, nearest
 from torchelastic.lifetime.sources.detection import SIGNALS_VARIABLE
 from torchelastic.lifetime.sources.signals import SignalNotices
 from torchelastic.p2p.termination import leave_on_sigterm
@@ -86,20 +86,6 @@ def test_with_nobody_to_ask_it_is_a_notice_and_a_second_one_ends_the_process() -
 
 
 @orders
-def test_who_names_sigterm_has_both(order: str) -> None:
-    def process() -> None:
-        rendezvous, deadline, clocks = both(order, NAMED)
-        signal.raise_signal(TERM)
-        assert rendezvous.left.wait(PATIENCE_S)
-        assert deadline.remaining_s(clocks.now_s) == 30.0
-        clocks.pass_s(6.0)
-        signal.raise_signal(TERM)
-        time.sleep(PATIENCE_S)
-
-    assert exit_code_of(process) == ENDED_BY_SIGTERM
-
-
-@orders
 def test_a_forked_child_ends_as_ever(order: str) -> None:
     def process() -> None:
         both(order, NAMED)
@@ -122,50 +108,6 @@ def test_a_handler_of_the_users_below_a_notice_keeps_the_coordinator_away() -> N
         assert not rendezvous.left.is_set()
 
     assert exit_code_of(process) == 0
-
-
-def test_a_deadline_that_is_closed_leaves_the_signal_to_the_coordinator() -> None:
-    def process() -> None:
-        rendezvous, deadline, _ = both("deadline, coordinator", can_leave=False)
-        close_all(deadline.deadlines)
-        rendezvous._can_leave = True
-        signal.raise_signal(TERM)
-        assert rendezvous.left.wait(PATIENCE_S)
-
-    def nobody_to_ask() -> None:
-        _, deadline, _ = both("deadline, coordinator", can_leave=False)
-        close_all(deadline.deadlines)
-        signal.raise_signal(TERM)
-        time.sleep(PATIENCE_S)
-
-    assert exit_code_of(process) == 0
-    assert exit_code_of(nobody_to_ask) == ENDED_BY_SIGTERM
-
-
-def test_two_that_look_for_deadlines_both_hear_of_the_signal() -> None:
-    """Such as two managers, of which nobody has closed the first."""
-
-    def process() -> None:
-        clocks = Clocks()
-        first, second = (nearest(detect({}, machine=str, clock=clocks.clock)) for _ in range(2))
-        signal.raise_signal(TERM)
-        assert [one.remaining_s(clocks.now_s) for one in (first, second)] == [30.0, 30.0]
-        close_all(first.deadlines)
-        close_all(second.deadlines)
-        signal.raise_signal(TERM)  # the first would have put back what was there before
-        time.sleep(PATIENCE_S)
-
-    def again() -> None:
-        clocks = Clocks()
-        for _ in range(2):
-            detect({}, machine=str, clock=clocks.clock)
-        signal.raise_signal(TERM)
-        clocks.pass_s(6.0)
-        signal.raise_signal(TERM)
-        time.sleep(PATIENCE_S)
-
-    assert exit_code_of(process) == ENDED_BY_SIGTERM
-    assert exit_code_of(again) == ENDED_BY_SIGTERM
 
 
 @pytest.mark.parametrize("end", ["close", "cleanup"])

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from tests.waiting import is_gone, wait_until
-from torchelastic.launch.simulate_esi import Reported
-from torchelastic.lifetime.progress import Steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 
@@ -105,28 +103,6 @@ def test_a_job_that_ignores_sigterm_is_killed_with_all_that_it_has_started_and_i
     assert b"not finished after 0 restarts: that is --max-restarts" in done.stderr
 
 
-def test_what_one_life_has_told_is_not_taken_for_the_next_ones() -> None:
-    tells = """echo '{"committed_step": 5}' > "$TORCHELASTIC_PROGRESS_FILE"; exit 75"""
-    report = report_of(simulate(f'if [ "$TORCHELASTIC_LIFE" = 1 ]; then {tells}; fi', "--timeout", "500", "--json"))
-    assert column(report, "committed_step") == [5, None]
-
-
-def test_a_job_that_fails_is_started_again_as_often_as_was_said() -> None:
-    done = simulate("echo again; exit 3", "--timeout", "500", "--max-restarts", "1")
-    assert (done.returncode, done.stdout) == (1, b"again\nagain\n")
-    assert b"life 2: failed (exit code 3)" in done.stderr
-
-
-def test_another_exit_code_may_ask_for_the_next_start() -> None:
-    done = simulate('[ "$TORCHELASTIC_LIFE" = 2 ] || exit 85', "--timeout", "500", "--requeue-code", "85", "--json")
-    assert (done.returncode, column(report_of(done), "how")) == (0, ["stopped", "finished"])
-
-
-def test_a_command_that_is_not_there_is_tried_once() -> None:
-    done = simulate("no-such-command-of-ours", "--timeout", "500", "--json")
-    assert (done.returncode, column(report_of(done), "how")) == (1, ["unrunnable"])
-
-
 def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     done = simulate(f"setsid sleep 600 & echo $! > {tmp_path}/pids", "--timeout", "500", "--json")
     assert (done.returncode, column(report_of(done), "killed_processes")) == (0, [1])
@@ -148,24 +124,6 @@ def test_the_job_is_told_its_grace_unless_the_user_has_said_it(before: dict[str,
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_TERM_GRACE_S"} | before
     words = ["--timeout", "500", "--grace", "7.5"]
     assert simulate("echo $TORCHELASTIC_TERM_GRACE_S", *words, env=environment).stdout == told
-
-
-def test_what_the_library_reads_is_what_the_job_is_told() -> None:
-    script = (
-        "import time\n"
-        "from torchelastic.lifetime.deadline import automatic_deadlines\n"
-        "print(sorted(400 < d.remaining_s(time.monotonic()) <= 500 for d in automatic_deadlines()))"
-    )
-    done = simulate(shlex.join([sys.executable, "-c", script]), "--timeout", "500")
-    assert done.stdout.count(b"True") >= 1, done.stderr.decode()
-    assert b"False" not in done.stdout
-
-
-def test_the_files_of_the_simulator_are_gone_when_it_ends() -> None:
-    done = simulate('echo "$TORCHELASTIC_PROGRESS_FILE"; ls "$TORCHELASTIC_TERMINATION_FILE"', "--timeout", "500")
-    progress, termination = (Path(line) for line in done.stdout.decode().splitlines())
-    assert progress.parent == termination.parent
-    assert not progress.parent.exists()
 
 
 # --- what ends the simulator ----------------------------------------------------------------------
@@ -226,29 +184,3 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
 
 
 # --- its parts ------------------------------------------------------------------------------------
-
-
-def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> None:
-    path = tmp_path / "progress"
-    path.write_text('{"committed_step": 99}')
-    told = Reported(path)
-    told.read()
-    assert told.steps == Steps()  # that was of the life before
-    path.write_text('{"committed_step": 4, "saved_step": 0}')
-    told.read()
-    path.write_text('{"committed_step": 5, "sav')
-    told.read()
-    assert told.steps == Steps(committed_step=4, saved_step=0)
-    assert "Unterminated string" in told.fault
-    path.write_text('{"resumed_step": 3, "committed_step": 7, "saved_step": null, "total_steps": 9, "loss": 0.5}')
-    told.read()
-    assert (told.steps, told.fault) == (Steps(3, 7, None, 9), "")
-
-
-@pytest.mark.parametrize("text", ['{"saved_step": %s}' % value for value in ("-1", "1.5", '"7"', "true")] + ["[1]"])  # noqa: UP031
-def test_what_is_no_step_is_named(tmp_path: Path, text: str) -> None:
-    told = Reported(tmp_path / "progress")
-    (tmp_path / "progress").write_text(text)
-    told.read()
-    assert told.steps == Steps()
-    assert ("saved_step" if "saved_step" in text else "Expected `object`") in told.fault

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 
 from tests.pure.source_contract import PAD, all_samples, through_json
 from torchelastic.data import Source, SourceError, jsonl, lines, mapped, mixed, packed, repeated, shuffled
-from torchelastic.data.sources import files as files_module
 from torchelastic.data.sources.api import opened
 
 _LINE = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=12)
@@ -114,17 +113,6 @@ def position_in(source: Source[Any], drawn: int, *, shard: int = 0, num_shards: 
     return through_json(samples.state_dict())
 
 
-def test_with_as_many_files_as_shards_or_more_files_are_whole(folder: Path) -> None:
-    shards = [list(jsonl(f"{folder}/*.jsonl")(shard, 3, 0)) for shard in range(3)]
-    assert [sorted({sample["file"] for sample in samples}) for samples in shards] == [[0, 3], [1], [2]]
-
-
-def test_with_fewer_files_each_shard_has_a_part_of_each(folder: Path) -> None:
-    shards = [list(jsonl(f"{folder}/*.jsonl")(shard, 5, 0)) for shard in range(5)]
-    assert {len(samples) for samples in shards} == {8}
-    assert all({sample["file"] for sample in samples} == {0, 1, 2, 3} for samples in shards)
-
-
 def test_a_position_is_small_and_data_may_be_moved_as_a_whole(folder: Path, tmp_path: Path) -> None:
     position = position_in(jsonl(f"{folder}/*.jsonl"), 25)
     assert len(json.dumps(position, separators=(",", ":"))) <= 100
@@ -160,11 +148,6 @@ def test_files_are_named_in_any_of_these_ways(folder: Path, files: Callable[[Pat
     assert Counter((sample["file"], sample["line"]) for sample in samples) == Counter(
         (file, line) for file in range(4) for line in range(10)
     )
-
-
-def test_a_file_may_have_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
-    (tmp_path / "a[1].txt").write_text("x\n")
-    assert list(lines(tmp_path / "a[1].txt")(0, 1, 0)) == ["x"]
 
 
 def test_urls_are_read_through_fsspec() -> None:
@@ -206,12 +189,6 @@ def test_a_line_that_is_no_json_is_named(folder: Path) -> None:
         list(jsonl(f"{folder}/*.jsonl")(0, 1, 0))
 
 
-def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"good\nb\xff\xfed\n")
-    with pytest.raises(SourceError, match=r"a\.txt, byte 5: the line is not UTF-8"):
-        list(lines(tmp_path / "a.txt")(0, 1, 0))
-
-
 @pytest.mark.parametrize("wrapped", [lambda source: source, lambda source: shuffled(source, 4)])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -249,12 +226,3 @@ def test_sources_are_imported_without_what_only_some_of_them_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_only_the_first_empty_shard_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    files_module.say_shards_are_empty.cache_clear()
-    for _ in range(2):
-        files_module.say_shards_are_empty("things", 2, 5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "there are 2 things for 5 logical shards, so 3 shards are empty: make more of them, or fewer logical shards"
-    ]

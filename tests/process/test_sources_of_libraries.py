@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.pure.source_contract import all_samples, through_json
@@ -38,18 +37,6 @@ def test_a_loader_that_keeps_its_place_goes_on_from_any_place_and_not_beyond_its
     assert sorted(all_samples(from_stateful(Counter), 3)) == list(range(20))
     assert sorted(all_samples(shuffled(from_stateful(Counter), 4), 3)) == list(range(20))
     assert all_samples(from_stateful(Counter), 30) == list(range(20))
-
-
-class Unplain(Counter):
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": torch.tensor(self.place)}
-
-
-def test_a_state_that_json_cannot_hold_is_refused() -> None:
-    samples = opened(from_stateful(Unplain), 0, 1, 0)
-    next(samples)
-    with pytest.raises(SourceError, match=r"the state of Unplain is no plain data: .*Tensor"):
-        samples.state_dict()
 
 
 # --- torchdata --------------------------------------------------------------------------------------------------------
@@ -188,14 +175,3 @@ def test_a_dataset_whose_shuffle_buffer_would_be_lost_is_refused(library: Any, a
     source = from_datasets(around(generated(library).shuffle(seed=1, buffer_size=10)))
     with pytest.raises(SourceError, match=r"shuffle buffer, which is not in its state.*use torchelastic.data.shuffled"):
         source(0, 1, 0)
-
-
-def test_what_is_no_iterable_dataset_is_refused(library: Any) -> None:
-    with pytest.raises(SourceError, match=r"Dataset is no datasets\.IterableDataset: load it with streaming=True"):
-        from_datasets(library.Dataset.from_dict({"x": [1]}))(0, 1, 0)
-
-
-def test_without_datasets_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ImportError, match="this source needs the package datasets: pip install datasets"):
-        from_datasets([1, 2])(0, 1, 0)

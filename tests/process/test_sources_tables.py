@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 import tarfile
 import tempfile
 from collections import Counter
@@ -67,14 +64,6 @@ def _twice(row: dict[str, Any]) -> list[int]:
     return [row["x"]] * 2
 
 
-def test_large_row_groups_are_gone_through_in_pieces(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", range(1000), 600)
-    source = parquet(tmp_path / "a.parquet", columns=["x"])
-    assert [row["x"] for row in source(0, 1, 0)] == list(range(1000))
-    assert next(source(0, 1, position_in(source, 599))) == {"x": 599}
-    assert next(source(0, 1, position_in(source, 777))) == {"x": 777}
-
-
 @pytest.mark.parametrize(("num_shards", "groups"), [(4, [1, 1, 1, 1]), (6, [1, 1, 1, 1, 0, 0])])
 def test_row_groups_of_few_files_are_dealt_evenly_and_empty_shards_are_told(
     tmp_path: Path, num_shards: int, groups: list[int], caplog: pytest.LogCaptureFixture
@@ -107,15 +96,6 @@ def test_a_parquet_file_that_is_none_or_not_what_it_was_is_named(tmp_path: Path)
     path.write_bytes(good)
     with pytest.raises(SourceError, match=r"a\.parquet has no column 'y'"):
         list(parquet(path, columns=["x", "y"])(0, 1, 0))
-
-
-def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", range(2), 5)
-    code = "import sys; sys.modules['pyarrow'] = None\nfrom torchelastic.data import parquet\n"
-    code += f"list(parquet({str(tmp_path / 'a.parquet')!r})(0, 1, 0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "parquet files need pyarrow: pip install pyarrow" in done.stderr
 
 
 # --- tar --------------------------------------------------------------------------------------------------------------
@@ -177,15 +157,6 @@ def test_folders_hidden_members_and_such_without_extension_are_left_out(tmp_path
     assert list(tar_samples(path)(0, 1, 0)) == [{"__key__": "a.b/1", "txt": b"1", "json": b"2"}]
 
 
-def test_with_fewer_tar_files_than_shards_empty_ones_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    say_shards_are_empty.cache_clear()
-    write_tar(tmp_path / "a.tar", members_of(3))
-    assert [len(list(tar_samples(tmp_path / "a.tar")(shard, 3, 0))) for shard in range(3)] == [3, 0, 0]
-    assert [record.getMessage()[:60] for record in caplog.records] == [
-        "there are 1 tar files for 3 logical shards, so 2 shards are "
-    ]
-
-
 def test_nothing_in_an_archive_is_unpickled(tmp_path: Path) -> None:
     trap = b"cbuiltins\nexit\n(tR."
     write_tar(tmp_path / "a.tar", [("1.pkl", trap), ("1.pyd", trap)])
@@ -235,14 +206,3 @@ def test_members_that_make_no_sample_are_named(tmp_path: Path) -> None:
         archive.addfile(link)
     with pytest.raises(SourceError, match=r"a\.tar, byte 0: member '2\.txt' is a link or a device: pack files"):
         list(tar_samples(path)(0, 1, 0))
-
-
-def test_an_archive_that_has_grown_since_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    write_tar(path, members_of(5))
-    source = tar_samples(path)
-    position = position_in(source, 2)
-    assert len(json.dumps(position, separators=(",", ":"))) <= 100
-    path.write_bytes(path.read_bytes() + bytes(10240))
-    with pytest.raises(SourceError, match=r"a\.tar, at \d+: .* grown to"):
-        list(source(0, 1, position))

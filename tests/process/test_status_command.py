@@ -182,19 +182,6 @@ def test_a_damaged_status_is_named_and_the_others_are_shown(
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-def test_events_come_from_etcd_as_lines_and_as_json(
-    etcd: EtcdServer, run_id: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with running(etcd, run_id):
-        assert main(["events", *address(etcd, run_id)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert main(["events", *address(etcd, run_id), "--json"]) == 0
-        plain = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == len(plain) == 1
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}  node-1/0\.0 \(rank 0\): joined round 1", lines[0])
-    assert (plain[0]["host"], plain[0]["kind"], plain[0]["text"]) == ("node-1", "save", "joined round 1")
-
-
 def test_followed_events_come_once_as_they_happen_until_the_run_is_closed(
     etcd: EtcdServer, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,44 +245,6 @@ def test_events_of_journals_come_by_time_from_all_folders(tmp_path: Path, capsys
     assert plain[4]["stall_ns"] == S // 4
 
 
-def test_one_file_stands_for_its_journal_and_damaged_lines_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_journal(tmp_path, "a", 1_700_000_000)
-    write_journal(tmp_path, "b", 1_700_000_000)
-    path = tmp_path / "ledger-a-1.000001.jsonl"
-    path.write_bytes(path.read_bytes() + b"garbage\n")
-    assert main(["events", "--journal", str(path)]) == 0
-    output = capsys.readouterr()
-    assert {line.split("  ", 1)[1][0] for line in output.out.splitlines()} == {"a"}
-    assert "Left out of ledger-a-1: 1 damaged line." in output.err
-
-
-def test_folders_without_journals_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["events", "--journal", str(tmp_path)]) == 1
-    assert f"there is no journal in {tmp_path}" in capsys.readouterr().err
-    assert main(["events", "--journal", str(tmp_path / "none" / "x")]) == 1
-    assert "none" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ([], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --journal PATH"),
-        (["--rdzv-endpoint=h:1"], "or --journal PATH"),
-        (["--rdzv-endpoint=h:1", "--rdzv-id=x", "--journal", "p"], "or --journal PATH"),
-        (["--follow", "--journal", "p"], "tail -F"),
-    ],
-)
-def test_words_that_make_no_sense_together_are_refused(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["events", *words])
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
-
-
 # --- top in a terminal ------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +256,6 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-SIGINT_IS_IGNORED = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 #: SIGINT arrives when this module is imported, in the callback of a weak reference: Python discards what that raises.
 SIGINT_AT_IMPORT = """
 import signal, sys, weakref
@@ -447,14 +395,6 @@ def test_top_ends_cleanly(how: str, etcd: EtcdServer, run_id: str) -> None:
         assert "Traceback" not in terminal.text()
 
 
-def test_control_c_ends_top_where_its_shell_ignores_sigint(etcd: EtcdServer, run_id: str) -> None:
-    with running(etcd, run_id), top(*address(etcd, run_id), first=SIGINT_IS_IGNORED) as terminal:
-        terminal.wait_for(lambda text: f"run {run_id}" in text)
-        terminal.type(b"\x03")
-        assert terminal.wait() == 0
-        check_left_as_it_was(terminal)
-
-
 def test_a_sigint_whose_exception_python_discards_ends_top(etcd: EtcdServer, run_id: str) -> None:
     with (
         running(etcd, run_id),
@@ -463,14 +403,6 @@ def test_a_sigint_whose_exception_python_discards_ends_top(etcd: EtcdServer, run
         assert terminal.wait() == 0
         assert "SIGINT arrives" in terminal.text()
         assert termios.tcgetattr(terminal.slave) == terminal.modes
-
-
-def test_sigint_ends_a_command_that_is_still_being_imported() -> None:
-    first = SIGINT_AT_IMPORT.format(module="torchelastic.launch.status")
-    with top("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", first=first) as terminal:
-        assert terminal.wait() == -signal.SIGINT
-        assert "SIGINT arrives" in terminal.text()
-        assert "Traceback" not in terminal.text()
 
 
 def test_control_c_ends_top_while_etcd_does_not_answer() -> None:
@@ -482,12 +414,3 @@ def test_control_c_ends_top_while_etcd_does_not_answer() -> None:
                 terminal.type(b"\x03")
                 assert terminal.wait() == 0
             assert "Traceback" not in terminal.text()
-
-
-def test_top_waits_for_a_run_that_is_not_there_yet(etcd: EtcdServer, run_id: str) -> None:
-    with top(*address(etcd, run_id), "--interval=0.2") as terminal:
-        terminal.wait_for(lambda text: f"knows no run '{run_id}'" in text)
-        with running(etcd, run_id):
-            terminal.wait_for(lambda text: f"run {run_id}  running" in text)
-            terminal.type(b"q")
-            assert terminal.wait() == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -208,16 +207,6 @@ def test_what_is_removed_from_durable_storage_loses_its_manifest_first(
         save([tier], name_at(2))
     assert [entry.name.step for entry in tier.inventory()] == [2]
     assert (place / name_at(1).folder_name).exists()
-
-
-def test_a_download_leaves_nothing_behind(place: Path, tmp_path: Path) -> None:
-    tier = DurableTier(f"memory://{uuid.uuid4()}", download_folder=tmp_path)
-    tier.prepare(context_of(tier))
-    save([tier], name_at(1))
-    with tier.open(name_at(1), 0) as shard:
-        assert [*tmp_path.iterdir()] == []
-        shard.verify()
-    assert not place.exists()
 
 
 def test_no_secret_of_a_url_is_shown() -> None:

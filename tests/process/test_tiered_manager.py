@@ -176,34 +176,6 @@ def test_a_tier_that_fails_is_reported_and_the_others_have_the_checkpoint(
     assert len(manager.list_checkpoints()) == 1
 
 
-def test_a_save_that_cannot_be_published_leaves_nothing_and_its_memory_is_used_again(
-    managers: Make, tmp_path: Path
-) -> None:
-    class Uncommitted(MemoryTier):
-        def commit(self, manifest: Any) -> None:
-            if manifest.name.step == 2:
-                raise CheckpointError("no")
-            super().commit(manifest)
-
-    disk = DiskTier(tmp_path / "disk")
-    manager, peers = managers(Uncommitted(tmp_path / "memory"), disk), Alone()
-    digests = {}
-    for step in (1, 2, 3):
-        state = make_state(step, step)
-        digests[step] = digest(state)
-        manager.save_step(state, step, peers)
-        assert manager.wait(30)
-    assert [entry.name.step for entry in manager.tiers[0].inventory()] == [3]
-    assert [entry.name.step for entry in disk.inventory()] == [3, 2, 1]
-    hidden = [path for path in (tmp_path / "memory").iterdir() if path.name.startswith(".tmp-")]
-    assert len(hidden) <= 2, hidden
-    for one in manager.list_checkpoints():
-        with one.open_input_stream("default") as stream:
-            restored = make_state(9, 1)
-            restored.load(stream)
-        assert digest(restored) == digests[one.sequence_id]
-
-
 def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:
     manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
     state.extra["what"] = object()

@@ -19,7 +19,7 @@ from torchelastic.checkpoint.store import list_checkpoints
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, in_loop, nearest
 from torchelastic.p2p import agreement, watchdog
 from torchelastic.p2p.agreement import StepAgreement
-from torchelastic.train_loop import steps, train
+from torchelastic.train_loop import train
 
 
 def train_for(
@@ -70,59 +70,12 @@ def test_a_worker_that_is_ended_because_it_hangs_is_not_taken_for_one_that_stopp
     assert watchdog.EXIT_CODE != STOPPED_EARLY, "the launcher starts it again"
 
 
-def test_steps_does_the_same() -> None:
-    manager, state = InMemory(), Counter()
-    deadline = DeadlineAt("test", time.monotonic() + 0.4, "told")
-
-    def loop() -> None:
-        for step in steps(World(), state, checkpoint=manager, lifetime=Lifetime(reserve_s=0.1, deadline=deadline)):
-            with step:
-                time.sleep(0.005)
-                state.step += 1
-
-    assert stopped(loop).step == state.step == manager.steps[-1]
-
-
-def test_a_run_that_ends_before_its_deadline_returns_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", f"{time.time() + 5000:.0f}")
-    world = World()
-    assert train_for(InMemory(), "auto", world, step_s=0.0, until=50)().step == 50
-    assert world.calls == ["rendezvous", "done"]
-
-
-def test_auto_goes_by_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", f"{time.time() + 5.5:.3f}")
-    manager = InMemory()
-    stop = stopped(train_for(manager, "auto"))
-    assert manager.steps[-1] == stop.step
-
-
 def test_garbage_in_a_variable_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_TERMINATION_TIME", "tomorrow")
     world = World()
     with pytest.raises(ValueError, match="TORCHELASTIC_TERMINATION_TIME is 'tomorrow'"):
         train_for(None, "auto", world)()
     assert world.calls == []
-
-
-@pytest.mark.parametrize("lifetime", ["always", 5, True])
-def test_anything_else_as_a_lifetime_is_refused(lifetime: Any) -> None:
-    with pytest.raises(TypeError, match=r'give "auto", a torchelastic.lifetime.Lifetime, or None'):
-        train_for(None, lifetime)()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("reserve_s", -1.0), ("confidence", 1.0), ("max_restarts", -1), ("unknown_save_s", float("nan"))],
-)
-def test_settings_out_of_their_range_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"give"):
-        Lifetime(**{name: value})
-
-
-def test_a_deadline_that_is_none_is_refused() -> None:
-    with pytest.raises(TypeError, match="is no deadline"):
-        Lifetime(deadline=3.0)  # type: ignore[arg-type]  # what the test is about
 
 
 def test_a_slurm_job_is_requeued_once_after_the_save(monkeypatch: pytest.MonkeyPatch) -> None:

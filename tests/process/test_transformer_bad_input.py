@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.process import transformer_jobs as jobs
 from tests.process.transformer_jobs import (
     LATEST,
     PARTS,
@@ -64,35 +62,12 @@ def test_if_all_are_torn_nothing_is_lost_and_each_is_named(corpus: Path) -> None
     assert found(corpus, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
 
 
-def test_latest_with_none_starts_at_step_0_and_says_so(corpus: Path) -> None:
-    assert "no checkpoint in" in finish(command(corpus, "run", 3, *LATEST))
-    assert len(losses(corpus, "run")) == 3
-
-
 def test_a_checkpoint_that_is_not_there_is_an_error_that_names_its_neighbours(corpus: Path) -> None:
     finish(command(corpus, "run", 3))
     missing = experiment(corpus, "run") / "ckpt_4.shard"
     told = fail(command(corpus, "run", 6, "--resume-from-checkpoint", str(missing)))
     assert "ckpt_4.shard: no such checkpoint; beside it are ckpt_3.shard" in told
     assert "is no checkpoint" in fail(command(corpus, "run", 6, "--resume-from-checkpoint", str(missing.parent)))
-
-
-def test_an_older_checkpoint_may_be_named_and_later_ones_are_set_aside(corpus: Path) -> None:
-    finish(command(corpus, "run", 9))
-    whole = losses(corpus, "run")
-    older = experiment(corpus, "run") / "ckpt_3.shard"
-    out = finish(command(corpus, "run", 6, "--resume-from-checkpoint", str(older)))
-    assert "step 3" in out
-    assert found(corpus, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
-    assert len(list((older.parent / "set-aside").iterdir())) == 2
-    assert losses(corpus, "run") == {step: loss for step, loss in whole.items() if step <= 6}
-
-
-def test_another_experiment_may_begin_with_a_checkpoint(corpus: Path) -> None:
-    finish(command(corpus, "run", 9, "--checkpoint-frequency", "5"))
-    shutil.copytree(experiment(corpus, "run"), experiment(corpus, "copy"), ignore=shutil.ignore_patterns("ckpt*"))
-    finish(command(corpus, "copy", 9, "--resume-from-checkpoint", str(experiment(corpus, "run") / "ckpt_5.shard")))
-    assert losses(corpus, "copy") == losses(corpus, "run")
 
 
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
@@ -115,15 +90,6 @@ def test_another_tokenizer_is_refused(corpus: Path) -> None:
     tokenizer.write_text(text.replace('"<|endoftext|>"', '"</s>"'))
     told = fail(command(corpus, "run", 6, *LATEST, "--tokenizer-name-or-path", str(tokenizer)))
     assert "was trained with another tokenizer" in told
-
-
-def test_another_data_set_is_read_from_its_beginning(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    finish(command(corpus, "run", 3))
-    (corpus / "other").mkdir()
-    other = str(jobs.dataset(corpus / "other", documents=20))
-    finish([*command(corpus, "run", 6, *LATEST), "--dataset", other])
-    assert "the data set or the seed is another one than in the checkpoint" in caplog.text
-    assert len(losses(corpus, "run")) == 6
 
 
 def test_shards_that_do_not_fit_are_refused(corpus: Path) -> None:

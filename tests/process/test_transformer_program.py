@@ -27,7 +27,6 @@ from tests.process.transformer_jobs import (
     losses,
     torn,
 )
-from torchelastic.network.ports import unused_ports
 
 # ----------------------------------------------------------------------------------------------------------- tools
 
@@ -44,12 +43,6 @@ def test_weights_of_either_sort_of_checkpoint_are_compared(corpus: Path, capsys:
     for wrong in (parts, corpus / "nothing", corpus):
         assert compare_weights.main([str(file), str(wrong)]) == 2
         assert capsys.readouterr().err.startswith("compare_weights.py: error:")
-
-
-def test_a_profile_of_some_steps_is_written(corpus: Path) -> None:
-    finish(command(corpus, "run", 4, "--profile", "--profile-step-start", "1", "--profile-step-end", "3"))
-    trace = json.loads((experiment(corpus, "run") / "profile_1_3.json").read_text())
-    assert any("scaled_dot_product" in event.get("name", "") for event in trace["traceEvents"])
 
 
 def submit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -97,18 +90,6 @@ def test_the_batch_script_says_what_it_would_run() -> None:
     assert several.rstrip().endswith("--resume-from-checkpoint latest --training-steps 5")
 
 
-def test_a_requeued_job_goes_on_whatever_it_was_told() -> None:
-    again = submit("--exp_name=x", "--dry-run", SLURM_RESTART_COUNT="1").stdout
-    assert "--resume-from-checkpoint latest" in again
-
-
-def test_the_batch_script_refuses_what_it_does_not_know() -> None:
-    for wrong in ("--exp-name=x", "--exp_name=", "--sequence-length", "extra"):
-        done = submit(wrong, "--dry-run")
-        assert done.returncode == 2
-        assert f"unknown argument: {wrong}" in done.stderr
-
-
 def test_the_batch_script_passes_signals_on_and_ends_as_the_job_does(tmp_path: Path) -> None:
     # in the place of srun, a command that does with a signal what the example does: it ends with 75, some time later
     srun = tmp_path / "srun"
@@ -143,43 +124,6 @@ def launch(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *words], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-@pytest.mark.slow
-def test_tasks_of_srun_meet_and_train_together(corpus: Path) -> None:
-    port = str(*unused_ports("127.0.0.1"))
-    arguments = command(corpus, "srun", 3, "--distributed")
-    tasks = [
-        launch(
-            *(str(EXAMPLE / "train.py"), *arguments),
-            cwd=corpus,
-            SLURM_PROCID=str(rank),
-            SLURM_NTASKS="2",
-            SLURM_LOCALID=str(rank),
-            SLURM_STEP_ID="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
-    outputs = [ended(task) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert "2 rank(s)" in outputs[0][0]
-    assert len(losses(corpus, "srun")) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("more", [("--distributed",), ("--compile",)], ids=["torchrun", "compile"])
-def test_it_runs_under_torchrun_or_compiled(more: tuple[str, ...], corpus: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    launcher = torchrun if "--distributed" in more else ()
-    for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
-        arguments = command(corpus, name, steps, *PARTS, *more, "--checkpoint-frequency", "2", *LATEST)
-        process = launch(*launcher, str(EXAMPLE / "train.py"), *arguments, cwd=corpus)
-        out, err = ended(process)
-        assert process.returncode == 0, out + err
-    assert losses(corpus, "halves") == losses(corpus, "whole")
 
 
 # ---------------------------------------------------------------------------------------------- the page for users

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-from examples.transformer_slurm import compare_weights, training
-from examples.transformer_slurm.model import next_token_loss
+from examples.transformer_slurm import compare_weights
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.transformer_jobs import (
@@ -64,19 +61,6 @@ def test_several_ranks_have_them_too(kind: tuple[str, ...], ranks: int, corpus: 
     assert compare_weights.main([str(first), str(second), "--optimizer", "--tolerance", "0"]) == 0
 
 
-def test_other_ranks_go_on_behind_what_was_read(corpus: Path, crew: Crew) -> None:
-    for kind in ((), PARTS):
-        name = "".join(("run", *kind))
-        arguments = command(corpus, name, 3, "--distributed", *kind)
-        assert [code for code, _, _ in succeeded(crew.run(life, arguments, ranks=2))] == [0, 0]
-        more = command(corpus, name, 6, "--distributed", *kind, *LATEST)
-        answers = succeeded(crew.run(life, more, ranks=3))
-        assert [code for code, _, _ in answers] == [0, 0, 0], answers
-        with warnings.catch_warnings(record=True):  # that the extra state of other ranks is not used
-            finish(command(corpus, name, 9, *kind, *LATEST))
-        assert len(losses(corpus, name)) == 9
-
-
 SHARDS = ("--stream-shards", "4")
 
 
@@ -91,23 +75,6 @@ def test_with_shards_other_ranks_have_the_batches_of_an_uninterrupted_run(corpus
     whole = losses(corpus, "whole")
     assert losses(corpus, "run") == pytest.approx(whole, rel=1e-5)  # two ranks add in another order
     assert len(set(whole.values())) == 9
-
-
-@pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_random_numbers_of_a_training_that_draws_some_go_on(
-    kind: tuple[str, ...], corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def noisy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return next_token_loss(logits, labels) * (1 + 0.1 * torch.rand(()) + 0.1 * random.random())
-
-    monkeypatch.setattr(training, "next_token_loss", noisy)
-    random.seed(5)
-    finish(command(corpus, "whole", 5, *kind))
-    random.seed(5)
-    finish(command(corpus, "halves", 3, *kind))
-    random.seed(6)
-    finish(command(corpus, "halves", 5, *kind, *LATEST))
-    assert losses(corpus, "halves") == losses(corpus, "whole")
 
 
 def test_a_run_may_change_its_kind_of_checkpoint(corpus: Path) -> None:
@@ -144,29 +111,7 @@ def _sweep(ranks: int, every: int, corpus: Path, *more: str) -> None:
         assert list(experiment(corpus, name).glob(".tmp*")) == [], name
 
 
-def test_a_clipped_run_is_another_one_than_an_unclipped_one(corpus: Path) -> None:
-    finish(command(corpus, "clipped", 4, "--grad-max-norm", "0.001", "--fused-optimizer"))
-    finish(command(corpus, "free", 4, "--grad-max-norm", "0"))
-    assert losses(corpus, "clipped")[1] == losses(corpus, "free")[1]
-    assert losses(corpus, "clipped")[4] != losses(corpus, "free")[4]
-
-
 # ---------------------------------------------------------------------------------------------------- what is kept
-
-
-def test_the_newest_by_number_stay_across_a_power_of_ten(corpus: Path) -> None:
-    finish(command(corpus, "run", 12, "--checkpoint-frequency", "1", "--verify-checkpoints"))
-    assert found(corpus, "run") == ["ckpt_10.shard", "ckpt_11.shard", "ckpt_12.shard"]
-    other = experiment(corpus, "run") / "tensorboard_logs"
-    other.mkdir()
-    finish(command(corpus, "run", 14, "--checkpoint-frequency", "1", "--max-kept-checkpoints", "1", *PARTS, *LATEST))
-    assert found(corpus, "run") == ["ckpt_14"]
-    assert other.is_dir()
-
-
-def test_without_periodic_checkpoints_none_is_written(corpus: Path) -> None:
-    finish(command(corpus, "run", 4, "--checkpoint-frequency", "-1"))
-    assert found(corpus, "run") == []
 
 
 def test_a_run_that_nobody_said_to_resume_overwrites_nothing(corpus: Path) -> None:

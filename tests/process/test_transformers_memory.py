@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.process.forked_ranks import Ended, run_ranks, values
-from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, look_at_a_checkpoint_of_other_code, train
+from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
 from torchelastic.adapters.hugging_face.state import refuse_sharding
-from torchelastic.adapters.transformers import MemoryCheckpointCallback
 from torchelastic.checkpoint.shards import ShardReader
 
 HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
@@ -151,44 +148,6 @@ def test_lost_memory_falls_back_to_the_durable_checkpoint_and_then_to_a_fresh_st
     assert values(start(look, run))[0][0] is None
 
 
-def test_a_folder_that_cannot_be_made_is_passed_over(crashed_alone: Run, run: Run, tmp_path: Path) -> None:
-    run = again(crashed_alone, run)
-    (tmp_path / "file").touch()
-    (outcome,) = trained(replace(run, memory={"resume_folder": tmp_path / "file" / "resume"}))
-    assert outcome.resumed_from == f"{run.folder}/checkpoint-5"
-    assert any("passed over" in text for text in outcome.warnings)
-
-
-def test_a_checkpoint_of_other_code_is_passed_over_by_all_ranks(run: Run) -> None:
-    """Only one of the ranks looks into it, and the other one must not wait for that."""
-    outcomes = values(start(look_at_a_checkpoint_of_other_code, run, 2))
-    for path, _, warnings in outcomes:
-        assert path is None
-        assert any("passed over" in text for text in warnings)
-
-
-def test_skipped_steps_are_left_to_durable_checkpoints(run: Run) -> None:
-    crash(replace(run, every=1, kill_at=6, memory={"skip_every_n_steps": 3}))
-    ((path, _, _),) = values(start(look, run))
-    assert path == f"{run.base}/resume/checkpoint-5"
-
-
-def test_disabled_it_leaves_everything_to_the_trainer(crashed_alone: Run, run: Run, undisturbed: str) -> None:
-    run = again(crashed_alone, run)
-    before = sorted(Path(run.base).rglob("*"))
-    (outcome,) = trained(replace(run, memory={"enabled": False}))
-    assert (outcome.resumed_from, outcome.digest) == (f"{run.folder}/checkpoint-5", undisturbed)
-    assert sorted(Path(run.base).rglob("*")) == before
-
-
-def test_what_is_kept_at_the_end_is_the_last_step(run: Run, undisturbed: str) -> None:
-    (outcome,) = trained(replace(run, memory={"keep_on_train_end": True, "async_save": False}))
-    assert outcome.digest == undisturbed
-    ((path, content, _),) = values(start(look, run))
-    assert content["trainer_state.json"]["global_step"] == STEPS
-    assert path == f"{run.base}/resume/checkpoint-{STEPS}"
-
-
 def test_a_run_that_is_stopped_early_keeps_what_only_memory_has(run: Run, undisturbed: str) -> None:
     (outcome,) = trained(replace(run, stop_at=8))
     assert any("step 8 of 12" in text for text in outcome.warnings)
@@ -242,38 +201,7 @@ def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_p
         assert any("running_mean" in name for name in each) == (rank == 0), "DDP takes buffers from rank 0"
 
 
-def test_a_second_rank_that_did_not_save_keeps_its_random_numbers(crashed_alone: Run, run: Run) -> None:
-    outcomes = trained(again(crashed_alone, run), 2)
-    assert [outcome.first_step for outcome in outcomes] == [6, 6]
-    assert "rng_state_0.pth" in outcomes[0].files
-    assert "rng_state_1.pth" not in outcomes[0].files
-
-
 # --- what cannot work -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrong", [{"every_n_steps": 0}, {"skip_every_n_steps": 0}, {"timeout_s": 0.0}])
-def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
-    with pytest.raises(ValueError, match=name):
-        MemoryCheckpointCallback("/dev/shm/job7", **wrong)
-
-
-def test_without_a_container_the_job_has_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="TORCHELASTIC_RUN_ID"):
-        MemoryCheckpointCallback()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
-    assert MemoryCheckpointCallback()._tier is not None
-
-
-def test_an_unknown_trainer_is_asked_for() -> None:
-    callback = MemoryCheckpointCallback("/dev/shm/job7")
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint\(trainer\)"):
-        callback.resume_from_checkpoint()
-    with pytest.raises(ValueError, match="neither a Trainer nor TrainingArguments"):
-        callback.resume_from_checkpoint("checkpoint-5")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
@@ -281,10 +209,3 @@ def test_strategies_that_shard_the_model_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*MemoryStorageWriter"):
         refuse_sharding("MemoryCheckpointCallback", kind)
     refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
-
-
-@pytest.mark.parametrize("package", ["transformers", "accelerate"])
-def test_a_missing_package_is_named_with_what_installs_it(package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; import torchelastic.adapters.{package}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'torchelastic[transformers]'" in done.stderr

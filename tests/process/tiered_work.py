@@ -18,8 +18,6 @@ from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.p2p.peers import GroupPeers
 
-#: Weights of several sizes: the longest row has 64 elements of 4 bytes, thrice (Adam keeps two more of each).
-ROW_BYTES = 64 * 4
 STREAM_BYTES = 5000
 
 

@@ -10,7 +10,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
-from torchelastic.checkpoint.async_ckpt.executors import failed, settle
+from torchelastic.checkpoint.async_ckpt.executors import failed
 from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
@@ -66,15 +66,6 @@ def test_a_frozen_request_takes_no_more_finalize_functions() -> None:
         frozen.add_finalize_fn(lambda: None)
 
 
-def test_what_is_added_to_the_original_of_a_frozen_request_is_not_lost() -> None:
-    done: list[str] = []
-    request = AsyncRequest(None, (), [])
-    frozen = request.freeze()
-    request.add_finalize_fn(lambda: done.append("late"))
-    frozen.execute_finalize_fns()
-    assert done == ["late"]
-
-
 def test_what_is_staged_takes_the_place_of_the_second_argument() -> None:
     assert AsyncRequest(keep, (1, 2, 3), [], preload_fn=lambda: "staged").staged_args() == (1, "staged", 3)
 
@@ -128,31 +119,6 @@ def test_tensors_that_share_storage_still_do_and_are_copied_once() -> None:
     assert parcel.memory.size_bytes < 2 * live.nbytes
     whole += 1
     assert part.sum() == 500
-
-
-def test_memory_is_used_again_only_when_it_was_given_back() -> None:
-    pool = MemoryPool(reuse=True)
-    first, second = pool.take(100), pool.take(100)
-    assert first is not second
-    pool.give_back(first)
-    assert pool.take(50) is first
-    assert pool.take(50) is not first
-    pool.give_back(first)
-    larger = pool.take(1000)
-    assert larger is not first
-    pool.give_back(larger)
-    assert pool.take(100) is larger, "the one that had become too small is still kept"
-
-
-def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> None:
-    told: Future[float] = Future()
-    settle(told, 1.0)
-    settle(told, ValueError())
-    assert told.result() == 1.0
-    given_up: Future[float] = Future()
-    given_up.cancel()
-    settle(given_up, 1.0)
-    assert given_up.cancelled()
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -174,25 +172,11 @@ def test_what_every_n_steps_keeps_does_not_depend_on_when_the_rest_is_deleted(n:
     assert len({step // n for step in kept}) == len(kept), "one of each n steps"
 
 
-@given(st.floats(1.0, 300.0), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
-def test_what_every_so_many_seconds_keeps_does_not_depend_on_when_the_rest_is_deleted(
-    seconds: float, gaps: list[float]
-) -> None:
-    there = [KeptCheckpoint(place, sum(gaps[: place + 1])) for place in range(len(gaps))]
-    assert streamed(KeepEverySeconds(seconds), there) == steps_kept(KeepEverySeconds(seconds), there)
-
-
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30), st.integers(1, 4))
 def test_the_best_of_all_survive_every_deletion_on_the_way(losses: list[float], n: int) -> None:
     there = rated(*losses)
     best = sorted(range(len(losses)), key=lambda place: (losses[place], -place))[:n]
     assert {place + 1 for place in best} | {len(losses)} == set(streamed(KeepBest("loss", n=n), there))
-
-
-def test_a_clock_that_was_set_back_protects_one_more_and_blocks_nothing() -> None:
-    there = [KeptCheckpoint(1, 1000.0), KeptCheckpoint(2, 5000.0), KeptCheckpoint(3, 10.0), KeptCheckpoint(4, 20.0)]
-    assert steps_kept(KeepNothing(), there) == [2, 4]
-    assert steps_kept(KeepEverySeconds(60.0), there) == [1, 2, 3, 4]
 
 
 def test_a_list_that_is_the_wrong_way_round_is_refused_before_anything_is_deleted() -> None:
@@ -205,37 +189,6 @@ def test_a_list_that_is_the_wrong_way_round_is_refused_before_anything_is_delete
 def test_an_own_policy_must_answer_for_each_checkpoint() -> None:
     with pytest.raises(ValueError, match=r"Forgetful\(\) gave 0 answers for 2 checkpoints"):
         Forgetful().decide(at(1, 2))
-
-
-def test_an_own_policy_may_want_something_without_a_word() -> None:
-    @dataclass(frozen=True)
-    class Silent(KeepPolicy):
-        def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
-            return [""] * len(checkpoints)
-
-    assert Silent().kept(at(1, 2)) == (Silent() | KeepNothing()).kept(at(1, 2)) == [True, True]
-    assert Silent().decide(at(1, 2))[0] == KeepDecision(True, "")
-
-
-def test_more_can_be_carried_along() -> None:
-    @dataclass(frozen=True)
-    class Stored(KeptCheckpoint):
-        path: str = ""
-
-    there = [Stored(step, float(step), path=f"/checkpoints/{step}") for step in (1, 2)]
-    assert [stored.path for stored in prunable(KeepLast(1), there)] == ["/checkpoints/1"]
-
-
-def test_policies_and_checkpoints_are_values() -> None:
-    policy = KeepLast(3) | KeepEvery(1000) & KeepBest("loss", mode="max")
-    assert pickle.loads(pickle.dumps(policy)) == policy == copy.deepcopy(policy)
-    names = {"KeepLast": KeepLast, "KeepEvery": KeepEvery, "KeepBest": KeepBest}
-    assert eval(repr(policy), names) == policy
-    assert eval(repr((KeepLast(3) | KeepEvery(1000)) & KeepBest("loss")), names) != policy
-    checkpoint = KeptCheckpoint(1, 2.0, {"loss": 0.5})
-    assert len({checkpoint, copy.deepcopy(checkpoint)}) == 1
-    with pytest.raises(TypeError):
-        cast(Any, checkpoint.metrics)["loss"] = 0.0
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.memory.commit import StoredItem, records_of, storage_data_of
 from torchelastic.checkpoint.memory.ids import CheckpointId
-from torchelastic.checkpoint.memory.plans import RankReport, collect_reports, tensor_bytes
-from torchelastic.checkpoint.memory.room import Free, held_bytes
+from torchelastic.checkpoint.memory.plans import tensor_bytes
+from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.memory.staging import result_of
 from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.policy.arguments import text
@@ -155,14 +155,6 @@ def test_only_tensors_count_as_tensor_bytes() -> None:
         WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO),
     ]
     assert tensor_bytes(SavePlan(items)) == 24
-
-
-def test_notes_that_travel_in_the_plans_are_as_good_as_those_that_arrived() -> None:
-    notes = [RankReport("job/step-9", rank, "a", -1, (0, 0), 0, 0, 0, Free(None, 0)) for rank in range(2)]
-    plans = [SavePlan([], storage_data=note) for note in notes]
-    assert collect_reports("job/step-9", plans) == notes
-    with pytest.raises(RuntimeError, match="rank 0 has said nothing about job/step-8"):
-        collect_reports("job/step-8", plans)
 
 
 def test_where_everything_lies_is_told_by_all_ranks() -> None:

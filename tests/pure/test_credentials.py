@@ -52,12 +52,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {f"TORCHELASTIC_ETCD_{name}": value for name, value in variables.items()}
 
 
-def test_nothing_given_is_an_open_etcd_without_tls() -> None:
-    assert resolve(AccessParameters(), {}, read) == Credentials()
-    empty = environment(CACERT="", CERT="", KEY="", USER="", PASSWORD="", PASSWORD_FILE="")
-    assert resolve(AccessParameters(user=""), empty, read) == Credentials()
-
-
 def test_everything_may_come_from_the_url_or_from_the_environment() -> None:
     whole = Credentials("ca.pem", "me.pem", "me.key", "trainer", PASSWORD)
     in_url = AccessParameters(cacert="ca.pem", cert="me.pem", key="me.key", user="trainer", password_file="password")
@@ -73,10 +67,6 @@ def test_the_url_goes_before_the_environment() -> None:
     variables = environment(CACERT="ca.pem", CERT="no", KEY="no", USER="somebody", PASSWORD="x", PASSWORD_FILE="no")
     expected = Credentials("other-ca.pem", "me.pem", "group.key", "trainer", "p")
     assert resolve(parameters, variables, read) == expected
-
-
-def test_a_user_in_the_url_may_have_the_password_of_the_environment() -> None:
-    assert resolve(AccessParameters(user="trainer"), environment(PASSWORD="p"), read).password == "p"
 
 
 def test_http_in_the_url_leaves_out_the_environments_certificates() -> None:

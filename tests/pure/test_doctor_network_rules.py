@@ -13,10 +13,8 @@ from torchelastic.doctor.network import (
     NetworkFacts,
     judge_gloo,
     judge_host_name,
-    judge_nccl,
     judge_network,
     judge_ports,
-    judge_reverse_lookup,
 )
 from torchelastic.network.choice import nccl_choice
 from torchelastic.network.interfaces import Interface
@@ -108,38 +106,6 @@ def test_nccl_chooses_as_its_documentation_says(
     assert nccl_choice(variable, there) == taken
 
 
-@pytest.mark.parametrize(
-    ("variable", "hosts", "level", "said"),
-    [
-        (None, 2, OK, "eth0 (10.0.0.1), as NCCL chooses"),
-        ("eth0", 2, OK, "as NCCL_SOCKET_IFNAME says"),
-        ("ib", 1, ERROR, "names no interface here"),
-        ("eth2", 1, ERROR, "down"),
-        ("lo", 2, ERROR, "cannot meet"),
-        ("^eth,docker,lo", 1, ERROR, "names no interface here"),
-    ],
-)
-def test_nccls_interface_has_to_be_there(variable: str | None, hosts: int, level: Level, said: str) -> None:
-    finding = judge_nccl(replace(NETWORK, nccl=variable), hosts)
-    assert finding.level == level
-    assert said in text_of([finding])
-
-
-def test_several_interfaces_for_nccl_are_noted() -> None:
-    assert judge_nccl(replace(NETWORK, interfaces=(LO, ETH0, ETH1)), 2).level == NOTE
-    assert judge_nccl(replace(NETWORK, interfaces=(DOWN,)), 2).level == ERROR
-
-
-def test_nccl_is_looked_at_where_there_are_gpus_or_it_was_set() -> None:
-    checks = {
-        (has_gpus, variable): [one.check for one in judge_network(facts, 1, has_gpus=has_gpus)]
-        for has_gpus in (True, False)
-        for variable in (None, "eth0")
-        for facts in [replace(NETWORK, nccl=variable)]
-    }
-    assert [("NCCL interface" in names) for names in checks.values()] == [True, True, False, True]
-
-
 def test_a_port_that_is_taken_is_an_error_and_few_ports_are_a_warning() -> None:
     facts = replace(NETWORK, ports_free={80: "", 81: "somebody listens there"}, local_ports=(32768, 60999))
     found = judge_ports(facts)
@@ -147,13 +113,6 @@ def test_a_port_that_is_taken_is_an_error_and_few_ports_are_a_warning() -> None:
     assert "port 81" in found[1].what
     assert levels(judge_ports(replace(NETWORK, local_ports=(1000, 2998)))) == [WARNING]
     assert levels(judge_ports(replace(NETWORK, local_ports=(1000, 2999)))) == []
-
-
-def test_a_slow_reverse_lookup_is_a_warning() -> None:
-    assert judge_reverse_lookup("10.0.0.1", 0.9).level == OK
-    slow = judge_reverse_lookup("10.0.0.1", 5.0)
-    assert slow.level == WARNING
-    assert "RES_OPTIONS" in slow.remedy
 
 
 def test_no_fact_about_a_network_makes_the_rules_fail() -> None:

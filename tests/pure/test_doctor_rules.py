@@ -8,27 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.doctor.accelerators import AcceleratorFacts, is_compiled_for, judge_accelerators
+from torchelastic.doctor.accelerators import AcceleratorFacts
 from torchelastic.doctor.findings import Finding, Level, exit_code
 from torchelastic.doctor.folder import FolderFacts, judge_folder
 from torchelastic.doctor.host import (
-    LeftOverFacts,
     LimitFacts,
     MemoryFacts,
-    judge_clock,
     judge_files,
-    judge_left_overs,
-    judge_locked_memory,
     judge_memory,
     judge_processes,
     judge_shared_memory,
 )
-from torchelastic.doctor.lifetime import DeadlineSource, LifetimeFacts, judge_lifetime
 from torchelastic.doctor.screen import document, lines_of, summary
 from torchelastic.doctor.versions import VersionFacts, judge_versions
-from torchelastic.launch.doctor import parse_size
-from torchelastic.text import bytes_text
-from torchelastic.usage import UsageError
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 MIB, GIB = 2**20, 2**30
@@ -80,27 +72,6 @@ def test_a_program_gets_every_finding_and_the_exit_code() -> None:
     assert document([Finding("a", WARNING, "b", "c", "d")], strict=False)["exit_code"] == 0
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (23.5 * GIB, "23.5 GiB"), (300 * 2**40, "300 TiB")],
-)
-def test_sizes_have_three_digits(size: float, text: str) -> None:
-    assert bytes_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("10", 10), ("30GiB", 30 * GIB), ("30g", 30 * GIB), ("1.5 TB", 3 * 2**39), ("7B", 7)]
-)
-def test_a_size_is_read(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1e9", "3 XiB", "1..5G"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--state-size"):
-        parse_size(text)
-
-
 # Versions -------------------------------------------------------------------------------------------------------------
 
 VERSIONS = VersionFacts("3.11.4", "1.0.0", ("torch>=2.6", "etcd3==0.12.0"), {"torch": "2.13.0+cpu", "etcd3": "0.12.0"})
@@ -125,74 +96,9 @@ def test_a_version_that_does_not_fit_is_an_error(facts: VersionFacts, said: str)
     assert said in text_of(found)
 
 
-def test_a_folder_that_was_never_installed_is_noted() -> None:
-    assert levels(judge_versions(replace(VERSIONS, required=()))) == [NOTE]
-
-
 # GPUs -----------------------------------------------------------------------------------------------------------------
 
 CPU = AcceleratorFacts(torch="2.13.0")
-GPUS = AcceleratorFacts(
-    ("nvidia0", "nvidia1"),
-    torch="2.13.0",
-    cuda_build="12.8",
-    nccl=True,
-    nccl_version="2.27.3",
-    devices=(("H200", "9.0"), ("H200", "9.0")),
-    compiled_for=("sm_80", "sm_90"),
-)
-
-
-def test_a_host_without_gpus_is_noted() -> None:
-    assert levels(judge_accelerators(CPU, None)) == [NOTE]
-
-
-def test_gpus_that_can_be_used_are_counted() -> None:
-    (finding,) = judge_accelerators(GPUS, 2)
-    assert finding.level == OK
-    assert finding.what == "2 x H200; torch 2.13.0 for 12.8, NCCL 2.27.3"
-
-
-@pytest.mark.parametrize(
-    ("facts", "workers", "level", "said"),
-    [
-        (replace(CPU, failure="No module named 'torch'"), None, ERROR, "No module named 'torch'"),
-        (replace(CPU, failure="not within 11 s", is_late=True), None, WARNING, "takes long"),
-        (replace(CPU, nodes=("nvidia0",)), None, ERROR, "built for CPUs alone"),
-        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8"), None, ERROR, "nvidia-smi"),
-        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8", visible=""), None, ERROR, "hides all"),
-        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8", visible="-1"), None, ERROR, "hides all"),
-        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8", visible="0"), None, ERROR, "nvidia-smi"),
-        (replace(GPUS, nccl=False), None, ERROR, "no NCCL"),
-        (replace(GPUS, compiled_for=("sm_80",)), None, ERROR, "no kernels for H200 (sm_90)"),
-        (GPUS, 3, WARNING, "--nproc-per-node 2"),
-    ],
-)
-def test_a_gpu_that_cannot_be_used_is_told(
-    facts: AcceleratorFacts, workers: int | None, level: Level, said: str
-) -> None:
-    found = judge_accelerators(facts, workers)
-    assert levels(found) == [level]
-    assert said in text_of(found)
-
-
-def test_a_torch_without_gloo_is_an_error_even_without_gpus() -> None:
-    assert levels(judge_accelerators(replace(CPU, gloo=False), None)) == [ERROR, NOTE]
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiled", "can"),
-    [
-        ("8.6", ["sm_80"], True),
-        ("8.0", ["sm_86"], False),
-        ("9.0", ["sm_90a"], True),
-        ("12.0", ["sm_90"], False),
-        ("12.0", ["sm_90", "compute_90"], True),
-        ("10.0", ["sm_100"], True),
-    ],
-)
-def test_kernels_run_on_the_same_major_capability(capability: str, compiled: list[str], can: bool) -> None:
-    assert is_compiled_for(capability, compiled) is can
 
 
 # Memory and limits ----------------------------------------------------------------------------------------------------
@@ -282,12 +188,6 @@ def test_processes_are_compared_with_the_number_of_workers(facts: LimitFacts, le
     assert said in text_of([finding])
 
 
-def test_locked_memory_counts_where_there_is_infiniband() -> None:
-    assert judge_locked_memory(replace(PLENTY, locked_bytes=8 * MIB)) == []
-    assert levels(judge_locked_memory(replace(PLENTY, locked_bytes=8 * MIB, has_infiniband=True))) == [WARNING]
-    assert levels(judge_locked_memory(replace(PLENTY, has_infiniband=True))) == [OK]
-
-
 # The checkpoint folder ------------------------------------------------------------------------------------------------
 
 FOLDER = FolderFacts("/mnt/c", file_system="ext4", free_bytes=90 * GIB, size_bytes=100 * GIB, bytes_per_s=200 * MIB)
@@ -321,38 +221,3 @@ def test_a_checkpoint_folder_has_to_be_durable_roomy_and_writable(
 
 
 # Left-overs, deadlines, clock -----------------------------------------------------------------------------------------
-
-
-def test_left_overs_are_a_warning_where_they_are_large() -> None:
-    assert judge_left_overs(LeftOverFacts("/dev/shm", (), GIB)).level == OK
-    little = judge_left_overs(LeftOverFacts("/dev/shm", (("job7", 100 * MIB), (None, MIB)), GIB))
-    assert little.level == NOTE
-    assert "2 dead job(s) hold 101 MiB in /dev/shm" in little.what
-    assert "job7, (no run id)" in little.because
-    assert little.remedy == "torchelastic checkpoint prune --dead /dev/shm"
-    many = tuple((f"job{number}", 30 * MIB) for number in range(7))
-    assert judge_left_overs(LeftOverFacts("/dev/shm", many, GIB)).level == WARNING
-    assert "job4 and 2 more" in judge_left_overs(LeftOverFacts("/dev/shm", many, GIB)).because
-
-
-@pytest.mark.parametrize(
-    ("facts", "found", "said"),
-    [
-        (LifetimeFacts(grace_s=30.0), [NOTE], "30 s of grace"),
-        (LifetimeFacts(failure="X is 'y'"), [ERROR], "X is 'y'"),
-        (LifetimeFacts((DeadlineSource("SLURM", "squeue", 3600.0),), 30.0), [OK], "60 min are left"),
-        (LifetimeFacts((DeadlineSource("SLURM", "squeue", 250.0),), 30.0), [WARNING], "ends in 250 s"),
-        (LifetimeFacts((DeadlineSource("SLURM", "squeue", -5.0),), 30.0), [WARNING], "ends in 0 s"),
-        (LifetimeFacts((DeadlineSource("AWS spot", "metadata", None),), 30.0), [OK], "no end is known"),
-        (LifetimeFacts((), 30.0, ("A=1 is in the past",)), [WARNING, NOTE], "A=1 is in the past"),
-    ],
-)
-def test_deadlines_are_told_with_the_time_that_is_left(facts: LifetimeFacts, found: list[Level], said: str) -> None:
-    judged = judge_lifetime(facts)
-    assert levels(judged) == found
-    assert said in text_of(judged)
-
-
-def test_a_clock_that_nobody_keeps_right_is_noted() -> None:
-    assert [judge_clock(state).level for state in (True, False, None)] == [OK, NOTE, NOTE]
-    assert [judge_clock(state, hosts=2).level for state in (True, False, None)] == [OK, WARNING, NOTE]

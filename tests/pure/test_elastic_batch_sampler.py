@@ -176,19 +176,6 @@ def test_after_the_last_epoch_there_is_nothing_to_consume() -> None:
     assert (sampler.finished, sampler.epoch, sampler.cursor, len(sampler), list(sampler)) == (True, 1, 0, 0, [])
 
 
-def test_a_new_world_forgets_what_was_drawn_in_the_old_one() -> None:
-    sampler = ElasticBatchSampler(10, 4)
-    sampler.consume()
-    sampler.set_world(0, 2)
-    assert (sampler.pending, sampler.position) == ((), (0, 0))
-
-
-def test_without_pending_batches_each_rank_weighs_the_same() -> None:
-    sampler = ElasticBatchSampler(10, 4)
-    sampler.set_world(3, 4)
-    assert sampler.weight == 0.25
-
-
 def test_the_state_is_plain_integers_and_resumes_in_another_world() -> None:
     sampler = ElasticBatchSampler(100, 8, epochs=3, seed=5)
     for _ in range(15):

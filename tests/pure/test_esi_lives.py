@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 from dataclasses import replace
 
@@ -14,12 +13,10 @@ from torchelastic.launch.esi_lives import (
     How,
     Life,
     Verdict,
-    exit_text,
     report_document,
     table,
     what_next,
 )
-from torchelastic.launch.main import main
 from torchelastic.lifetime.progress import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 
@@ -124,15 +121,6 @@ def test_where_the_next_life_says_nothing_the_last_save_counts() -> None:
     assert report_document(lives[1:2], DONE)["steps_lost"] is None
 
 
-def test_exits_are_described_for_people() -> None:
-    assert [exit_text(code) for code in (0, 75, -15, -40)] == [
-        "exit code 0",
-        "exit code 75",
-        "SIGTERM",
-        "signal 40",
-    ]
-
-
 # --- the report -----------------------------------------------------------------------------------
 
 LIVES = (
@@ -153,35 +141,6 @@ def test_the_table_has_a_line_per_life_and_the_sums() -> None:
     assert failed.split()[-4:] == ["?", "?", "?", "?"]
 
 
-def test_the_document_says_all_of_it_and_is_json() -> None:
-    told = json.loads(json.dumps(report_document(LIVES, DONE), allow_nan=False))
-    assert (told["finished"], told["steps_lost"], told["used_s"], told["reason"]) == (
-        True,
-        2,
-        210.04,
-        "finished in life 2",
-    )
-    assert told["lives"][0] == {
-        "life": 1,
-        "how": "killed",
-        "exit_code": -9,
-        "used_s": 150.04,
-        "given_up_s": 0.0,
-        "killed_processes": 3,
-        "resumed_step": 0,
-        "committed_step": 12,
-        "saved_step": 10,
-        "total_steps": 20,
-        "steps_lost": 2,
-    }
-
-
-def test_a_report_without_a_whole_life_is_one_too() -> None:
-    report = report_document((), Verdict(False, 130, "interrupted"))
-    assert report["finished"] is False
-    assert table(report).splitlines()[-1].split() == ["all", "0.0", "0.0", "?"]
-
-
 def test_a_life_in_words() -> None:
     assert str(LIVES[0]) == (
         "killed (SIGKILL) after 150.0 s, SIGKILL to 3 processes that did not end in the grace, "
@@ -199,31 +158,3 @@ def test_a_life_in_words() -> None:
 
 def parsed(*words: str) -> argparse.Namespace:
     return command_parser().parse_args(["simulate-esi", "--cmd", "train", *words])
-
-
-def test_the_words_of_the_seed_are_enough() -> None:
-    given = parsed("--timeout", "120")
-    assert (given.cmd, given.timeout, given.grace, given.pause) == ("train", 120.0, 30.0, 0.0)
-    assert (given.max_restarts, given.requeue_code) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--timeout", "0"], "--timeout 0: give seconds, above 0"),
-        (["--timeout", "nan"], "--timeout nan"),
-        (["--timeout", "1", "--grace=-1"], "--grace -1: give seconds, 0 or more"),
-        (["--timeout", "1", "--pause", "inf"], "--pause inf"),
-        (["--timeout", "1", "--max-restarts=-1"], "--max-restarts -1: give a number from 0 on"),
-        (["--timeout", "1", "--requeue-code", "0"], "from 1 to 255"),
-        (["--timeout", "1", "--cmd", " "], "--cmd is empty"),
-        (["--timeout", "1", "--report", "/no/such/folder/report.json"], "in a folder that exists"),
-    ],
-)
-def test_words_that_make_no_sense_are_named(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["simulate-esi", "--cmd", "train", *words])
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err

@@ -98,15 +98,6 @@ def test_the_tracebacks_of_a_chain_belong_together() -> None:
     assert last_account(["before", *BOOM[1:], *chain]) == chain
 
 
-def test_a_worker_that_hung_is_said_to_have_hung() -> None:
-    told = report(failed(2, 5.0, STACKS, -9, is_hang=True), Undone(at_s=6.0, position=Position(0, 3, 12), error="y"))
-    assert told.text().splitlines() == [
-        "worker 2 failed: hung, and was ended (rank 12, round 3, step 12)",
-        *STACKS[1:],
-        "then rank 0 (round 3, step 12): its step was undone: y",
-    ]
-
-
 def test_each_of_the_others_has_one_line() -> None:
     steps = [Undone(at_s=at_s, position=Position(0, 3, 12), error=f"{at_s}") for at_s in (9.0, 8.0)]
     own = Undone(at_s=6.9, position=Position(11, 3, 12), error="of the culprit itself")
@@ -117,23 +108,12 @@ def test_each_of_the_others_has_one_line() -> None:
     ]
 
 
-def test_of_a_step_that_was_not_undone_nothing_else_is_said() -> None:
-    step = Undone(at_s=8.0, position=Position(0, 3, 12), error="y", is_undone=False)
-    told = report(failed(1, 7.0), step)
-    assert told.text().splitlines()[-1] == "then rank 0 (round 3, step 12): its step failed and was not undone: y"
-
-
 def test_a_step_that_was_undone_in_a_round_before_has_another_cause() -> None:
     before, after = (Undone(at_s=6.0, position=Position(0, number, 12), error="x") for number in (2, 3))
     assert report(before, failed(1, 7.0)).others == ()
     assert report(after, failed(1, 7.0)).others == (after,)
     unknown = FailedWorker(at_s=7.0, worker=1, exit_code=1)
     assert report(before, unknown).others == (before,), "nobody knows in which round it was"
-
-
-def test_steps_that_were_undone_alone_are_no_cause() -> None:
-    assert report_of([Undone(at_s=1.0, position=Position(0, 1, 1), error="x")]) is None
-    assert report_of([]) is None
 
 
 def test_for_programs_it_is_the_same() -> None:
@@ -237,23 +217,6 @@ def test_a_failure_is_told_once_when_the_next_group_has_stood_for_a_while() -> N
     assert [one.who for one in gathered.said[0].others] == ["rank 1"]
 
 
-def test_a_group_that_stood_before_the_failure_was_known_counts_too() -> None:
-    gathered = Gathered()
-    gathered.reporter.on_event(RoundChanged(Round(4, RoundState.RUNNING, ROUND.roster)))
-    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0, gave_up=False)))
-    assert gathered.looks(1.9, 2.0) == [0, 1]
-
-
-def test_where_no_group_comes_it_is_told_all_the_same() -> None:
-    gathered = Gathered()
-    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0)))
-    assert gathered.looks(9.9, 10.0) == [0, 1]
-    told = gathered.last_words()
-    assert told is not None
-    assert told.is_over
-    assert told.first == gathered.said[0].first, "and it is in the last words"
-
-
 @pytest.mark.parametrize(
     ("there", "certainties"),
     [
@@ -293,21 +256,6 @@ def test_a_loss_elsewhere_that_was_told_long_ago_is_still_the_cause_when_no_grou
     told = gathered.last_words()
     assert told is not None
     assert isinstance(told.first, LostElsewhere)
-
-
-def test_a_failure_after_the_end_of_the_run_is_told_alone_and_once() -> None:
-    gathered = Gathered()
-    gathered.reporter.on_event(WorkerFailed(failed(0, 90.0)))
-    assert gathered.reporter.after_end() is None, "the run went on without it"
-    gathered.reporter.on_event(WorkerFailed(failed(1, 100.0, had_finished=True)))
-    told = gathered.reporter.after_end()
-    assert told is not None
-    assert told.text().splitlines() == [
-        "worker 1 failed: exit code 1 after it had finished training (rank 11, round 3, step 12)",
-        *BOOM[1:],
-    ]
-    gathered.reporter.close()
-    assert [(one.first.who, one.others) for one in gathered.said] == [("worker 0", ())]
 
 
 def test_a_store_that_does_not_answer_keeps_no_words_back() -> None:

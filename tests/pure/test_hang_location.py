@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,23 +29,6 @@ def test_the_one_in_another_step_is_named_though_it_waits_in_the_same_line() -> 
     assert outliers(locations) == (locations[0],)
 
 
-def test_of_two_the_one_that_got_ahead_is_named() -> None:
-    # it skipped what the other waits in
-    locations = [HangLocation(0, 8, HERE), HangLocation(1, 7, THERE)]
-    assert outliers(locations) == (locations[0],)
-    assert outliers(locations[::-1]) == (locations[0],)
-
-
-def test_several_odd_ones_are_named_with_their_places_first() -> None:
-    locations = [HangLocation(rank, 7, HERE) for rank in range(12)] + [
-        HangLocation(12, 9, "x.py:1 f"),
-        HangLocation(13, 8, "y.py:2 g"),
-    ]
-    text = describe(locations)
-    assert text.startswith("rank 12 was in x.py:1 f (step 9), rank 13 in y.py:2 g (step 8), ranks 0, 1, 2")
-    assert "and 4 more" in text
-
-
 @given(st.integers(0, 9999), st.integers(0, 2**40), st.text(max_size=300))
 def test_what_is_told_is_read_again_as_far_as_it_can_be_printed(rank: int, step: int, where: str) -> None:
     stand = decode(HangLocation(rank, step, where).encode())
@@ -56,8 +38,3 @@ def test_what_is_told_is_read_again_as_far_as_it_can_be_printed(rank: int, step:
     assert len(stand.where) <= MAX_WHERE
     if where.isprintable() and len(where) <= MAX_WHERE:
         assert stand.where == where
-
-
-@pytest.mark.parametrize("text", ["", "x", "1 x y", "-1 2 y", "1 2", "99999999 1 y", "1 2\n3 y"])
-def test_what_somebody_else_wrote_is_ignored(text: str) -> None:
-    assert decode(text) is None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from torchelastic.p2p import CoordinatorP2P
 from torchelastic.p2p.hangs import (
-    DEFAULT_TIMEOUT_MS,
     MAX_LEARNED_TIMEOUT_S,
-    MIN_IDLE_S,
     WARM_UP_STEPS,
     Act,
     HangPolicy,
@@ -66,10 +62,6 @@ def test_who_waits_in_a_collective_beyond_the_bound_gives_the_group_up() -> None
     assert replace(WAITS, step_s=4.9).act(POLICY) is Act.NOTHING
 
 
-def test_who_goes_from_collective_to_collective_does_not_hang() -> None:
-    assert replace(WAITS, step_s=50.0, unchanged_s=2.4).act(POLICY) is Act.NOTHING
-
-
 def test_a_collective_is_left_to_its_own_time_out_where_the_bound_is_no_shorter() -> None:
     assert replace(WAITS, bound_s=60.0, step_s=100.0, unchanged_s=50.0).act(POLICY) is Act.NOTHING
 
@@ -108,20 +100,10 @@ def test_who_works_is_not_reported_before_the_time_out_and_ends_if_the_policy_sa
     assert works.act(replace(POLICY, end_after_s=4.0)) is Act.END, "that bound is the user's own"
 
 
-def test_nobody_waits_longer_for_signs_of_work_than_the_rest_of_the_bound() -> None:
-    assert idle_bound_s(3.0) == 2.25
-    assert idle_bound_s(1.0) == MIN_IDLE_S
-
-
 def test_a_time_out_that_ended_work_grows_up_to_torchs_own() -> None:
     assert POLICY.longer_timeout_s(10.0) == 100.0
     assert POLICY.longer_timeout_s(1000.0) == MAX_LEARNED_TIMEOUT_S
     assert POLICY.longer_timeout_s(7200.0) == 7200.0, "the user's is never shortened"
-
-
-def test_one_that_the_user_has_chosen_does_not_grow() -> None:
-    unchosen = inspect.signature(CoordinatorP2P).parameters["process_group_timeout"].default
-    assert unchosen == DEFAULT_TIMEOUT_MS
 
 
 STANDS = ThreadSample(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
@@ -139,12 +121,6 @@ def test_a_loop_that_waits_in_a_collective_is_no_work_and_a_long_backward_pass_i
     assert not has_worked(waits, replace(waits, at_s=11.0, point=("code", 8)))
     assert not has_worked(STANDS, replace(waits, at_s=11.0, point=("code", 8))), "it has come to the collective"
     assert has_worked(waits, replace(waits, at_s=11.0, cpu_s=1.5))
-
-
-def test_a_busy_processor_says_nothing_where_it_may_wait_for_a_gpu() -> None:
-    spins = replace(STANDS, may_spin=True)
-    assert not has_worked(spins, replace(spins, at_s=11.0, cpu_s=2.0))
-    assert has_worked(spins, replace(spins, at_s=11.0, cpu_s=2.0, point=("code", 8)))
 
 
 # --- standing still ---------------------------------------------------------------------------------------------------

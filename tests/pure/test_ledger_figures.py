@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.ledger_amounts import amounts_of
-from torchelastic.ledger.accounts import NOTHING, Account
+from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Start
 from torchelastic.ledger.figures import Seen, ettr, figures_of, goodput, participation, seen, step_efficiency
@@ -53,25 +53,6 @@ def test_workers_that_were_wanted_and_not_there_count_for_the_effective_training
     assert ettr(run).attainable == goodput(run).attainable == pytest.approx(0.8)
 
 
-def test_who_only_waits_takes_no_part() -> None:
-    run = Seen(100 * S, 300 * S, amounts_of(productive=200 * S, idle=100 * S), 2, workers=3, committed=100)
-    assert participation(run).value == participation(run).attainable == 1.0
-
-
-def test_nothing_at_all_is_no_error() -> None:
-    assert [figure.value for figure in figures_of(Seen(0, 0, NOTHING))] == [0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_a_run_without_failures_could_have_been_all_productive_but_for_its_start() -> None:
-    run = Seen(100 * S, 200 * S, amounts_of(productive=180 * S, start_up=20 * S), 2, workers=2, committed=1_800)
-    of_run = figures_of(run)
-    assert of_run.goodput.value == of_run.goodput.attainable == of_run.ettr.value == pytest.approx(0.9)
-    assert of_run.step_efficiency.attainable == 1.0
-    assert of_run.whole_job_s.value == of_run.whole_job_s.attainable == pytest.approx(100.0)
-    waits = amounts_of(productive=90 * S, start_up=20 * S, save_stall=90 * S)
-    assert figures_of(replace(run, amounts=waits)).whole_job_s.attainable == pytest.approx(50.0)
-
-
 def test_the_bound_of_torchfts_first_run_comes_out_as_they_quote_it() -> None:
     # one fault a minute, steps of 10.9 s: 83.4 % of the steps by Poisson, 82.3 % measured (5,145 of 6,249)
     run = Seen(
@@ -99,13 +80,6 @@ def test_failures_that_go_back_to_a_checkpoint_have_the_bound_of_the_best_period
     assert goodput(run).attainable == pytest.approx(0.849, abs=2e-3)
     longer = replace(run, saves=10)  # each ten times as long
     assert goodput(longer).attainable < goodput(run).attainable
-
-
-def test_nobody_takes_part_before_it_has_started() -> None:
-    amounts = amounts_of(productive=160 * S, start_up=20 * S, idle=20 * S)
-    run = Seen(100 * S, 200 * S, amounts, 2, workers=4, lost=2)
-    assert participation(run).value == pytest.approx(0.8)
-    assert participation(run).attainable == pytest.approx(40 / 45)
 
 
 def test_hosts_are_added_up_but_a_failure_that_both_have_noticed_is_one() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.ledger_amounts import amounts_of
-from torchelastic.ledger.accounts import Account, by_label
+from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.meter import Meter
 from torchelastic.ledger.worker_lifetime import MOST_POINTS, ProgressCurve
@@ -70,12 +69,6 @@ def test_the_end_of_a_process_leaves_nothing_pending_and_never_adds_to_what_is_p
     assert ended.totals[Account.PRODUCTIVE] == tally.totals[Account.PRODUCTIVE]
 
 
-def test_only_what_commits_is_productive() -> None:
-    tally = Counters.begun(0).entered(10, 1, 0, 2).synchronized(30, 7).commits(130).undoes(180)
-    assert by_label(tally.totals) == by_label(amounts_of(start_up=10, restore=20, productive=100, replayed=50))
-    assert (tally.step, tally.committed, tally.undone, tally.account) == (8, 1, 1, Account.RE_FORM)
-
-
 def test_a_save_in_between_is_a_stall_and_the_step_around_it_stays_one_step() -> None:
     tally = (
         Counters.begun(0)
@@ -89,17 +82,6 @@ def test_a_save_in_between_is_a_stall_and_the_step_around_it_stays_one_step() ->
     assert tally.committed == 1
 
 
-def test_a_group_left_in_order_loses_nothing() -> None:
-    tally = Counters.begun(0).synchronized(0, 0).commits(100).left(103, Account.RE_FORM)
-    assert tally.totals[Account.PRODUCTIVE] == 103
-    assert tally.totals[Account.REPLAYED] == tally.undone == 0
-
-
-def test_who_is_undone_without_having_begun_has_undone_no_step() -> None:
-    tally = Counters.begun(0).entered(10, 1, 0, 2).undoes(30)
-    assert (tally.undone, tally.totals[Account.RESTORE], tally.account) == (0, 20, Account.RE_FORM)
-
-
 def test_who_waits_as_a_spare_has_no_rank_and_is_idle_and_nobody_else_is() -> None:
     clock = Clock(0)
     meter = Meter(0, clock)
@@ -109,11 +91,6 @@ def test_who_waits_as_a_spare_has_no_rank_and_is_idle_and_nobody_else_is() -> No
     meter.group_wanted()
     meter.waits_as_spare()
     assert (meter.tally().account, meter.tally().rank, meter.is_spare) == (Account.IDLE, -1, True)
-
-
-def test_a_wait_for_data_is_never_longer_than_what_is_pending() -> None:
-    tally = Counters.begun(0).synchronized(10, 0).waited_for_data(30, 5).waited_for_data(40, 100)
-    assert (tally.totals[Account.DATA_WAIT], tally.pending_ns) == (30, 0)
 
 
 def test_a_clock_that_goes_backwards_is_refused() -> None:
@@ -136,23 +113,6 @@ def test_a_block_spent_on_something_ends_where_it_began_unless_the_step_was_undo
         meter.step_undone("a peer was lost")
         clock.now_ns = 40
     assert meter.tally().account is Account.RE_FORM
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1_000)), min_size=1, max_size=1_500), st.data())
-def test_marks_are_bounded_and_never_say_more_than_there_was(grown: list[tuple[int, int]], data: st.DataObject) -> None:
-    marks, step, ns = ProgressCurve(), 0, 0
-    for steps, more_ns in grown:
-        step, ns = step + steps, ns + more_ns
-        marks = marks.with_point(step, ns)
-    assert len(marks.points) <= MOST_POINTS
-    assert marks.points == tuple(sorted(marks.points))
-    asked = data.draw(st.integers(0, step + 3))
-    assert 0 <= marks.productive_ns_at(asked) <= ns
-    assert marks.productive_ns_at(step) == ns
-    back = marks.back_to(asked)
-    if asked < step:
-        assert back.last_step == asked
-        assert back.productive_ns_at(asked) == marks.productive_ns_at(asked)
 
 
 def test_of_very_many_marks_the_newest_are_kept_exactly_and_the_older_ones_thinned_evenly() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from torchelastic.lifetime import Deadline, DeadlineAt, nearest, time_limit_s
+from torchelastic.lifetime import Deadline, nearest, time_limit_s
 from torchelastic.lifetime.deadline import MLP_VARIABLE, SAGEMAKER_VARIABLE, automatic_deadlines
 
 NOW_S, WALL_S = 500.0, 1_800_000_000.0
@@ -25,11 +25,6 @@ class Notice:
 
     def remaining_s(self, now_s: float) -> float | None:
         return self.left_s
-
-
-def test_without_variables_there_is_no_deadline() -> None:
-    assert found() == []
-    assert found(**{MLP_VARIABLE: "", SAGEMAKER_VARIABLE: " "}) == []
 
 
 @pytest.mark.parametrize("text", ["1800000120", "1800000120.0", " 1.80000012e9 "])
@@ -91,11 +86,6 @@ def test_the_nearest_counts_whichever_it_is_at_the_time() -> None:
     assert both.name == "time limit, notice"
 
 
-def test_of_no_deadlines_none_is_the_nearest() -> None:
-    none = nearest([])
-    assert (none.remaining_s(NOW_S), none.which(NOW_S), none.name) == (None, None, "none")
-
-
 def test_what_is_no_deadline_is_refused() -> None:
     with pytest.raises(TypeError, match=r"12\.0 is no deadline"):
         nearest([12.0])  # type: ignore[list-item]
@@ -105,9 +95,3 @@ def test_what_is_no_deadline_is_refused() -> None:
 def test_a_time_limit_is_a_time(wrong: float) -> None:
     with pytest.raises(ValueError, match="time_limit_s is"):
         time_limit_s(wrong, began_s=0.0)
-
-
-def test_a_small_class_is_a_deadline() -> None:
-    assert isinstance(Notice(), Deadline)
-    assert isinstance(DeadlineAt("x", 1.0, "y"), Deadline)
-    assert isinstance(nearest([]), Deadline)

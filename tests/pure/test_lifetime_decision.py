@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.policy.costs import Bound, upper_bound
+from torchelastic.checkpoint.policy.costs import Bound
 from torchelastic.lifetime.decision import SaveTarget, decide
 from torchelastic.lifetime.iteration_times import guess
 
@@ -21,13 +19,6 @@ tiers = st.lists(st.floats(0.0, 1e4), min_size=1, max_size=4).map(
 times = st.floats(-1e4, 1e5)
 steps = st.floats(0.0, 1e3).map(lambda seconds: guess(seconds, "given"))
 reserves = st.floats(0.0, 100.0)
-
-
-def test_without_a_deadline_it_goes_on() -> None:
-    decision = decide(None, STEP, [DURABLE])
-    assert not decision.stops
-    assert str(decision) == "go on: no deadline is known"
-    assert decide(math.inf, STEP, [DURABLE]) == decision
 
 
 @pytest.mark.parametrize(("remaining_s", "stops"), [(67.1, False), (67.0, False), (66.9, True), (65.0, True)])
@@ -100,23 +91,6 @@ def test_where_nothing_fits_it_takes_the_quickest_and_says_so(remaining_s: float
     assert "no save is sure to fit" in decision.because
 
 
-def test_it_says_how_many_seconds_are_given_up() -> None:
-    decision = decide(61.0, STEP, [DURABLE])
-    assert decision.given_up_s == 31.0, "a save usually takes 30 s"
-    assert dict(decision.numbers) == {
-        "remaining_s": 61.0,
-        "step_s": 2.0,
-        "reserve_s": 0.0,
-        "save_durable_s": 60.0,
-        "given_up_s": 31.0,
-    }
-
-
-def test_while_no_step_is_known_only_the_save_counts() -> None:
-    assert not decide(60.0, None, [DURABLE]).stops
-    assert "the next step is not known yet" in decide(60.0, None, [DURABLE]).because
-
-
 @given(times, steps, tiers, reserves)
 def test_going_on_always_leaves_time_for_the_save(
     remaining_s: float, step: object, some: list[SaveTarget], r: float
@@ -149,16 +123,6 @@ def test_less_time_never_turns_stopping_into_going_on(
     less = decide(remaining_s - less_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
     if more.stops and more.tier == less.tier:
         assert less.stops
-
-
-def test_a_tier_knows_its_saves_or_says_that_it_does_not() -> None:
-    unknown = SaveTarget.of("disk", [], if_unknown_s=10.0)
-    assert (unknown.bound.seconds, unknown.bound.is_assured) == (10.0, False)
-    assert "no save to 'disk' was measured yet" in unknown.bound.because
-    measured = SaveTarget.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0)
-    assert (measured.bound, measured.usual_s) == (upper_bound([4.0, 2.0, 3.0], what="saves"), 3.0)
-    reserved = SaveTarget.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0, at_least_s=20.0)
-    assert (reserved.bound.seconds, reserved.bound.because) == (20.0, "reserved by the user")
 
 
 def test_no_trial_is_made_while_the_deadline_is_far() -> None:

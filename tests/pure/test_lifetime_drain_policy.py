@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.drain_policy import (
-    LEAVE_S,
     TOGETHER_S,
     end_of_run,
     leave_lead_s,
@@ -53,13 +52,6 @@ def test_the_run_ends_when_one_more_member_would_be_one_too_many(remaining_s: li
         assert alive_before >= min(min_workers, len(remaining_s))
 
 
-def test_deadlines_that_are_nearly_the_same_are_one() -> None:
-    together = [100.0, 100.0 + TOGETHER_S - 1.0, 100.0 + TOGETHER_S - 1.0]
-    assert end_of_run(together, 1) == (100.0, frozenset())
-    apart = [100.0, 101.0 + TOGETHER_S, 101.0 + TOGETHER_S]
-    assert end_of_run(apart, 1) == (101.0 + TOGETHER_S, frozenset({0}))
-
-
 @pytest.mark.parametrize("remaining_s", [[], [1.0, math.nan]])
 def test_times_that_are_none_are_refused(remaining_s: list[float]) -> None:
     with pytest.raises(ValueError, match="give the seconds that each rank has left"):
@@ -83,12 +75,6 @@ def test_one_leaves_as_soon_as_it_takes_to_leave_and_the_others_go_on() -> None:
     assert (before.stops, before.leaving) == (False, frozenset())
     now = plan_stop([lead_s - 0.5, INF, INF], sample(), min_workers=2, reserve_s=5.0)
     assert (now.stops, now.leaving) == (False, frozenset({0}))
-
-
-def test_those_of_a_host_leave_at_the_same_step_though_their_clocks_differ() -> None:
-    lead_s = leave_lead_s(1.0, 5.0)
-    going = plan_stop([lead_s - 0.1, lead_s + 0.1, lead_s + LEAVE_S + 1.0, INF], sample(), min_workers=1, reserve_s=5.0)
-    assert going.leaving == frozenset({0, 1})
 
 
 def test_the_end_of_all_goes_before_the_leaving_of_one() -> None:
@@ -118,16 +104,6 @@ def test_steps_are_skipped_while_there_is_nothing_to_decide_and_never_in_the_las
         [leave_lead_s(0.01, 5.0) + 0.05, INF], sample(step_s=0.01), min_workers=1, reserve_s=5.0
     )
     assert one_leaves_soon.decide_again_in <= 2
-
-
-@given(st.floats(0.001, 60.0), st.floats(0.0, 600.0), st.floats(0.0, 60.0))
-def test_a_rank_tells_of_its_deadline_before_anything_has_to_be_done_about_it(
-    step_s: float, save_s: float, reserve_s: float
-) -> None:
-    own = sample(step_s, save_s)
-    earlier_s = near_below_s(own, reserve_s) - 2.0 * max(0.5, step_s)  # two agreements later
-    assert not plan_stop([earlier_s], own, min_workers=1, reserve_s=reserve_s).stops
-    assert not plan_stop([earlier_s, INF], own, min_workers=1, reserve_s=reserve_s).leaving
 
 
 def test_each_job_is_requeued_by_one_rank_and_only_if_all_of_it_goes() -> None:

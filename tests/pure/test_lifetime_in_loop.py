@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,37 +70,6 @@ def test_the_next_life_goes_on_from_that_step() -> None:
     assert (again.state.step, again.checkpoints.step) == (stop.step, stop.step)
 
 
-def test_a_save_of_unknown_length_is_measured_instead_of_guessed_when_it_would_be_time_to_stop() -> None:
-    """With 10 s guessed for a save it would have to stop after its first step; it takes 0.1 s."""
-    run = Run(14.0, InMemory(save_s=0.1))
-    stop = run.steps(always(1.0))
-    assert stop.step == 8
-    assert run.manager is not None
-    assert run.manager.steps == [1, 8]
-
-
-def test_a_life_without_time_for_a_step_trains_one_all_the_same_and_saves_it_once() -> None:
-    run = Run(0.5, InMemory(save_s=0.1))
-    stop = run.steps(always(1.0))
-    assert stop.step == 1
-    assert run.manager is not None
-    assert run.manager.steps == [1], "what was measured is what is kept"
-    assert "after the deadline" in str(stop)
-
-
-def test_a_deadline_that_is_not_there_stops_nothing() -> None:
-    with pytest.raises(AssertionError, match="never stopped"):
-        Run(None, InMemory(save_s=1.0)).steps(always(1.0, 1000))
-
-
-def test_no_save_is_tried_out_while_the_deadline_is_far() -> None:
-    run = Run(100_000.0, InMemory(save_s=1.0))
-    with pytest.raises(AssertionError, match="never stopped"):
-        run.steps(always(1.0, 100))
-    assert run.manager is not None
-    assert run.manager.steps == []
-
-
 def test_a_save_that_fails_is_tried_again_while_there_is_time() -> None:
     run = Run(60.0, InMemory(save_s=1.0))
     assert run.manager is not None
@@ -110,31 +78,11 @@ def test_a_save_that_fails_is_tried_again_while_there_is_time() -> None:
     assert run.manager.steps == [stop.step]
 
 
-def test_a_run_that_is_little_longer_than_its_compilation_trains_on() -> None:
-    """All that is known is a step of 60 s, and 40 s are left: all is saved, and one more step is tried."""
-    run = Run(100.0, InMemory(save_s=2.0))
-    stop = run.steps(iter([60.0, *[0.5] * 1000]))
-    assert stop.step > 50
-    assert 5.0 <= run.ends_s - run.clock() < 7.0
-    slow = Run(100.0, InMemory(save_s=2.0))
-    stop = slow.steps(iter([60.0, 20.0, 20.0]))
-    assert (stop.step, stop.saved_in) == (2, ("durable",)), "it was the one that was tried"
-
-
 def test_a_step_that_cannot_be_saved_is_no_early_stop_but_a_failure() -> None:
     run = Run(60.0, InMemory(save_s=1.0, failures=1000))
     with pytest.raises(NonRetryableException, match=r"stopped after step \d+, .* could not be saved"):
         run.steps(always(1.0))
     assert run.world.calls == ["stop early"], "who is left is not started again by the launcher"
-
-
-def test_without_a_checkpoint_manager_it_warns_at_the_start_and_stops(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        run = Run(30.0)
-        assert "nothing is saved. Give train() a checkpoint=" in caplog.text
-    stop = run.steps(always(1.0))
-    assert (stop.saved_in, stop.step) == ((), 25)
-    assert "nothing is saved" in str(stop)
 
 
 def test_steps_that_become_a_hundred_times_as_long_near_the_deadline_are_noticed_by_the_clock() -> None:
@@ -162,13 +110,3 @@ def test_a_notice_that_does_not_say_when_is_answered_by_a_save_at_once_and_train
     stop = run.steps(always(0.1))
     assert (run.manager.steps[-1], len(run.manager.steps)) == (stop.step, saves + 1), "once, and at the end"
     assert came_s + 20.0 < run.clock() <= came_s + 30.0
-
-
-def test_a_slow_step_that_is_due_is_not_begun() -> None:
-    """Every tenth takes 20 s: the one that does not fit before the deadline is left to the next life."""
-    durations = [20.0 if number % 10 == 9 else 1.0 for number in range(1000)]
-    run = Run(300.0, InMemory(save_s=1.0))
-    stop = run.steps(iter(durations))
-    assert run.clock() <= run.ends_s
-    assert durations[stop.step] in (1.0, 20.0)
-    assert run.ends_s - run.clock() < 20.0 * 1.5 + 1.5 + 5.0 + 20.0

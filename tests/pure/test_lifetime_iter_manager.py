@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,6 @@ import pytest
 
 from tests.pure.managed_loops import START_S, Job
 from torchelastic.lifetime import STOPPED_EARLY, IterManager
-from torchelastic.lifetime.deadline import MLP_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +22,6 @@ def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / ".velastic"
-
-
-def test_without_a_deadline_it_measures_and_says_nothing(folder: Path) -> None:
-    job = Job(folder, None, total_iters=200)
-    job.run(0.5, steps=101)
-    manager = job.manager
-    assert (manager.iter_count, manager.avg_iter_time, manager.max_iter_time) == (101, 0.5, 0.5)
-    assert manager.remaining_time == pytest.approx(50.0)
-    assert (job.saved_at, manager.should_stop, manager.decision) == ([], False, None)
-    assert not folder.exists(), "no file, no folder per iteration"
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.02, 0.3, 1.0, 7.0])
@@ -78,17 +64,6 @@ def test_a_save_is_no_part_of_the_iteration(folder: Path) -> None:
     assert job.manager.save_times_s == {"checkpoint": (30.0,) * 4}
 
 
-def test_a_save_that_nobody_measures_is_the_time_until_the_next_iteration(folder: Path) -> None:
-    job = Job(folder, 60.0)
-    while not job.manager.should_save_ckpt():
-        job.clock.advance(1.0)
-        job.manager.iter()
-    job.clock.advance(4.0 + 1.0)
-    job.manager.iter()
-    assert job.manager.save_times_s == {"checkpoint": (4.0,)}
-    assert job.manager.max_iter_time == 1.0
-
-
 def test_a_save_that_fails_teaches_nothing(folder: Path) -> None:
     job = Job(folder, None)
     with pytest.raises(OSError, match="full"), job.manager.saving():
@@ -103,20 +78,6 @@ def test_it_does_not_stop_before_anything_was_trained(folder: Path) -> None:
     assert job.saved_at == [2]
     assert job.manager.decision is not None
     assert not job.manager.decision.fits
-
-
-def test_compiling_does_not_count(folder: Path) -> None:
-    job = Job(folder, 300.0, use_torch_compile=True)
-    job.run([60.0, 30.0, 20.0, *[1.0] * 500])
-    assert job.manager.max_iter_time == 1.0
-    assert job.saved_s[0] > 285.0
-    assert "set apart at the start: 60, 30, 20 s" in job.manager.summary()
-
-
-def test_one_slow_iteration_does_not_raise_the_margin_for_ever(folder: Path) -> None:
-    job = Job(folder, 2000.0)
-    job.run([*[1.0] * 100, 100.0, *[1.0] * 2000])
-    assert job.saved_s[0] > 1985.0
 
 
 class Moving:
@@ -141,21 +102,6 @@ def test_how_long_a_save_takes_is_learned_by_a_trial_once_in_the_life_of_the_job
     second.run(1.0, save_s=60.0)
     assert (second.went_on_at, len(second.saved_at)) == ([], 1), "the life before has told"
     assert 300.0 < second.saved_s[0] <= 400.0
-
-
-def test_there_is_no_trial_while_the_deadline_is_far_or_where_the_user_says_how_long_a_save_takes(folder: Path) -> None:
-    far = Job(folder, 10_000.0)
-    far.run(1.0, steps=1000)
-    said = Job(folder, 400.0, save_ckpt_time=60)
-    said.run(1.0, steps=300)
-    assert far.went_on_at == said.went_on_at == []
-
-
-def test_after_a_trial_that_leaves_no_time_it_stops_without_a_second_save(folder: Path) -> None:
-    job = Job(folder, 100.0)
-    job.run(1.0, save_s=60.0)
-    assert job.manager.should_stop
-    assert (job.saved_at, job.manager.iter_count) == ([2], 2), "one save, and nothing was trained after it"
 
 
 def test_a_durable_tier_that_nobody_has_measured_is_not_taken_for_a_quick_one(folder: Path) -> None:
@@ -235,28 +181,6 @@ def test_after_a_deadline_that_moves_away_there_is_another_save(folder: Path, ca
     assert 140.0 < job.saved_s[1] <= 150.0
 
 
-def test_who_goes_on_all_the_same_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(folder, 20.0, save_ckpt_time=10)
-    answers = []
-    for _ in range(40):
-        job.manager.iter()
-        answers.append(job.manager.should_save_ckpt())
-        job.clock.advance(1.0)
-    assert sum(answers) == 1
-    said = f"iteration {answers.index(True) + 3} begins after the save before the deadline: what is trained now will"
-    assert caplog.text.count(said) == caplog.text.count("will be lost") == 1
-
-
-def test_one_iteration_more_may_be_the_last_of_a_loop_and_is_not_complained_of(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = Job(folder, 20.0)
-    job.run(1.0)
-    job.manager.iter()
-    assert job.saved_at
-    assert "will be lost" not in caplog.text
-
-
 def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(folder, None, total_iters=3)
     for _ in range(4):  # nanoGPT does one more than max_iters
@@ -283,54 +207,7 @@ def test_the_exit_code_asks_for_another_life_if_it_was_told_to_stop(folder: Path
     assert job.manager.exit_code == STOPPED_EARLY
 
 
-def test_of_a_deadline_that_is_given_nothing_is_closed(folder: Path) -> None:
-    class Closable(Moving):
-        is_closed = False
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    deadline = Closable()
-    manager = IterManager(velastic_dir=folder, deadline=deadline)
-    manager.close()
-    manager.close()
-    assert not deadline.is_closed
-
-
-def test_who_goes_on_after_close_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(folder, 100.0)
-    job.run(1.0, steps=3)
-    job.manager.close()
-    assert "close()" not in caplog.text
-    job.run(1.0, steps=5)
-    assert caplog.text.count("iteration 4 begins after close(): deadlines are no longer detected") == 1
-    assert caplog.text.count("after close()") == 1
-
-
 # the deadlines of the process
-
-
-def test_the_variables_are_looked_for_without_being_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MLP_VARIABLE, "99999999999")
-    manager = IterManager(velastic_dir=folder)
-    assert MLP_VARIABLE in manager.summary()
-    manager.close()
-    monkeypatch.setenv(MLP_VARIABLE, "soon")
-    with pytest.raises(ValueError, match=MLP_VARIABLE):
-        IterManager(velastic_dir=folder)
-
-
-def test_a_date_in_the_past_is_no_deadline_and_it_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(MLP_VARIABLE, "1600000000")
-    manager = IterManager(velastic_dir=folder)
-    for _ in range(3):
-        manager.iter()
-    assert not manager.should_stop
-    assert f"{MLP_VARIABLE}=1600000000 is" in caplog.text
-    assert "in the past: ignored" in caplog.text
-    manager.close()
 
 
 def test_a_save_slower_than_the_time_left_is_made_to_the_tier_below_and_it_says_so(
@@ -362,32 +239,6 @@ def test_a_save_slower_than_the_time_left_is_made_to_the_tier_below_and_it_says_
 def test_an_argument_out_of_its_range_is_named(folder: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         IterManager(velastic_dir=folder, **options)
-
-
-def test_a_wrong_argument_leaves_no_source_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_DEADLINE_SIGNALS")
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ValueError, match="confidence"):
-        IterManager(velastic_dir=folder, confidence=2.0)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_it_draws_no_random_number(folder: Path) -> None:
-    random.seed(5)
-    before = random.getstate()
-    Job(folder, 30.0).run(0.1)
-    assert random.getstate() == before
-
-
-def test_the_summary_is_for_people(folder: Path) -> None:
-    job = Job(folder, 60.0, total_iters=100, save_ckpt_time=10)
-    job.run(1.0)
-    text = job.manager.summary()
-    assert re.search(r"iterations: \d+ of 100, 1 s each, the longest 1 s, set apart at the start: 1 s", text)
-    assert "saves to 'checkpoint': 1, the longest 2 s" in text
-    assert re.search(r"deadline: time limit \(time_limit_s=60\), in \d+\.\d s", text)
-    assert "decision: save and stop: " in text
-    assert "s were left when the save was done" in text
 
 
 def test_the_summary_leaves_out_what_is_not_known(folder: Path) -> None:

@@ -40,27 +40,6 @@ def test_the_next_life_counts_on_and_knows_how_long_a_save_takes(folder: Path) -
     assert second.saved_s[0] > 36.0, "a save takes 2 s, so 3 s are left for it"
 
 
-def test_the_next_life_knows_how_slow_iterations_can_be(folder: Path) -> None:
-    """30 s each, and one of 150 s in the first life: there is room for another in the second one."""
-    first = Job(folder, 3000.0, save_ckpt_time=2)
-    first.run([*[30.0] * 20, 150.0, *[30.0] * 100], save_s=2.0)
-    second = Job(folder, 900.0, save_ckpt_time=2)
-    second.run(30.0, save_s=2.0)
-    assert 900.0 - second.saved_s[0] > 120.0
-    stateless = Job(folder / "other", 900.0, save_ckpt_time=2)
-    stateless.run(30.0, save_s=2.0)
-    assert 900.0 - stateless.saved_s[0] < 60.0
-
-
-def test_iterations_of_a_life_with_another_number_of_ranks_do_not_count(folder: Path) -> None:
-    Job(folder, 3000.0, save_ckpt_time=2).run([*[30.0] * 20, 150.0, *[30.0] * 100], save_s=2.0)
-    state = state_in(folder)
-    (folder / "manager_state.json").write_text(json.dumps({**state, "world_size": 2}))
-    second = Job(folder, 900.0, save_ckpt_time=2)
-    second.run(30.0, save_s=2.0)
-    assert 900.0 - second.saved_s[0] < 60.0
-
-
 def test_a_file_of_an_earlier_version_has_no_iterations(folder: Path) -> None:
     first = Job(folder, 30.0)
     first.run(1.0)
@@ -71,14 +50,6 @@ def test_a_file_of_an_earlier_version_has_no_iterations(folder: Path) -> None:
     assert second.manager.load_manager_state()
     second.run(1.0, steps=1)
     assert second.manager.iter_count == first.saved_at[0]
-
-
-def test_new_arguments_count_and_not_those_of_the_life_before(folder: Path) -> None:
-    Job(folder, 30.0, total_iters=500, redundant_time=7).run(1.0)
-    second = Job(folder, 60.0, total_iters=900, redundant_time=1)
-    second.run(1.0)
-    assert second.manager.total_iters == 900
-    assert 54.0 < second.saved_s[0] < 60.0
 
 
 def test_a_count_that_the_checkpoint_says_goes_before_the_file(folder: Path) -> None:
@@ -101,24 +72,6 @@ def test_a_life_that_is_little_longer_than_its_compilation_trains_on(folder: Pat
         assert job.manager.given_up_s is not None
         assert 0.0 < job.manager.given_up_s < 3.0
         assert len(job.went_on_at) == (life == 1), "the next life knows how long iterations are"
-
-
-def test_where_the_user_says_how_long_a_save_takes_there_is_one_and_then_it_stops(folder: Path) -> None:
-    """The loop may be one that leaves at its first save."""
-    job = Job(folder, 100.0, save_ckpt_time=2)
-    job.run([60.0, *[0.5] * 1000])
-    assert (job.went_on_at, job.saved_at) == ([], [2])
-
-
-def test_an_iteration_that_was_tried_in_vain_is_not_tried_in_the_next_life(folder: Path) -> None:
-    """It was killed in it, with all but that saved; from then on the job stops in time after each iteration."""
-    first = Job(folder, 100.0)
-    first.run([60.0, 60.0], steps=2)
-    assert (first.went_on_at, first.saved_at) == ([2], []), "and then the 60 s did not fit"
-    second = Job(folder, 100.0)
-    second.run(60.0)
-    assert (second.went_on_at, second.saved_at) == ([], [3])
-    assert second.saved_s[0] < 100.0
 
 
 def test_the_file_is_for_others_too(folder: Path) -> None:
@@ -159,16 +112,6 @@ def test_a_file_that_is_something_else_is_named_and_costs_the_count_only(
     assert "remove it, and the iterations are counted anew" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["completed_iters", "iter_count", "save_times_s", "avg_iter_time", "iter_times_s"])
-@pytest.mark.parametrize("value", [None, -5, "7", float("inf"), {"checkpoint": 3}, {"checkpoint": [-1.0]}])
-def test_a_field_of_the_wrong_sort_is_no_state(folder: Path, name: str, value: object) -> None:
-    job = Job(folder, None)
-    job.manager.save_manager_state()
-    (folder / "manager_state.json").write_text(json.dumps({**state_in(folder), name: value}))
-    with pytest.raises(CorruptCheckpointError, match=name):
-        job.manager.load_manager_state()
-
-
 def test_cleanup_removes_the_file_and_never_a_checkpoint(folder: Path) -> None:
     job = Job(folder, None)
     job.manager.save_manager_state()
@@ -204,16 +147,6 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_request_and_a_warning_at
         job.manager.save_manager_state()
 
 
-def test_a_save_before_the_first_iteration_does_not_overwrite_what_the_life_before_left(folder: Path) -> None:
-    first = Job(folder, 30.0, save_ckpt_time=2)
-    first.run(1.0, save_s=2.0)
-    second = Job(folder, None)
-    second.manager.save_took(3.0)
-    second.run(1.0, steps=1)
-    assert second.manager.iter_count == first.saved_at[0]
-    assert second.manager.save_times_s == {"checkpoint": (2.0, 3.0)}
-
-
 # what whoever has started the job is told
 
 
@@ -224,30 +157,6 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_tells_what_was_done_now_and_then(folder: Path, told: Path) -> None:
-    job = Job(folder, None, total_iters=500)
-    job.manager.iter()
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 0}
-    job.run(0.01, steps=200)
-    document = json.loads(told.read_text())
-    assert 200 - 2 * 50 <= document["committed_step"] <= 200, "about every half second"
-    assert document == {"resumed_step": 0, "committed_step": document["committed_step"]}
-    assert [path.name for path in told.parent.iterdir()] == [told.name], "nothing half written is left"
-
-
-def test_it_tells_a_save_and_that_it_is_not_the_end(folder: Path, told: Path) -> None:
-    job = Job(folder, 20.0, total_iters=500)
-    job.run(1.0)
-    (at,) = job.saved_at
-    expected = {"resumed_step": 0, "committed_step": at - 1, "saved_step": at - 1, "total_steps": 500}
-    assert json.loads(told.read_text()) == expected
-    job.manager.close()
-    assert json.loads(told.read_text()) == expected
-    second = Job(folder, None, total_iters=500)
-    second.run(0.7, steps=3)
-    assert json.loads(told.read_text()) == {"resumed_step": at - 1, "committed_step": at + 1}
-
-
 def test_who_reads_while_it_is_told_has_the_word_before_whole(folder: Path, told: Path) -> None:
     job = Job(folder, None)
     job.run(1.0, steps=2)
@@ -255,15 +164,6 @@ def test_who_reads_while_it_is_told_has_the_word_before_whole(folder: Path, told
         job.run(1.0, steps=2)
         assert json.loads(reader.read())["committed_step"] == 1
     assert json.loads(told.read_text())["committed_step"] == 3
-
-
-def test_a_save_that_fails_is_not_told(folder: Path, told: Path) -> None:
-    job = Job(folder, None)
-    job.run(1.0, steps=3)
-    with pytest.raises(OSError, match="full"), job.manager.saving():
-        raise OSError("full")
-    job.run(1.0, steps=3)
-    assert "saved_step" not in json.loads(told.read_text())
 
 
 def test_a_save_in_the_background_holds_what_was_trained_when_it_was_asked_for(folder: Path, told: Path) -> None:
@@ -285,36 +185,6 @@ def test_at_the_end_of_a_loop_it_tells_whether_that_was_all(folder: Path, told: 
     assert "total_steps" not in json.loads(told.read_text()), "an exit with 0 would be the word of the script"
     job.manager.close()
     assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": done, "total_steps": 10}
-
-
-def test_who_says_that_the_run_is_over_is_believed(folder: Path, told: Path) -> None:
-    """It has converged, for example."""
-    job = Job(folder, None, total_iters=10)
-    job.run(1.0, steps=5)
-    job.manager.close()
-    job.manager.cleanup()
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 4}
-
-
-def test_who_was_told_to_stop_cannot_say_that_the_run_is_over(folder: Path, told: Path) -> None:
-    job = Job(folder, 20.0, total_iters=500)
-    job.run(1.0)
-    job.manager.cleanup()
-    assert json.loads(told.read_text())["total_steps"] == 500
-
-
-def test_a_loop_that_ends_by_its_own_count_is_complete(folder: Path, told: Path) -> None:
-    """nanoGPT begins one iteration more than there are."""
-    job = Job(folder, None, total_iters=10)
-    job.run(1.0, steps=11)
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 10, "total_steps": 10}
-
-
-def test_without_the_variable_nothing_is_written(folder: Path, tmp_path: Path) -> None:
-    job = Job(folder, None)
-    job.run(1.0, steps=10)
-    job.manager.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_progress_file_that_cannot_be_written_is_a_warning_once(

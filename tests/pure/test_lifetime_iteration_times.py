@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given
@@ -35,12 +34,6 @@ def test_the_first_iterations_are_set_apart() -> None:
     times = of(60.0, 20.0, 1.0, 1.5, 1.0, warm_up=2)
     assert (times.set_apart, times.recent_s, times.count) == ((60.0, 20.0), (1.0, 1.5, 1.0), 5)
     assert (times.usual_s, times.longest_s) == (1.0, 1.5)
-
-
-def test_while_there_are_no_others_the_first_ones_count() -> None:
-    times = of(60.0, warm_up=2)
-    assert (times.usual_s, times.longest_s) == (60.0, 60.0)
-    assert bound_s(times) == 90.0
 
 
 def test_a_slow_iteration_is_forgotten() -> None:
@@ -93,14 +86,6 @@ def test_a_changed_group_begins_anew() -> None:
     times.observe(40.0)
     times.observe(2.0)
     assert (times.set_apart, times.recent_s, times.count) == ((40.0,), (2.0,), 22)
-
-
-def test_scatter_is_no_pause() -> None:
-    generator = random.Random(1)
-    times = of(*(generator.gauss(1.0, 0.1) for _ in range(500)))
-    view = times.view()
-    assert view is not None
-    assert view.pauses_s == ()
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=80), st.integers(0, 500))

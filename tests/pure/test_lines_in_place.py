@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.agent.control_sequences import last_state, plain_text, shown_of, without_sequences
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker_environment import memory_variables, terminal_variables
+from torchelastic.agent.worker_environment import memory_variables
 
 RED, OFF = "\x1b[31m", "\x1b[0m"
 
@@ -49,20 +47,6 @@ def test_of_several_bars_that_of_the_first_worker_is_shown_and_each_end_is_a_lin
     assert seen.below[-1] == ""
 
 
-def test_the_launchers_own_line_makes_room_for_a_bar_and_for_a_prompt() -> None:
-    seen = Seen()
-    seen.terminal.progresses(3, "step 3")
-    seen.terminal.rewrites(0, "stderr", "\r10 %")
-    seen.terminal.progresses(4, "step 4")
-    seen.terminal.said(0, "stderr", "\r100 %")
-    assert seen.below == ["step 3", "[worker 0] 10 %", "[worker 0] 10 %", "step 4"]
-    seen.terminal.asks(0, "stdout", "(Pdb) ")
-    seen.terminal.progresses(4, "step 4, slower and slower")
-    assert seen.below[-2:] == ["", ""], "whoever types must see what"
-    seen.terminal.progresses(5, "step 5")
-    assert seen.below[-1] == "step 5", "it was answered"
-
-
 def test_where_the_screen_is_no_terminal_only_the_last_state_of_a_bar_is_a_line() -> None:
     written: list[str] = []
     terminal = Terminal(lambda _stream, text: written.append(text))
@@ -73,19 +57,6 @@ def test_where_the_screen_is_no_terminal_only_the_last_state_of_a_bar_is_a_line(
     terminal.said(0, "stdout", "")
     assert written == ["[worker 0] 100 %\n", "[worker 0] \n"]
     assert not terminal.is_live
-
-
-def test_one_worker_may_draw_several_lines_again() -> None:
-    seen = Seen(one_worker=True)
-    for _ in range(3):
-        seen.terminal.said(0, "stdout", f"\r\x1b[2K\x1b[1A\x1b[2K{RED}one{OFF}")
-        seen.terminal.said(0, "stdout", "two")
-        seen.terminal.rewrites(0, "stdout", "\x1b[?25lthree")
-    frame = ["\x1b[2K\x1b[1A\x1b[2K", f"[worker 0] {RED}one{OFF}\n", "[worker 0] two\n"]
-    assert seen.written == frame * 3
-    assert seen.below[-1] == "[worker 0] three"
-    seen.terminal.rewrites(0, "stdout", "\r\x1b[1A\x1b[2Ktwo")
-    assert seen.written[-1] == "\x1b[1A\x1b[2K"
 
 
 def test_lines_of_the_log_are_not_drawn_over() -> None:
@@ -101,15 +72,6 @@ def test_lines_of_the_log_are_not_drawn_over() -> None:
     terminal.said(0, "stdout", row)
     moves, text = "\x1b[1A\x1b[2K", "[worker 0] row\n"
     assert written == [moves, text, text, moves, text]
-
-
-def test_of_several_workers_none_moves_the_cursor_to_the_lines_of_others() -> None:
-    seen = Seen()
-    seen.terminal.said(0, "stdout", f"\r\x1b[2K\x1b[1A\x1b[2K{RED}one{OFF}")
-    seen.terminal.rewrites(0, "stdout", "\r\x1b[1A\x1b[2Ktwo")
-    seen.terminal.said(1, "stdout", "\x1b[?25h")
-    assert seen.written == [f"[worker 0] {RED}one{OFF}\n"]
-    assert seen.below[-1] == "[worker 0] two"
 
 
 _PARTS = st.sampled_from(
@@ -128,22 +90,6 @@ def test_what_is_shown_of_any_line_moves_nothing(line: str) -> None:
     )
     last = last_state(line)
     assert last is None or "\r" not in last
-
-
-@pytest.mark.parametrize(
-    ("given_", "nproc", "wanted"),
-    [
-        ({}, 1, {"COLUMNS": "89", "LINES": "40", "FORCE_COLOR": "1"}),
-        ({}, 2, {"COLUMNS": "89", "LINES": "40", "FORCE_COLOR": "1", "TTY_INTERACTIVE": "0"}),
-        ({"NO_COLOR": "1"}, 1, {"COLUMNS": "89", "LINES": "40"}),
-        ({"NO_COLOR": "", "FORCE_COLOR": "0", "COLUMNS": "77"}, 1, {"LINES": "40"}),
-    ],
-)
-def test_workers_know_of_colours_and_width_unless_the_user_says_otherwise(
-    given_: dict[str, str], nproc: int, wanted: dict[str, str]
-) -> None:
-    assert terminal_variables(given_, nproc, os.terminal_size((100, 40))) == wanted
-    assert terminal_variables(given_, nproc, None) == {}
 
 
 @pytest.mark.parametrize(

@@ -94,11 +94,6 @@ def test_copies_are_copies_also_on_the_cpu_and_shared_tensors_stay_shared() -> N
     assert wrapped.state_dict in list(wrapped.values())
 
 
-def test_a_placeholder_makes_a_tensor_like_the_one_it_stands_for() -> None:
-    made = TensorPlaceholder.of(torch.ones(3, 1, dtype=torch.int16)).init_tensor()
-    assert (made.shape, made.dtype, made.device.type) == ((3, 1), torch.int16, "cpu")
-
-
 def test_a_tensor_of_a_gpu_goes_back_to_this_processes_gpu_or_stays_where_there_is_none() -> None:
     wrapped = BasicTensorAwareStateDict({"w": torch.ones(1)})
     wrapped._devices = (torch.device("cuda:3"),)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchelastic.agent.event_log import EventLog, events_log, level_of
+from torchelastic.agent.event_log import EventLog, events_log
 from torchelastic.agent.terminal import Terminal
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Join, LedgerEvent, Save, Start, StoreOutage, to_dict
@@ -21,7 +21,6 @@ from torchelastic.log_lines import (
     FORMAT_VARIABLE,
     JsonFormatter,
     Position,
-    checked_format,
     fields,
     json_line,
     set_up_worker_log,
@@ -69,12 +68,6 @@ def test_a_json_line_is_one_line_whatever_is_in_it() -> None:
     assert json.loads(JsonFormatter().format(record))["traceback"].endswith("KeyError: 'x'")
 
 
-def test_the_form_is_human_unless_it_is_said_and_a_wrong_one_is_named() -> None:
-    assert checked_format("", "--x") == "human"
-    with pytest.raises(ValueError, match=r"TORCHELASTIC_LOG_FORMAT is 'xml': give human or json"):
-        checked_format("xml", FORMAT_VARIABLE)
-
-
 # --- of a worker ------------------------------------------------------------------------------------------------------
 
 
@@ -89,13 +82,6 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
         patch.setattr(logging.getLogger(), "handlers", [])
         yield stream
     logger.handlers[:], logger.propagate = before
-
-
-def test_without_a_launcher_nothing_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with new_process(monkeypatch):
-        set_up_worker_log(Position, {})
-        set_up_worker_log(Position, {FORMAT_VARIABLE: "xml"})
-        assert logging.getLogger("torchelastic").handlers == []
 
 
 def test_a_workers_line_says_its_rank_round_and_step_until_the_script_sets_up_its_own_log(
@@ -138,28 +124,6 @@ class Shown:
 
     def write(self, stream: str, text: str) -> None:
         self.texts[stream] += text
-
-
-def test_each_line_names_its_worker_and_is_shown_each_time() -> None:
-    shown = Shown("human")
-    for _ in range(50):
-        shown.terminal.said(0, "stderr", "careful")
-    shown.terminal.said(4, "stdout", "out")
-    shown.terminal.ended(0)
-    assert shown.texts == {"stdout": "[worker 4] out\n", "stderr": "[worker 0] careful\n" * 50}
-
-
-def test_as_json_every_line_is_an_object() -> None:
-    shown = Shown("json")
-    own = JsonFormatter(lambda: Position(1, 4, 12)).format(a_record())
-    for text in ("out", own, '{"at_s": 1, "kind": "end"}', '{"at_s": oops', '{"at_s": ' + "[" * 100_000):
-        shown.terminal.said(1, "stderr", text)
-    output, log, user, broken, deep = documents(shown.texts["stderr"])
-    assert output == {
-        "at_s": 7.5, "host": "a", "kind": "output", "local_rank": 1, "stream": "stderr", "text": "out"
-    }  # fmt: skip
-    assert log == {**json.loads(own), "host": "a", "local_rank": 1}
-    assert {one["kind"] for one in (user, broken, deep)} == {"output"}, "what a script prints is only passed on"
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -224,8 +188,3 @@ def test_for_programs_each_event_is_told_at_once_with_all_that_it_tells(records:
     ]
     assert [line["event"] for line in lines] == [to_dict(event) for event in told]
     assert lines[5]["text"] == "lost, signal 9: killed by SIGKILL"
-
-
-def test_what_is_no_trouble_is_no_warning() -> None:
-    quiet: list[LedgerEvent] = [End(at_ns=0, exit_code=0, is_loss=False), StoreOutage(at_ns=0, is_over=True)]
-    assert {level_of(event) for event in quiet} == {logging.INFO}

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.rendezvous.records import (
-    Keys,
     Member,
     RecordError,
     Round,
@@ -110,17 +109,6 @@ def test_a_round_that_cannot_be_is_refused_with_the_name_of_its_key(field: str, 
     assert field.encode() in good
     with pytest.raises(RecordError, match="/x/round"):
         decode_round("/x/round", good.replace(field.encode(), value.encode()))
-
-
-def test_the_largest_roster_fits_into_one_value_of_etcd() -> None:
-    roster = tuple(f"a-rather-long-host-name-{number:05d}.cluster.example-7-deadbeef1" for number in range(10_000))
-    assert len(encode_round(Round(1, RoundState.RUNNING, roster, "h:1"))) < 1.5 * 1024 * 1024
-
-
-def test_keys_of_a_run_stand_below_its_root() -> None:
-    keys = Keys("/t/run")
-    assert keys.drain_of(Member("m", "h")) == keys.drain_of_host("h") + "m" == "/t/run/drain/h/m"
-    assert (keys.round, keys.leader, keys.member("m")) == ("/t/run/round", "/t/run/leader", "/t/run/members/m")
 
 
 def test_what_a_terminal_would_obey_is_in_no_record_and_in_no_error() -> None:

@@ -30,7 +30,6 @@ from torchelastic.checkpoint.memory.commit import (
 )
 from torchelastic.checkpoint.memory.ids import (
     is_part,
-    meta_of_shard,
     newest_of_step,
     object_of,
     parse_object,
@@ -38,7 +37,6 @@ from torchelastic.checkpoint.memory.ids import (
     shard_of,
 )
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.reading import require_shard
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 BASE = CheckpointContainerId("/dev/shm/jobs/145")
@@ -78,13 +76,6 @@ def test_only_a_container_has_children() -> None:
         BASE.get_parent(0)
 
 
-@pytest.mark.parametrize(
-    "name", ["step-20_ckpt_old", "xstep-20_ckpt", "step-020_ckpt", "step--1_ckpt", "step-20_ckpt\n"]
-)
-def test_only_the_exact_name_of_a_step_has_a_step(name: str) -> None:
-    assert CheckpointContainerId.parse_version_container_step(name) is None
-
-
 @pytest.mark.parametrize("step", [0, 1, 20, 10**12])
 def test_the_name_of_a_step_gives_the_step(step: int) -> None:
     name = CheckpointContainerId.format_version_container(step)
@@ -122,11 +113,6 @@ COMMIT = shard_of(SAVE, 2, 2)
 def test_only_shards_have_names_between_hosts(text: str) -> None:
     with pytest.raises(ValueError, match="is no object of a checkpoint"):
         parse_object(text)
-
-
-def test_the_name_of_an_object_is_read_back() -> None:
-    for shard in (COMMIT, shard_of(SAVE, 3, 8)):
-        assert parse_object(object_of("job-7", shard)) == ("job-7", shard)
 
 
 def test_the_newest_save_of_a_step_is_that_with_the_greatest_name_of_those_with_a_commit() -> None:
@@ -260,15 +246,6 @@ def test_a_commit_of_a_newer_release_is_named_as_such() -> None:
     with pytest.raises(CheckpointError, match="version 2; this release reads version 1") as error:
         commit_from({**meta_of(commit()), "version": 2}, content_of(commit()))
     assert not isinstance(error.value, CorruptCheckpointError)
-
-
-def test_a_shard_of_another_name_is_refused() -> None:
-    shard = shard_of(SAVE, 1, 4)
-    require_shard(shard, {**meta_of_shard(shard), "more": 1}, "a file")
-    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of step-000000020"):
-        require_shard(shard, {**meta_of_shard(shard), "rank": 2}, "a file")
-    with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
-        require_shard(shard, meta_of_shard(shard_of(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")
 
 
 def test_a_checkpoint_is_its_job_s_container_and_a_step() -> None:

@@ -88,12 +88,6 @@ def test_the_strictest_group_counts_and_page_cache_is_free(tmp_path: Path) -> No
     assert cgroup_available_bytes(root, tmp_path / "self") == 0
 
 
-def test_in_a_container_the_mount_itself_is_the_group(tmp_path: Path) -> None:
-    (tmp_path / "self").write_text("4:memory:/docker/0123\n0::/docker/0123\n")
-    group(tmp_path / "mount", max=1000, current=300)
-    assert cgroup_available_bytes(tmp_path / "mount", tmp_path / "self") == 700
-
-
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert cgroup_available_bytes(tmp_path / "cgroup", tmp_path / "self") is None
     (tmp_path / "self").write_text("nonsense\n\n0::/../..\n")

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from tests.pure.test_membership_protocol import Leader, at_step, done, ended, failed_for_good, member
 from torchelastic.rendezvous.choice import choose
-from torchelastic.rendezvous.loss import losses
-from torchelastic.rendezvous.records import Member, RoundState, StateProgress, StateStatus, decode_round, encode_round
-from torchelastic.rendezvous.view import Settings
+from torchelastic.rendezvous.records import Member, RoundState, StateProgress, StateStatus
 
 # --- who is chosen ---------------------------------------------------------------------------------------------------
 
@@ -179,13 +177,6 @@ def test_after_a_loss_the_survivor_that_does_not_fit_waits_and_comes_back_with_a
     assert (leader.round.step, leader.round.stale, leader.round.spared) == (9, (2, 3), ())
 
 
-def test_a_newcomer_that_makes_no_larger_group_stops_nobody() -> None:
-    leader = of_pairs("a0 a1 b0 b1").hear(member("c0", host="c", arrival=9)).wait(100.0)
-    assert (leader.round.state, leader.round.waiting) == (RoundState.RUNNING, 0)
-    leader.hear(member("c1", host="c", arrival=10)).wait(0.1)
-    assert (leader.round.state, leader.round.waiting) == (RoundState.GATHERING, 2)
-
-
 def test_too_few_for_one_group_wait_and_are_hopeless_where_nobody_comes_back() -> None:
     leader = of_pairs("a0 a1", minimum=1).hear(ended("a1"))
     asked(leader, "a0").wait(1000.0)
@@ -208,14 +199,6 @@ def test_one_of_four_that_leaves_costs_its_partner_the_place_and_one_of_two_is_l
     leader.hear(*(at_step(leader, name, 5, failed=False, number=3) for name in ("b0", "b1")))
     assert (leader.round.state, leader.round.leaving) == (RoundState.BROKEN, ("b0",))
     assert leader.round.because == "b0 left; fewer than min_workers=1 with multiple_of=2 are here"
-
-
-def test_a_member_that_waits_is_no_loss_for_the_others() -> None:
-    leader = of_pairs("a0 a1 b0 b1")
-    joined = leader.round
-    asked(leader.hear(ended("a1")), "a0 b0 b1")
-    assert [loss.member for loss in losses(joined, leader.round)] == ["a1"]
-    assert decode_round("k", encode_round(leader.round)) == leader.round
 
 
 # --- the state of a spare, which gets old ----------------------------------------------------------------------------
@@ -273,17 +256,3 @@ def test_at_the_end_who_is_behind_is_brought_level_and_one_that_is_done_stays_ou
     assert leader.round.state is RoundState.RUNNING, "a1 has finished: it is no partner for c0"
     leader.hear(done(leader, "a0", 40), done(leader, "b0", 40))
     assert leader.view.round.state == RoundState.CLOSED
-
-
-def test_at_the_end_a_spare_is_waited_for_by_nobody() -> None:
-    leader = with_a_spare()
-    leader.hear(done(leader, "b0", 40), done(leader, "b1", 40))
-    assert leader.round.state is RoundState.CLOSED
-
-
-def test_sizes() -> None:
-    sizes = Settings(3, 9, multiple_of=4)
-    assert (sizes.smallest, sizes.largest, sizes.least) == (4, 8, "min_workers=3 with multiple_of=4")
-    assert [sizes.usable(count) for count in (0, 3, 4, 7, 8, 9, 100)] == [0, 0, 4, 4, 8, 8, 8]
-    plain = Settings(3, 9)
-    assert (plain.smallest, plain.largest, plain.least) == (3, 9, "min_workers=3")

@@ -20,12 +20,6 @@ def config(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_later_words_win_over_earlier_ones(tmp_path: Path) -> None:
-    file = config(tmp_path, '"""Mine."""\nbatch_size = 7\nn_layer = 3  # three\n')
-    options = parse(["--batch_size=5", file, "--n_layer=4"])
-    assert (options.batch_size, options.n_layer, options.n_head) == (7, 4, Options().n_head)
-
-
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
@@ -97,11 +91,6 @@ def test_a_senseless_word_is_refused_with_the_remedy(words: list[str], complaint
     with pytest.raises(OptionError) as raised:
         parse(words)
     assert complaint in str(raised.value)
-
-
-def test_text_needs_no_quotes_on_the_command_line() -> None:
-    options = parse(["--device=cpu", "--out_dir='a b'", "--dataset=x=y"])
-    assert (options.device, options.out_dir, options.dataset) == ("cpu", "a b", "x=y")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.py")))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from torchelastic.doctor.findings import Level
-from torchelastic.doctor.network import NetworkFacts, judge_gloo, judge_nccl
 from torchelastic.network.choice import Choice, InterfaceError, choose, library_variables, nccl_choice
 from torchelastic.network.interfaces import Interface
 
@@ -64,11 +60,6 @@ def test_what_means_no_interface_is_refused_with_those_that_there_are(text: str,
     assert str(refused.value).startswith("TORCHELASTIC_IFACE ")
 
 
-def test_an_address_of_a_service_on_lo_does_not_make_a_subnet_ambiguous() -> None:
-    there = (Interface("lo", ("127.0.0.1", "10.0.0.100")), ETH0)
-    assert choose("10.0.0.0/24", there) == Choice(("eth0",), "10.0.0.1")
-
-
 @pytest.mark.parametrize("gloo", [None, "", "eth0,rail0", " eth0, rail0"])
 @pytest.mark.parametrize("nccl", [None, ""])
 def test_gloo_and_nccl_are_told_the_same_interfaces(gloo: str | None, nccl: str | None) -> None:
@@ -80,35 +71,7 @@ def test_gloo_and_nccl_are_told_the_same_interfaces(gloo: str | None, nccl: str 
     assert nccl_choice(told["NCCL_SOCKET_IFNAME"], (*THERE[:3], also)) == [ETH0, RAIL]
 
 
-def test_a_network_that_the_user_gives_nccl_alone_stands() -> None:
-    assert library_variables(choose("eth0", THERE), {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
-
-
 @pytest.mark.parametrize("gloo", ["rail0", "eth0", "rail0,eth0"])
 def test_another_network_for_gloo_is_a_contradiction(gloo: str) -> None:
     with pytest.raises(InterfaceError, match=f"GLOO_SOCKET_IFNAME is '{gloo}', but eth0,rail0 was chosen"):
         library_variables(choose("eth0,rail0", THERE), {"GLOO_SOCKET_IFNAME": gloo})
-
-
-@pytest.mark.parametrize(
-    ("iface", "gloo", "hosts", "level", "said"),
-    [
-        ("rail0", None, 2, Level.OK, "rail0 (10.78.0.7), as --iface says"),
-        ("10.78.0.0/24", "rail0", 2, Level.OK, "rail0 (10.78.0.7)"),
-        ("eth9", None, 1, Level.ERROR, "no interface 'eth9'"),
-        ("rail0", "eth0", 1, Level.ERROR, "GLOO_SOCKET_IFNAME is 'eth0'"),
-        ("lo", None, 2, Level.ERROR, "lo (127.0.0.1)"),
-        ("lo", None, 1, Level.OK, "lo (127.0.0.1)"),
-    ],
-)
-def test_the_doctor_says_what_run_will_do(iface: str, gloo: str | None, hosts: int, level: Level, said: str) -> None:
-    facts = NetworkFacts("node", (), THERE, "10.0.0.1", gloo, None, iface)
-    finding = judge_gloo(facts, hosts)
-    assert (finding.level, said in finding.what) == (level, True), finding
-
-
-def test_the_doctor_knows_that_nccl_follows_the_choice_unless_it_has_its_own() -> None:
-    facts = NetworkFacts("node", (), THERE, iface="rail0")
-    assert judge_nccl(facts, 2).what == "rail0, as --iface says"
-    assert judge_nccl(replace(facts, nccl="eth0"), 2).what.endswith("as NCCL_SOCKET_IFNAME says")
-    assert judge_nccl(replace(facts, iface="eth9"), 2).what.startswith("NCCL may choose among")

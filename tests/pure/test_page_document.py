@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,14 +18,13 @@ from torchelastic.ledger.accounts import STYLES, Account
 from torchelastic.ledger.events import End, Failure, LostMember, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
-from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, difference, document_of, pause_s
+from torchelastic.page.document import BYTES_PER_S, About, difference, document_of, pause_s
 from torchelastic.page.feed import Feed, FeedTick, Picture, as_json
-from torchelastic.page.listening import parse_address
 from torchelastic.page.source import with_own_host
 from torchelastic.report.building import report_of
 from torchelastic.report.page import html_page
 from torchelastic.status.event_lines import lines_of
-from torchelastic.status.run_status import EventLine, combined
+from torchelastic.status.run_status import EventLine
 from torchelastic.status.status_format import run_to_plain
 
 leaves = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.lists(st.integers())
@@ -83,12 +81,6 @@ def test_two_of_one_name_are_both_shown() -> None:
     assert len(document["workers"]) == len(document["hosts"]) == 2
 
 
-def test_only_the_newest_events_are_sent() -> None:
-    events = tuple(EventLine(at_s=NOW_S - 1000 + n, host="h", kind="save", text=str(n)) for n in range(MOST_EVENTS + 7))
-    told = document_of(a_run(a_host("h", 0, events=events)), About("h"))["events"]
-    assert [one["text"] for one in told.values()] == [str(n) for n in range(7, MOST_EVENTS + 7)]
-
-
 @given(st.integers(0, 10**9))
 def test_however_large_the_messages_are_the_bytes_per_second_are_bounded(sent: int) -> None:
     assert pause_s(sent) >= 1.0
@@ -117,11 +109,6 @@ def test_the_own_host_is_shown_as_its_agent_knows_it_and_others_are_no_older_wit
     late = with_own_host(read, newer, NOW_S + 60)
     assert [host.host for host in late.silent] == ["node-2"], "with etcd in sight it is the other host that is silent"
     assert with_own_host(read, None, NOW_S).hosts == read.hosts
-
-
-def test_a_host_that_has_told_nothing_yet_stays_one() -> None:
-    read = combined("job7", NOW_S, a_run(a_host("node-1", 0)).round, (), [a_host("node-1", 0, at_s=0.0)])
-    assert with_own_host(read, None, NOW_S + 9, away_s=9.0).silent[0].at_s == 0.0
 
 
 # --- ticks ------------------------------------------------------------------------------------------------------------
@@ -158,31 +145,6 @@ def test_who_has_missed_nothing_is_sent_the_change_and_everybody_else_everything
     assert second.message(0) == b'event: whole\ndata: {"n":2,"same":"x"}\n\n'
     third = FeedTick(3, pictures(3)[0], b"{}")
     assert third.message(1).startswith(b"event: whole")
-
-
-def test_what_has_not_changed_is_not_sent() -> None:
-    ticks = heard(2, pictures(1, 1, 1, 5))
-    assert [(tick.number, tick.picture.document["n"]) for tick in ticks] == [(1, 1), (2, 5)]
-
-
-def test_a_reading_that_fails_is_logged_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def listen() -> FeedTick:
-        told: list[Picture | Exception] = [OSError("a"), OSError("b"), pictures(4)[0]]
-
-        async def read() -> Picture:
-            one = told.pop(0) if len(told) > 1 else told[0]
-            if isinstance(one, Exception):
-                raise one
-            return one
-
-        feed = Feed(read, sleep=lambda _s: asyncio.sleep(0))
-        async with feed.listening():
-            tick = await asyncio.wait_for(feed.newer(0), 5)
-        await feed.stop()
-        return tick
-
-    assert asyncio.run(listen()).picture.status == {"plain": 4}
-    assert len([one for one in caplog.records if "page" in one.message]) == 1
 
 
 def test_nothing_is_read_while_nobody_looks() -> None:
@@ -254,9 +216,3 @@ def test_accounts_have_the_same_names_and_colours_on_the_page_and_in_the_report(
         for account in Account:
             assert f"--{account.label}:" not in files[name], f"{name} has a colour of its own for {account.label}"
     assert "accounts.css" in files["index.html"]
-
-
-@pytest.mark.parametrize("text", ["", "x", ":80", "host:", "host:x", "host:70000", "host:-1", "[]:80"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write PORT or HOST:PORT"):
-        parse_address(text)

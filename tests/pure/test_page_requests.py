@@ -28,11 +28,6 @@ def refused(call: Any, *arguments: Any) -> Refused:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_taken_apart() -> None:
-    request = a_request("GET /a%20b?tail=5&tail=7#x HTTP/1.1", "Host: a", 'If-None-Match:  "v" ')
-    assert request == PageRequest("/a b", {"host": "a", "if-none-match": '"v"'})
-
-
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "CONNECT", "TRACE", "get"])
 def test_whatever_is_no_get_is_told_so(method: str) -> None:
     error = refused(a_request, f"{method} / HTTP/1.1")
@@ -90,10 +85,6 @@ def test_these_things_can_be_asked_for(path: str, expected: Wanted) -> None:
 )  # fmt: skip
 def test_nothing_else_can(path: str) -> None:
     assert refused(wanted, a_request(f"GET {path} HTTP/1.1"), FILES).status == 404
-
-
-def test_only_the_pages_own_files_are_no_secret() -> None:
-    assert [Wanted(kind).is_secret for kind in ("file", "status", "events")] == [False, True, True]
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------

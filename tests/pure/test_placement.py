@@ -31,21 +31,6 @@ def test_cliques_of_nvrx(jump: int, factor: int, world: int, groups: list[list[i
     assert parse_group_sequence(jump, factor, world) == groups
 
 
-def test_the_documented_example_of_nvrx() -> None:
-    groups = parse_group_sequence(8, 2, 32)
-    assert groups == [[rank, rank + 8] for rank in (*range(8), *range(16, 24))]
-
-
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
-def test_cliques_are_runs_within_one_remainder(jump: int, factor: int, blocks: int) -> None:
-    world = jump * factor * blocks
-    expected = []
-    for remainder in range(jump):
-        walked = list(range(remainder, world, jump))
-        expected += [walked[start : start + factor] for start in range(0, len(walked), factor)]
-    assert parse_group_sequence(jump, factor, world) == sorted(expected)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,11 +106,6 @@ def test_senders_are_balanced() -> None:
     plan = retrieve_plan(available, {2: ["a"], 3: ["b"], 4: ["c"], 5: ["d"]})
     assert [entry.sender for entry in plan.entries] == [0, 1, 0, 1]
     assert plan.required_ids(0) == {"a", "c"}
-
-
-def test_what_has_one_holder_goes_first() -> None:
-    plan = retrieve_plan({0: ["a", "b"], 1: ["a"]}, {2: ["a"], 3: ["b"]})
-    assert [(entry.sender, entry.receiver) for entry in plan.entries] == [(1, 2), (0, 3)]
 
 
 def test_everything_that_is_missing_is_named() -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.openmetrics import exposition, parser
 
 from tests.pure.test_ledger_book import DOINGS, STEP_NS, begins, play
-from torchelastic.ledger.accounts import NOTHING, Account, Amounts
-from torchelastic.ledger.events import Counted, Drain, StoreOutage, Straggler
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.events import Drain, StoreOutage, Straggler
 from torchelastic.ledger.figures import figures_of
 from torchelastic.ledger.host_ledger import MOST_ENDED, HostLedger
-from torchelastic.metrics.exposition import MetricsRegistry, prometheus_naming
+from torchelastic.metrics.exposition import MetricsRegistry
 from torchelastic.status.host import seen_of
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, Sides, WorkerPlace
+from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, WorkerPlace
 
 PLACES = (WorkerPlace(0, is_up=True, step=7), WorkerPlace(1, is_up=False, restarts=2))
 
@@ -85,18 +82,6 @@ def test_no_counter_ever_falls_and_the_accounts_difference_is_the_book_whenever_
         before = after
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 10**18)] * len(Account)), max_size=6))
-def test_both_sides_of_the_accounts_only_grow(amounts: list[Amounts]) -> None:
-    sides = Sides()
-    for one in amounts:
-        after = sides.at(one)
-        assert all(a >= b for a, b in zip(after.put + after.taken, sides.put + sides.taken, strict=True))
-        assert tuple(put - taken for put, taken in zip(after.put, after.taken, strict=True)) == one
-        assert after.at(one) == after
-        sides = after
-    assert Sides().at(NOTHING) == Sides()
-
-
 def test_steps_that_a_checkpoint_does_not_hold_are_taken_back_from_productive_and_put_down_to_replayed() -> None:
     host, worker = Host(), begins("h/0.0")
     worker.synchronized(0, 1, 0)
@@ -149,17 +134,6 @@ def test_every_event_is_counted_where_it_belongs() -> None:
     assert host.value("torchelastic_restores_total", source="peer") == 2, "rounds 1 and 2"
 
 
-def test_workers_are_shown_by_their_place_on_the_host() -> None:
-    host = Host()
-    host.snapshot = replace(host.snapshot, sees_store=False)
-    assert host.value("torchelastic_worker_up", local_rank="0") == 1
-    assert host.value("torchelastic_worker_up", local_rank="1") == 0
-    assert host.value("torchelastic_worker_restarts_total", local_rank="1") == 2
-    assert host.value("torchelastic_worker_step", local_rank="0") == 7
-    assert ("torchelastic_worker_step", (("local_rank", "1"),)) not in host.scrape(), "its step is not known"
-    assert host.value("torchelastic_etcd_reachable") == 0
-
-
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -184,26 +158,7 @@ def test_figures_are_those_of_the_status_and_there_are_none_before_the_first_wor
     assert host.value("torchelastic_whole_job_attainable_seconds") == figures.whole_job_s.attainable
 
 
-def test_a_failure_before_any_time_has_passed_can_be_scraped() -> None:
-    host, worker = Host(), begins("h/0.0", 500)
-    worker.synchronized(500, 1, 0)
-    worker.fails(600)
-    host.shows(HostLedger().after_all(worker.told), 500)  # a clock that is behind what the worker says
-    assert host.value("torchelastic_failures_total") == 1
-    assert host.value("torchelastic_step_efficiency_attainable_ratio") == 1
-
-
 # --- names and labels -----------------------------------------------------------------------------------------------
-
-
-def test_names_and_helps_follow_prometheus_conventions() -> None:
-    for family in Host().families():
-        assert re.fullmatch(r"torchelastic_[a-z]+(_[a-z]+)*", family.name)
-        assert re.fullmatch(r"[A-Z].*\.", family.documentation), family.name
-        assert not family.name.endswith(("_total", "_count", "_sum", "_ms", "_ns", "_percent"))
-        assert family.type in ("counter", "gauge", "info")
-        if "_seconds" in family.name:
-            assert family.name.endswith("_seconds")
 
 
 def test_however_many_workers_come_and_go_there_are_no_more_series_and_no_counter_falls() -> None:
@@ -241,39 +196,3 @@ def test_a_workers_metric_cannot_take_a_name_of_the_ledger() -> None:
             registry.record(0, "torchelastic", name, 5)
     registry.record(0, "torchelastic", "loss", 0.5)
     assert registry.collector_registry.get_sample_value("torchelastic_worker_starts_total") == 0
-
-
-def test_openmetrics_can_be_read_back() -> None:
-    host, worker = Host(), begins("h/0.0")
-    worker.synchronized(0, 1, 0)
-    worker.trains(3)
-    host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
-    registry = CollectorRegistry()
-    registry.register(host.collector)
-    text = exposition.generate_latest(registry).decode()  # type: ignore[no-untyped-call]  # has no types
-    assert text.endswith("# EOF\n")
-    families = parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]  # has no types
-    assert samples(families) == host.scrape()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["checkpoint.failed", "checkpoint.put_off", "recovery.cause.process_ended", "salvage.kept",
-     "checkpoint.replication.bytes", "checkpoint.replication.remade.bytes", "checkpoint.recovery.fetched.bytes"],
-)  # fmt: skip
-def test_what_the_library_publishes_each_time_is_summed_up(name: str) -> None:
-    registry = MetricsRegistry()
-    for value in (1, 2):
-        registry.record(0, "torchelastic", name, value)
-    metric = f"torchelastic_{name.replace('.', '_')}_total"
-    assert registry.collector_registry.get_sample_value(metric, {"local_rank": "0"}) == 3
-    assert prometheus_naming("mine", name).kind == "gauge", "what it means elsewhere is not known"
-
-
-def test_a_worker_that_only_counts_is_in_the_book_of_the_scrape() -> None:
-    host, worker = Host(), begins("h/0.0")
-    worker.synchronized(0, 1, 0)
-    worker.tally = worker.tally.commits(worker.tally.since_ns + STEP_NS)
-    fresh = Counted(at_ns=worker.tally.since_ns, worker="h/0.0", tally=worker.tally)
-    host.shows(HostLedger().after_all(worker.told).after(fresh), worker.tally.since_ns)
-    assert host.value("torchelastic_steps_committed_total") == 1

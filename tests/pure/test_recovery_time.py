@@ -22,18 +22,6 @@ def test_phases_add_up_from_the_failure_to_the_step() -> None:
     assert "10.0 ms" in str(recovery)
 
 
-def test_without_a_failure_there_is_no_recovery() -> None:
-    timer = RecoveryTimer(FakeClock())
-    assert [timer.reached(phase) for phase in PHASES] == [None] * 4
-
-
-def test_a_spare_that_was_in_the_group_before_tells_of_no_recovery() -> None:
-    timer = RecoveryTimer(FakeClock())
-    timer.noticed()
-    timer.because((), was_spare=True)
-    assert [timer.reached(phase) for phase in PHASES] == [None] * 4
-
-
 def test_a_second_failure_on_the_way_belongs_to_the_first() -> None:
     clock = FakeClock()
     timer = RecoveryTimer(clock)

@@ -8,7 +8,6 @@ import traceback
 import pytest
 
 from torchelastic.p2p.options import smallest_group
-from torchelastic.rendezvous.credentials import AccessParameters
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
 
@@ -20,17 +19,6 @@ def test_every_part_is_read() -> None:
     assert (url.run_id, url.root) == ("job-7", "/x/job-7")
     assert (url.min_workers, url.max_workers) == (2, 4)
     assert (url.timeout_s, url.last_call_timeout_s, url.ttl_s) == (60.0, 5.0, 3.0)
-
-
-def test_defaults_are_those_of_0_1() -> None:
-    url = parse_url("etcd://localhost/1234?min_workers=1")
-    assert (url.max_workers, url.timeout_s, url.last_call_timeout_s) == (1, 600.0, 30.0)
-    assert url.endpoints == (("localhost", 2379),)
-
-
-def test_text_and_value_are_the_same() -> None:
-    url = parse_url("etcd://h:1,g:2/run@x:1?min_workers=1&max_workers=3&multiple_of=3&ttl=4.5&etcd_prefix=/a%20b")
-    assert parse_url(str(url)) == url
 
 
 def test_the_smallest_group_is_a_multiple_wherever_it_is_asked_for() -> None:
@@ -89,25 +77,6 @@ def test_a_wrong_url_gives_one_error_that_names_the_part(text: str, names: str) 
 
 
 # Access to etcd -------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_url_says_about_access_has_the_names_of_torchs_own_etcd_urls() -> None:
-    url = parse_url(
-        "etcd://trainer@h:1,g:2/run@x?min_workers=1&protocol=https&cacert=/a%20b/ca.pem&cert=c&key=k&password_file=/p"
-    )
-    assert url.access == AccessParameters("https", "/a b/ca.pem", "c", "k", "trainer", "/p")
-    assert url.endpoints == (("h", 1), ("g", 2))
-    assert url.run_id == "run@x"
-    assert parse_url(str(url)) == url
-    assert parse_url("etcd://h/1?min_workers=1&user=trainer").access.user == "trainer"
-    assert parse_url("etcd://trainer@h/1?min_workers=1&user=trainer").access.user == "trainer"
-
-
-def test_an_ipv6_address_keeps_its_brackets_on_the_way_to_the_workers() -> None:
-    url = parse_url("etcd://[::1]:1,[fd00::2],h/run?min_workers=1")
-    assert url.endpoints == (("::1", 1), ("fd00::2", 2379), ("h", 2379))
-    assert url.endpoints_text == "[::1]:1,[fd00::2]:2379,h:2379"
-    assert parse_url(str(url)) == url
 
 
 def test_a_password_comes_in_by_the_url_and_does_not_come_out_again() -> None:

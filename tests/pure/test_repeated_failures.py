@@ -9,7 +9,6 @@ import torch
 from torch.distributed import DistStoreError
 
 from torchelastic.errors import RetryableException
-from torchelastic.rendezvous.loss import is_of_group
 from torchelastic.repeated_failures import RepeatedFailures, fingerprint, new_process_may_help
 
 
@@ -48,16 +47,6 @@ def test_errors_of_others_between_two_attempts_do_not_hide_that_they_are_the_sam
     assert times == [1, 0, 2, 0, 3, 0]
 
 
-def test_another_line_of_the_user_is_another_error() -> None:
-    failures = RepeatedFailures()
-    here = raised(RuntimeError("a"))
-    try:
-        raise RuntimeError("a")
-    except RuntimeError as caught:
-        there = caught
-    assert failures.failed(here, in_user_code=True) == failures.failed(there, in_user_code=True) == 1
-
-
 def test_addresses_of_objects_do_not_make_errors_different() -> None:
     marks = {fingerprint(raised(RuntimeError(f"<Thing at 0x7f{number}>"))) for number in range(3)}
     assert len(marks) == 1
@@ -82,11 +71,6 @@ def test_what_may_go_away_by_itself_or_is_not_the_users_is_never_the_same(make: 
     assert failures.count == 4
 
 
-def test_the_forming_of_groups_is_never_the_users() -> None:
-    failures = RepeatedFailures()
-    assert [failures.failed(raised(RuntimeError("a")), in_user_code=False) for _ in range(4)] == [0] * 4
-
-
 @pytest.mark.parametrize(
     ("error", "helps"),
     [
@@ -97,9 +81,3 @@ def test_the_forming_of_groups_is_never_the_users() -> None:
 )
 def test_a_new_process_may_be_free_of_an_error_of_the_accelerator(error: BaseException, helps: bool) -> None:
     assert new_process_may_help(error) is helps
-
-
-def test_errors_of_the_group_are_told_from_others() -> None:
-    assert is_of_group(RuntimeError("NCCL communicator was aborted on rank 1"))
-    assert is_of_group(RuntimeError("Timed out waiting 30000ms"))
-    assert not is_of_group(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

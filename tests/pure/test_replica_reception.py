@@ -14,7 +14,7 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaBusyError,
     ReplicaRefusedError,
 )
-from torchelastic.checkpoint.replication.receive import MemoryShelf, Reception, digest_of, writable
+from torchelastic.checkpoint.replication.receive import MemoryShelf, Reception, digest_of
 
 CONTENT = random.Random(3).randbytes(1000)
 
@@ -60,14 +60,6 @@ def test_nothing_is_visible_before_it_is_complete() -> None:
     assert desk.reception.begin("x", 1000, digest_of(CONTENT), 1) is None
 
 
-def test_what_broke_off_is_given_back_at_once() -> None:
-    desk = Desk(capacity_bytes=1000)
-    desk.begin("x")
-    desk.reception.abandon("x")
-    assert desk.shelf.ids() == []
-    assert desk.begin("y").nbytes == 1000
-
-
 def test_bounds_of_what_is_on_its_way() -> None:
     desk = Desk(capacity_bytes=2500)
     desk.begin("a")
@@ -103,12 +95,6 @@ def test_a_damaged_object_is_abandoned(caplog: pytest.LogCaptureFixture) -> None
     assert "abandoned x" in caplog.text
     assert desk.shelf.ids() == []
     assert desk.begin("y").nbytes == 1000
-
-
-@pytest.mark.parametrize("buffer", [bytearray(9), memoryview(bytes(10)), memoryview(bytearray(20))[::2]])
-def test_destinations_that_cannot_be_filled(buffer: bytearray | memoryview) -> None:
-    with pytest.raises(ReplicaRefusedError, match="contiguous one of 10 bytes is needed"):
-        writable(buffer, 10, "x")
 
 
 def test_a_destination_of_the_wrong_size_is_given_back() -> None:

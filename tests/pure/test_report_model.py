@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.merge import merged_ledgers
 from torchelastic.report.building import NoRunError, report_of
 from torchelastic.report.model import Report
 from torchelastic.report.page import html_page
-from torchelastic.report.segments import Segment, segments_of
-from torchelastic.report.timeline import workers_in_group
+from torchelastic.report.segments import Segment
 
 #: What the first worker of `killed_run` had counted from one moment to the next, in milliseconds.
 FIRST = [
@@ -72,23 +69,6 @@ def test_the_lives_of_a_killed_run_are_on_one_clock_although_those_of_its_hosts_
     assert [life.is_loss for life in report.lives] == [False, False, False, True, False]
 
 
-def test_the_time_line_has_what_was_counted_from_one_count_to_the_next() -> None:
-    journals = journals_of(killed_run())
-    name, book = next(iter(merged_ledgers(journals).items()))
-    edges = [to_ms * MS for _from_ms, to_ms, _parts in FIRST]
-    life = segments_of(journals[name], book, book.counts.last_ns, edges)["alpha-a1/0.0"]
-    assert [ms(segment) for segment in life] == FIRST
-
-
-def test_between_two_counts_time_is_spread_evenly() -> None:
-    journals = journals_of(killed_run())
-    name, book = next(iter(merged_ledgers(journals).items()))
-    life = segments_of(journals[name], book, book.counts.last_ns, [610 * MS, 720 * MS, 830 * MS])["alpha-a1/0.0"]
-    assert [ms(segment) for segment in life[1:3]] == [
-        (610, 720, {"productive": 100, "save_stall": 10}), (720, 830, {"productive": 100, "save_stall": 10}),
-    ]  # fmt: skip
-
-
 def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_and_of_no_later_one() -> None:
     hosts = [Host("a"), Host("b", 50_000 * MS)]
     stays, dies = (Worker(host, "0.0") for host in hosts)
@@ -103,16 +83,6 @@ def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_an
     check(report)
     assert report.lives[0].amounts[Account.DETECT] == 20 * MS
     assert [incident.detect_ns // MS for incident in report.incidents] == [20, 0]
-
-
-def test_the_figures_are_those_of_the_ledger() -> None:
-    journals = journals_of(killed_run())
-    report = report_of(journals)
-    books = list(merged_ledgers(journals).values())
-    run = seen(books, [book.counts.last_ns for book in books], 3120 * MS, configured_workers=4)
-    assert report.seen == run
-    assert report.figures == figures_of(run)
-    assert 0 < report.figures.goodput.value < report.figures.goodput.attainable < 1
 
 
 def test_what_three_workers_of_two_hosts_tell_of_one_kill_is_one_failure_with_its_phases_and_its_victim() -> None:
@@ -130,40 +100,6 @@ def test_what_three_workers_of_two_hosts_tell_of_one_kill_is_one_failure_with_it
         "detect": 20, "agree": 15, "re_form": 10, "sync": 10, "step": 105,
     }  # fmt: skip
     assert incident.down_ns == 160 * MS
-
-
-def test_two_failures_in_a_row_are_two_and_each_re_form_belongs_to_its_own() -> None:
-    host = Host("a")
-    workers = [Worker(host, f"{place}.0") for place in range(3)]
-    group_of(workers, 0, 1, 0)
-    steps(workers, 10, 2)
-    for round_, at_ms in ((1, 300), (2, 900)):
-        lost = workers.pop()
-        lost.ends(at_ms, -9)
-        for worker in workers:
-            worker.fails(at_ms + 10)
-        group_of(workers, at_ms + 20, round_ + 1, 2, "peer")
-        for worker in workers:
-            worker.trains_again(at_ms + 100, 5, 5, 10, f"cause of {round_}")
-    first, second = report_of(journals_of([host])).incidents
-    assert (first.round, first.causes[0], first.at_ns) == (1, "cause of 1", 300 * MS)
-    assert (second.round, second.causes[0], second.at_ns) == (2, "cause of 2", 900 * MS)
-    assert (first.re_formed_by, second.re_formed_by) == (2, 1)
-
-
-def test_a_new_job_that_counts_its_rounds_anew_has_failures_of_its_own() -> None:
-    host = Host("a")
-    for life, begin_ms in enumerate((0, 300_000)):
-        worker = Worker(host, f"0.{life}", begin_ms)
-        group_of([worker], begin_ms + 10, 1, 0)
-        worker.commits(begin_ms + 100)
-        worker.ends(begin_ms + 150, -9)
-    report = report_of(journals_of([host]))
-    assert [one.at_ns // MS for one in report.incidents] == [150, 300_150]
-    assert [one.round for one in report.incidents] == [1, 1]
-    first, second = ({name: ns // MS for name, ns in one.phases_ns.items()} for one in report.incidents)
-    assert (first, second) == ({"restart": 299_860, "sync": 10, "step": 80}, {})
-    assert report.seen.failures == 2
 
 
 def test_a_whole_group_that_is_lost_with_its_agents_is_down_until_new_ones_train_from_the_checkpoint() -> None:
@@ -196,22 +132,6 @@ def test_a_whole_group_that_is_lost_with_its_agents_is_down_until_new_ones_train
     assert (incident.re_formed_by, incident.world_size, incident.outlived_by) == (2, 2, 0)
     assert (incident.step, incident.steps_back, incident.restored_from) == (5, 3, "checkpoint")
     assert (report.seen.failures, report.seen.restores_from_checkpoint) == (1, 1)
-
-
-def test_each_failure_of_agents_that_come_one_after_the_other_counts() -> None:
-    journals = {}
-    for era in range(3):
-        host = Host("a")
-        worker = Worker(host, "0.0", era * 100_000)
-        host.events.clear()
-        worker.name = f"a-{era}/0.0"
-        group_of([worker], era * 100_000 + 10, 1, era * 2, "checkpoint" if era else "")
-        steps([worker], era * 100_000 + 20, 3)
-        worker.ends(era * 100_000 + 400, -9 if era < 2 else 0)
-        journals[str(era)] = host.journal()
-    report = report_of(journals)
-    assert [one.down_ns // MS for one in report.incidents] == [100_000 - 400 + 120] * 2
-    assert (report.seen.failures, report.seen.restores_from_checkpoint, report.seen.lost) == (2, 2, 2)
 
 
 def test_a_worker_lost_before_its_first_group_stops_nobody_and_with_everybody_gone_that_is_said() -> None:
@@ -288,13 +208,6 @@ def test_saves_of_all_workers_are_one_row_and_outages_drains_and_stragglers_are_
     assert [mark.took_ns // MS for mark in report.marks if mark.kind == "outage"] == [60, 0]
     assert not report.is_over
     assert report.incidents == ()
-
-
-def test_the_number_of_workers_in_a_group_is_that_of_those_that_neither_start_nor_idle() -> None:
-    counts = workers_in_group(report_of(journals_of(killed_run())), 312)  # columns of 10 ms
-    assert [round(counts[column], 6) for column in (0, 48, 51, 100, 104, 150, 202, 300, 303, 311)] == [
-        0, 0, 4, 4, 3, 3, 4, 4, 0, 0,
-    ]  # fmt: skip
 
 
 # --- what lacks -------------------------------------------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
-from torchelastic.checkpoint.store import SaveId, TierEntry
 from torchelastic.checkpoint.store.tier import agree_epoch
 
 Found = list[list[Held[int, int]]]
@@ -101,36 +98,7 @@ def test_each_reader_is_told_every_source_of_what_it_wants_its_own_first(
                     assert sources[0].rank == reader
 
 
-def test_many_shards_are_given_away_evenly() -> None:
-    everywhere = {shard: [ShardSource(rank) for rank in range(3)] for shard in range(9)}
-    plan = plan_reads(everywhere, {7: range(9)})
-    assert Counter(sources[0].rank for sources in plan[7].values()) == {0: 3, 1: 3, 2: 3}
-
-
-def test_what_few_have_is_given_away_first() -> None:
-    plan = plan_reads({"a": [ShardSource(0), ShardSource(1)], "b": [ShardSource(0)]}, {2: "a", 3: "b"})
-    assert (plan[2]["a"][0].rank, plan[3]["b"][0].rank) == (1, 0)
-
-
-def test_the_nearest_place_goes_first_whoever_has_it() -> None:
-    sources = {0: [ShardSource(0, "disk"), ShardSource(1, "disk"), ShardSource(1, "memory")]}
-
-    def distance(reader: int, _: int, source: ShardSource) -> tuple[bool, bool]:
-        return source.place != "memory", source.rank != reader
-
-    plan = plan_reads(sources, {0: [0]}, distance=distance)
-    assert plan[0][0] == (ShardSource(1, "memory"), ShardSource(0, "disk"), ShardSource(1, "disk"))
-
-
 # --- tiers ------------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 9), st.sets(st.integers(0, 4)), st.booleans(), st.none() | st.text())
-def test_an_entry_of_a_tier_survives_being_sent(
-    number: int, ranks: set[int], is_committed: bool, damage: str | None
-) -> None:
-    entry = TierEntry(SaveId(1, number // 3, number, number), 5, tuple(sorted(ranks)), is_committed, damage)
-    assert TierEntry.from_plain(json.loads(json.dumps(entry.as_plain()))) == entry
 
 
 @given(st.none() | st.integers(0, 50), st.lists(st.integers(0, 50)))

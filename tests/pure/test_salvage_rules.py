@@ -34,17 +34,6 @@ def test_each_unit_counts_once(kept: list[frozenset[int]], present: int, mode: s
     assert not (computed if mode == "drop" else postponed)
 
 
-def test_of_two_who_kept_the_same_who_has_more_counts() -> None:
-    deals = second_deals([{0, 1}, {1, 2, 3}], range(4), "recompute")
-    assert [deal.carried for deal in deals] == [(), (1, 2, 3)]
-    assert [deal.compute for deal in deals] == [(0,), ()]
-
-
-def test_a_newcomer_takes_its_part_of_what_was_lost() -> None:
-    deals = second_deals([{0, 1, 2, 3}, set()], range(8), "recompute")
-    assert [deal.compute for deal in deals] == [(4, 5), (6, 7)]
-
-
 @pytest.mark.parametrize(
     ("mode", "shards", "words"),
     [

@@ -113,19 +113,7 @@ def test_each_part_is_contiguous_in_memory(extents: list[Extent], world_size: in
                 assert part.flags.c_contiguous
 
 
-def test_what_has_no_elements_is_written_by_rank_0() -> None:
-    shares = split_replicated([Extent("empty", (0, 3), 4), Extent("full", (4,), 4)], 2)
-    assert shares[0]["empty"] == Region((0, 0), (0, 3))
-    assert "empty" not in shares[1]
-
-
 @pytest.mark.parametrize("world_size", [0, -1])
 def test_no_rank_at_all_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match=f"world_size is {world_size}"):
         split_replicated([], world_size)
-
-
-@pytest.mark.parametrize(("offsets", "sizes"), [((0,), ()), ((-1,), (2,)), ((0,), (-2,))])
-def test_what_is_no_box_is_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="are no region"):
-        Region(offsets, sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.header import (
     ALIGNMENT_BYTES,
-    PAGE_BYTES,
     PREAMBLE_BYTES,
     Header,
-    NotAShardError,
     Preamble,
     data_offset_bytes,
     decode_header,
@@ -71,13 +68,6 @@ def test_tensors_lie_aligned_one_behind_the_other(named: list[NamedTensor]) -> N
         end = entry.offset_bytes + entry.size_bytes
 
 
-@given(st.integers(1, 10**7))
-def test_the_data_begins_on_a_page_behind_the_header(header_bytes: int) -> None:
-    offset = data_offset_bytes(header_bytes)
-    assert offset % PAGE_BYTES == 0
-    assert 0 <= offset - header_bytes - PREAMBLE_BYTES < PAGE_BYTES
-
-
 @given(tensors(), st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none())), st.data())
 def test_a_header_comes_back(named: list[NamedTensor], meta: dict[str, Any], data: st.DataObject) -> None:
     checksums = data.draw(st.lists(CHECKSUMS, min_size=len(named), max_size=len(named)))
@@ -91,13 +81,6 @@ def test_a_header_comes_back(named: list[NamedTensor], meta: dict[str, Any], dat
     )
 
 
-@given(tensors(), st.data())
-def test_the_length_of_a_header_does_not_depend_on_checksums(named: list[NamedTensor], data: st.DataObject) -> None:
-    header = Header(None, place(named))
-    checksums = data.draw(st.lists(CHECKSUMS, min_size=len(named), max_size=len(named)))
-    assert len(encode_header(header.with_checksums(checksums))) == len(encode_header(header))
-
-
 def test_every_changed_byte_is_noticed() -> None:
     preamble, body = encoded(example())
     both = preamble + body
@@ -108,13 +91,6 @@ def test_every_changed_byte_is_noticed() -> None:
             head, rest = bytes(damaged[:PREAMBLE_BYTES]), bytes(damaged[PREAMBLE_BYTES:])
             with pytest.raises(CorruptCheckpointError):
                 decode_header(rest, decode_preamble(head))
-
-
-@pytest.mark.parametrize("length", range(PREAMBLE_BYTES))
-def test_a_cut_preamble_is_none(length: int) -> None:
-    preamble, _ = encoded(example())
-    with pytest.raises(NotAShardError):
-        decode_preamble(preamble[:length])
 
 
 def test_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,20 +168,6 @@ def test_a_header_that_makes_no_sense_is_corrupt(name: str) -> None:
     is_entries = isinstance(case, list) and case
     document = {"structure": None, "meta": {}, "tensors": case} if is_entries else case
     require_corrupt(json.dumps(document).encode(), 24 if len(case or [] if is_entries else []) < 2 else 256)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: b"", lambda: b"\xff\xfe", lambda: b"{", lambda: b"[" * 100_000, lambda: b"9" * 5000],
-    ids=["empty", "no text", "cut", "a hundred thousand brackets", "a number of 5000 digits"],
-)
-def test_a_header_that_is_no_json_is_corrupt(make: Callable[[], bytes]) -> None:
-    require_corrupt(make(), 0)
-
-
-def test_the_entry_of_these_tests_is_a_good_one() -> None:
-    body = json.dumps({"structure": None, "meta": {}, "tensors": [entry()]}).encode()
-    assert decode_header(body, decode_preamble(encode_preamble(body, PAGE_BYTES, 24))).entries[0].size_bytes == 24
 
 
 def test_data_that_begins_inside_of_the_header_is_corrupt() -> None:

@@ -223,14 +223,6 @@ def test_the_layout_of_a_state_has_the_names_of_all_ranks() -> None:
     assert (sorted(found), found["a"].region) == (["a", "b"], layout(0, 6)["w"].region)
 
 
-def test_many_missing_parts_are_shortened_for_people() -> None:
-    rows = tuple(Region((row,), (1,)) for row in range(0, 6, 2))
-    missing = {f"t{number}": rows for number in range(5)} | {"scalar": (Region((), ()),)}
-    told = describe_missing(missing)
-    assert "scalar" in told
-    assert "t0[0:1, 2:3, ..]" in told
-
-
 def test_memory_for_copies_is_counted_for_all_workers_of_a_host() -> None:
     gib = 2**30
     assert too_little_memory(gib, 1, 2, 10 * gib) is None

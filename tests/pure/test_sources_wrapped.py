@@ -43,12 +43,6 @@ def test_any_composition_has_each_token_once_and_goes_on_from_any_place(
     assert Counter(token for sample in samples for token in sample if token != PAD) == tokens_of(source)
 
 
-@given(st.recursive(documents(), around, max_leaves=3), st.integers(1, 3))
-def test_the_same_epoch_has_the_same_order(source: Source[Any], num_shards: int) -> None:
-    one, other = (rest_of(of_epoch(source, 5)(0, num_shards, 0)) for _ in range(2))
-    assert one == other
-
-
 NUMBERS = Documents([[number] for number in range(40)])
 
 
@@ -144,13 +138,6 @@ def test_a_source_is_repeated_for_ever_but_not_where_it_has_nothing() -> None:
     position = samples.state_dict()
     assert next(opened(source, 0, 1, position)) == next(samples)
     assert list(source(3, 4, 0)) == []
-
-
-def test_epochs_of_a_repeated_source_share_no_order() -> None:
-    source = repeated(shuffled(NUMBERS, 40), 2)
-    orders = {tuple(n for (n,) in list(of_epoch(source, epoch)(0, 1, 0))[half : half + 40])
-              for epoch in (0, 1) for half in (0, 40)}  # fmt: skip
-    assert len(orders) == 4
 
 
 @pytest.mark.parametrize("wrong", [7, "x", {"token": 1}, {"block": 1, "drawn": 2, "source": 0, "more": 1}])

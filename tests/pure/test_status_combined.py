@@ -8,8 +8,8 @@ import pytest
 
 from torchelastic.ledger.accounts import NOTHING, Account, plus
 from torchelastic.ledger.figures import Seen
-from torchelastic.rendezvous.records import Member, Round, RoundState
-from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined, every_s, is_stale
+from torchelastic.rendezvous.records import Round, RoundState
+from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined, is_stale
 
 S = 10**9
 NOW_S = 1_700_000_000.0
@@ -76,15 +76,3 @@ def test_workers_come_by_rank_and_events_by_time() -> None:
     assert [one.rank for one in status.workers] == [0, 1, 2, -1]
     assert [line.at_s for line in status.events] == [1.0, 2.0, 3.0]
     assert (status.step, status.steps_per_s) == (7, 3.0)
-
-
-def test_members_that_have_ended_are_none_and_a_broken_round_has_no_size() -> None:
-    members = [Member("a-0", "a"), Member("b-0", "b", departed=True)]
-    assert [member.member_id for member in run_of(members=members).members] == ["a-0"]
-    assert run_of().world_size == 2
-    assert run_of(round_=Round(3, RoundState.BROKEN, ("a-0", "b-0"))).world_size == 0
-    assert (run_of().step, run_of().steps_per_s, run_of().seen.wall_ns) == (-1, 0.0, 0)
-
-
-def test_etcd_gets_64_statuses_in_a_second_at_most() -> None:
-    assert [every_s(hosts) for hosts in (1, 64, 128, 6400)] == [1.0, 1.0, 2.0, 100.0]

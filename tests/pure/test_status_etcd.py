@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.memory_store import MemoryStore
-from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
+from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import (
     Compare,
     CoordinationStore,
@@ -20,10 +20,10 @@ from torchelastic.rendezvous.store import (
     TxnResult,
 )
 from torchelastic.rendezvous.url import parse_url
-from torchelastic.status.publishing import ATTEND_S, IDLE_EVERY_S, Attention, Publisher, agents_of
-from torchelastic.status.reading import StatusReader, is_known
-from torchelastic.status.run_status import HostStatus, every_s
-from torchelastic.status.status_format import decode_host, encode_host
+from torchelastic.status.publishing import ATTEND_S, IDLE_EVERY_S, Publisher
+from torchelastic.status.reading import StatusReader
+from torchelastic.status.run_status import HostStatus
+from torchelastic.status.status_format import decode_host
 
 URL = parse_url("etcd://localhost/job7?min_workers=1&max_workers=8")
 KEYS = Keys(URL.root)
@@ -158,30 +158,6 @@ def test_a_new_lease_wants_a_new_status_though_nobody_looks() -> None:
     assert agent.version == 1
 
 
-def test_attention_wanes_by_the_agents_own_clock() -> None:
-    attention = Attention().seen(0, 100.0)
-    assert not attention.is_watched(100.0)
-    attention = attention.seen(7, 200.0)
-    assert attention.is_watched(200.0 + ATTEND_S - 0.01)
-    assert not attention.is_watched(200.0 + ATTEND_S)
-    assert attention.seen(7, 214.0) == attention, "nobody has looked since"
-    assert attention.seen(8, 214.0).is_watched(214.0 + ATTEND_S - 0.01)
-
-
-def test_agents_are_counted_by_the_ids_of_their_members() -> None:
-    assert agents_of([]) == 1
-    assert agents_of([f"host-with-dashes-{place}-{agent:08x}{place}" for agent in range(3) for place in range(12)]) == 3
-
-
-def test_many_hosts_write_less_often_and_less() -> None:
-    store = MemoryStore()
-    agent = Agent(store, Clock())
-    agent.hosts = 640
-    store.put(KEYS.look, b"")
-    agent.periods()
-    assert agent.told().every_s == every_s(640) == 10.0
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -191,24 +167,6 @@ def reader_of(store: CoordinationStore, clock: Clock) -> StatusReader:
 
 def put_agent(store: CoordinationStore, name: str) -> None:
     store.put(f"{KEYS.agents}host-{name}/host-{name}-{name}", b"{}")
-
-
-def test_a_reader_sees_round_members_and_hosts() -> None:
-    store, clock = MemoryStore(), Clock()
-    store.put(KEYS.round, encode_round(Round(3, RoundState.RUNNING, ("a-0",), "h:1")))
-    store.put(KEYS.member("a-0"), encode_member(Member("a-0", "a")))
-    store.put(KEYS.member("b-0"), encode_member(Member("b-0", "b", departed=True)))
-    agent = Agent(store, clock)
-    agent.periods()
-    status = reader_of(store, clock).read()
-    assert (status.run_id, status.round.number, status.world_size) == ("job7", 3, 1)
-    assert [member.member_id for member in status.members] == ["a-0"]
-    assert [host.incarnation for host in status.hosts] == ["0badcafe"]
-    assert is_known(status)
-
-
-def test_nothing_is_known_of_a_run_that_never_was() -> None:
-    assert not is_known(StatusReader(MemoryStore(), URL).read())
 
 
 def test_who_reads_lets_the_agents_know_every_five_seconds() -> None:
@@ -245,16 +203,6 @@ def test_a_fresh_status_is_one_that_every_agent_wrote_after_it_was_asked() -> No
     assert all(status.at_s - host.at_s < 0.5 for host in status.hosts)
 
 
-def test_who_waits_for_a_silent_host_waits_no_longer_than_its_patience() -> None:
-    store, clock = MemoryStore(), Clock()
-    put_agent(store, "deadbeef")
-    began_s = clock()
-    status = reader_of(store, clock).read_fresh(patience_s=3.0)
-    assert 3.0 <= clock() - began_s < 3.3
-    assert [(host.host, host.incarnation, host.at_s) for host in status.silent] == [("host-deadbeef", "deadbeef", 0.0)]
-    assert is_known(status)
-
-
 @pytest.mark.parametrize("skew_s", [-3600.0, -20.0, 0.0, 20.0, 3600.0])
 def test_a_host_whose_clock_is_wrong_is_not_silent_and_one_that_stops_is(skew_s: float) -> None:
     store, clock = MemoryStore(), Clock()
@@ -288,15 +236,6 @@ def test_garbage_under_one_key_is_said_once_and_the_others_are_told(caplog: pyte
     assert len([record for record in caplog.records if "status/evil" in record.getMessage()]) == 1
 
 
-def test_garbage_that_becomes_a_status_is_taken() -> None:
-    store, clock = MemoryStore(), Clock()
-    store.put(f"{KEYS.status}x", b"{")
-    reader = reader_of(store, clock)
-    assert reader.read().hosts == ()
-    store.put(f"{KEYS.status}x", encode_host(HostStatus(host="h", incarnation="x", at_s=clock())))
-    assert len(reader.read().hosts) == 1
-
-
 def test_who_may_only_read_reads_what_there_is_without_waiting() -> None:
     class ReadOnly(MemoryStore):
         writes = 0
@@ -315,12 +254,3 @@ def test_who_may_only_read_reads_what_there_is_without_waiting() -> None:
     assert clock() == began_s
     assert store.writes == 1
     assert [host.every_s for host in status.hosts] == [IDLE_EVERY_S], "not silent: it has said when it writes again"
-
-
-def test_a_reader_says_that_etcd_is_away() -> None:
-    class Away(MemoryStore):
-        def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
-            raise StoreUnavailableError("away")
-
-    with pytest.raises(StoreUnavailableError):
-        reader_of(Away(), Clock()).read()

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
-    KINDS,
-    Counted,
     Drain,
     End,
     Failure,
@@ -66,12 +63,6 @@ def test_every_event_says_what_happened_and_what_it_cost(event: LedgerEvent, tex
     [line] = lines_of("a", [(12.5, event)])
     assert (line.at_s, line.host, line.kind, line.worker, line.text) == (12.5, "a", event.kind, event.worker, text)
     assert (line.rank, line.round, line.step) == (event.rank, event.round, event.step)
-
-
-def test_every_kind_of_event_but_counts_is_told() -> None:
-    counts = Counted(at_ns=0, tally=Counters.begun(0))
-    events = [counts if kind is Counted else kind(at_ns=0) for kind in KINDS.values()]
-    assert {event.kind for event in events if lines_of("a", [(0.0, event)])} == set(KINDS) - {"counted"}
 
 
 def test_what_four_workers_tell_of_one_moment_is_one_line_with_the_longest_of_them() -> None:
@@ -144,18 +135,6 @@ def test_a_line_is_shown_once_when_it_has_stayed_as_it_is() -> None:
     assert following.news([line(1.0, "2 workers")]) == [line(1.0, "2 workers")]
     assert following.news([line(1.0, "2 workers")]) == []
     assert following.news([line(1.0, "3 workers")]) == [], "too late"
-
-
-def test_lines_come_by_time_from_all_hosts() -> None:
-    following, lines = Following(), [line(2.0, host="b"), line(1.0), line(1.0, kind="join")]
-    following.news(lines)
-    assert [one.at_s for one in following.news(lines)] == [1.0, 1.0, 2.0]
-
-
-def test_what_a_host_told_before_it_went_is_shown_all_the_same() -> None:
-    following = Following()
-    following.news([line(1.0)])
-    assert following.news([]) == [line(1.0)]
 
 
 def test_at_the_end_everything_is_shown() -> None:

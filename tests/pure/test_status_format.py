@@ -11,18 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.ledger.accounts import NOTHING, Account
-from torchelastic.ledger.figures import Figure, Seen
+from torchelastic.ledger.figures import Seen
 from torchelastic.rendezvous.records import Member, RecordError, Round, RoundState
 from torchelastic.status.run_status import EventLine, HostStatus, WorkerStatus, combined
 from torchelastic.status.status_format import (
     LEAST_BYTES,
-    MOST_BYTES,
     decode_host,
     encode_host,
-    figure_to_plain,
     host_from_plain,
     host_to_plain,
-    most_bytes,
     run_to_plain,
 )
 
@@ -133,19 +130,6 @@ def test_what_is_too_long_is_cut_the_events_first_and_the_sums_never(limit: int,
         assert all(worker.amounts == NOTHING for worker in status.workers)
 
 
-def test_of_many_events_the_newest_are_kept() -> None:
-    lines = tuple(EventLine(at_s=float(at), host=HOST, kind="save", text="x" * 300) for at in range(20))
-    status = decode_host(KEY, encode_host(HostStatus(host=HOST, incarnation="a", at_s=1.0, events=lines), 3_000))
-    assert [line.at_s for line in status.events] == [15.0, 16.0, 17.0, 18.0, 19.0]
-
-
-def test_all_statuses_of_a_large_run_fit_into_one_answer_of_etcd() -> None:
-    assert [most_bytes(hosts) for hosts in (0, 1, 100, 150, 1000, 100_000)] == [
-        MOST_BYTES, MOST_BYTES, MOST_BYTES, 20_000, 3_000, LEAST_BYTES,
-    ]  # fmt: skip
-    assert all(hosts * most_bytes(hosts) < 4 * 2**20 for hosts in range(1, 1500))
-
-
 def plain_with(**changes: Any) -> dict[str, Any]:
     return {**host_to_plain(full_host(1)), **changes}
 
@@ -216,16 +200,6 @@ def test_what_is_no_status_is_refused_with_the_key_and_the_field(document: Any, 
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [b"", b"\xff\xfe", b"[" * 100_000, b"{", b"null", b"7" * 1_500_001])
-def test_what_is_no_json_is_refused_with_the_key(value: bytes) -> None:
-    with pytest.raises(RecordError, match=KEY):
-        decode_host(KEY, value)
-
-
-def test_fields_of_a_later_version_are_left_out() -> None:
-    assert host_from_plain(KEY, plain_with(weather="fine")) == full_host(1)
-
-
 def test_a_host_speaks_for_its_own_workers_only() -> None:
     status = host_from_plain(KEY, worker_with(host="other"))
     assert {worker.host for worker in status.workers} == {"gpu-node-0017"}
@@ -254,12 +228,3 @@ def test_a_run_as_json_names_members_by_rank_and_says_nothing_twice() -> None:
     assert "events" not in plain["hosts"][0]
     assert sum(plain["seen"]["amounts_ns"].values()) == plain["seen"]["worker_ns"]
     assert set(plain["figures"]) == {"goodput", "ettr", "step_efficiency", "participation", "whole_job_s"}
-
-
-def test_a_run_of_64_workers_is_less_than_50_kb_for_the_page() -> None:
-    status = combined("job7", 1700086401.0, Round(117, RoundState.RUNNING), [], [full_host(64)])
-    assert len(json.dumps(run_to_plain(status), separators=(",", ":"))) < 50_000
-
-
-def test_json_knows_no_infinity() -> None:
-    assert figure_to_plain(Figure("f", 1.0, float("inf"), "b")) == {"value": 1.0, "attainable": None, "because": "b"}

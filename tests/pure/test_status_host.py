@@ -11,7 +11,7 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Join, LedgerEvent, Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.host import HostView, parts_of, published_values
+from torchelastic.status.host import HostView, published_values
 from torchelastic.status.progress import Pace
 from torchelastic.status.run_status import HostStatus
 
@@ -132,17 +132,6 @@ def test_what_is_not_a_persons_number_is_not_told(item: tuple[object, ...]) -> N
     assert published_values([item]) == {}
 
 
-def test_a_loss_published_in_the_librarys_own_group_is_told() -> None:
-    assert published_values([("torchelastic", "loss", 0.25), ("", "accuracy", 1, "more")]) == {
-        "loss": 0.25,
-        "accuracy": 1.0,
-    }
-
-
-def test_places_are_read_off_the_names_of_workers() -> None:
-    assert [parts_of(name) for name in ("a.b-1/3.14", "a/b/0.0", "alone")] == [("3", 14), ("0", 0), ("alone", 0)]
-
-
 # --- pace -------------------------------------------------------------------------------------------------------------
 
 
@@ -188,8 +177,3 @@ def test_a_step_that_goes_back_begins_anew() -> None:
     pace = pace_of(0.1, 1.0, 20.0).after(21 * S, 5)
     assert pace.steps_per_s(21 * S) == 0.0
     assert pace.after(22 * S, 15).steps_per_s(22 * S) == pytest.approx(10.0)
-
-
-def test_nothing_is_known_of_a_worker_without_steps() -> None:
-    assert Pace().after(S, -1).after(2 * S, -1).steps_per_s(3 * S) == 0.0
-    assert Pace().after(S, 4).steps_per_s(3 * S) == 0.0

@@ -12,14 +12,13 @@ from rich.console import Console
 from tests.memory_store import MemoryStore
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.events import End, LedgerEvent, Save, StoreOutage
-from torchelastic.ledger.figures import Seen, step_efficiency
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Keys, Round, RoundState, encode_round
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.status.event_lines import newest
-from torchelastic.status.host import KEPT_EVENTS, HostView, seen_of
+from torchelastic.status.host import KEPT_EVENTS, HostView
 from torchelastic.status.reading import MOST_LEFT, StatusReader
-from torchelastic.status.run_status import MOST_EVENTS, HostStatus, combined
+from torchelastic.status.run_status import MOST_EVENTS, HostStatus
 from torchelastic.status.screen import Screen
 from torchelastic.status.status_format import encode_host, run_to_plain
 
@@ -55,16 +54,6 @@ def test_a_host_that_was_seen_and_is_gone_is_told_of_with_where_its_journal_is()
         assert left["at_s"] > 0
     put_host(store, "b", "bbbbbbbb")
     assert reader.read().left == (), "it is back"
-
-
-def test_who_looks_only_now_is_told_of_those_whom_the_round_still_names() -> None:
-    store = MemoryStore()
-    put_round(store, "a-0-aaaaaaaa1", "node-7-p-cccccccc12", lost=("b-0-bbbbbbbb1", "b-1-bbbbbbbb2"))
-    put_host(store, "a", "aaaaaaaa")
-    store.put(f"{KEYS.agents}node-7/node-7-cccccccc", b"{}")
-    status = StatusReader(store, URL, clock=lambda: NOW_S).read()
-    assert [(host.host, host.incarnation, host.at_s) for host in status.left] == [("b", "bbbbbbbb", 0.0)]
-    assert [host.host for host in status.silent] == ["node-7"], "its agent is there"
 
 
 def test_of_hosts_that_come_and_go_all_day_the_newest_are_remembered() -> None:
@@ -129,19 +118,3 @@ def test_losses_stay_among_the_events_of_a_day_of_saves() -> None:
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_host_with_an_empty_place_has_less_of_its_time_than_of_its_workers() -> None:
-    one, other = (a_host(name, 0) for name in "ab")
-    seen = replace(one.seen, configured_workers=2)
-    run = combined("job7", NOW_S, Round(), [], [replace(one, seen=seen), replace(other, seen=seen)])
-    assert run.seen.configured_workers == 4
-    unknown = combined("job7", NOW_S, Round(), [], [replace(one, seen=seen), other])
-    assert unknown.seen.configured_workers == 0, "half a sum would be none"
-    assert seen_of(HostLedger(), 5, 3).configured_workers == 3
-    assert HostView("a", "x").status(HostLedger(), places=3).seen.configured_workers == 3
-
-
-def test_without_a_failure_the_reason_of_a_bound_says_so() -> None:
-    assert step_efficiency(Seen(10**9, 10**9)).because == "steps of 0.0000 s, no failure was seen"
-    assert step_efficiency(Seen(10**9, 10**9, failures=2)).because == "steps of 0.0000 s, 0.5 s between failures"

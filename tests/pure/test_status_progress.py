@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pure.status_runs import a_host, a_run, a_worker
+from tests.pure.status_runs import a_host, a_worker
 from torchelastic.agent.status_publisher import ShownProgress
 from torchelastic.agent.terminal import Terminal
 from torchelastic.data import ElasticBatchSampler
@@ -18,7 +18,6 @@ from torchelastic.rendezvous.records import Round, RoundState
 from torchelastic.status.host import HostView
 from torchelastic.status.progress import Progress
 from torchelastic.status.run_status import HostStatus, by_rank, progress_of
-from torchelastic.status.status_format import decode_host, encode_host, run_to_plain
 
 
 @pytest.mark.parametrize(
@@ -47,14 +46,6 @@ def test_a_group_is_as_far_as_its_fastest_member_and_the_loss_is_that_of_the_fir
     )
     told = progress_of(by_rank(workers))
     assert told == Progress(step=12, end_step=20, steps_per_s=3.0, loss=1.125)
-
-
-def test_the_end_goes_through_etcd_and_is_told_to_programs() -> None:
-    host = a_host("a", workers=(a_worker(0, "a", end_step=4800),))
-    assert decode_host("k", encode_host(host)) == host
-    run = a_run(host)
-    assert run_to_plain(run)["end_step"] == 4800
-    assert run.progress.left_s == pytest.approx(3600 / 31.25)
 
 
 def test_a_host_knows_the_end_from_what_its_workers_say_when_they_begin() -> None:
@@ -139,8 +130,3 @@ def test_a_file_has_a_line_after_a_minute_and_then_more_and_more_seldom(logged: 
     before = len(logged)
     host.shown.end(Progress(step=100))
     assert len(logged) == before, "each event of the end has its line there"
-
-
-def test_a_run_of_unknown_steps_ends_without_a_word(logged: list[logging.LogRecord]) -> None:
-    Host(is_terminal=True).shown.end(Progress())
-    assert logged == []

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
-from torchelastic.ledger.accounts import NOTHING, STYLES, Account
-from torchelastic.ledger.figures import Seen
-from torchelastic.rendezvous.records import Member, Round, RoundState
-from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, combined
+from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.status.run_status import EventLine, HostStatus, RunStatus
 from torchelastic.status.screen import Screen, cells_of
 
 
@@ -73,19 +70,6 @@ def test_it_fits_into_the_height_and_says_what_is_left_out(height: int, hosts: i
         assert sum("saved step" in line for line in lines) == min(4 * hosts, 20)
 
 
-def test_the_bar_is_as_wide_as_the_terminal_with_letters_where_there_are_no_colours() -> None:
-    lines = drawn(a_run(a_host("node-1", 0)), 100)
-    assert "P" * 93 + "F" * 2 + "W" * 5 in lines
-    coloured = drawn(a_run(a_host("node-1", 0)), 100, colours=True)
-    assert not any("PPP" in line for line in coloured)
-    assert any("■ productive 93.0 %" in line for line in coloured)
-
-
-def test_every_account_has_a_letter_of_its_own() -> None:
-    assert list(STYLES) == list(Account)
-    assert len({style.letter for style in STYLES.values()}) == len(Account)
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=9), st.integers(1, 300))
 def test_the_cells_of_a_bar_fill_it_and_no_account_with_time_is_without_one(amounts: list[int], width: int) -> None:
@@ -109,34 +93,6 @@ def test_an_etcd_that_is_away_and_hosts_that_are_silent_are_named() -> None:
     assert "etcd" not in "\n".join(drawn(a_run(a_host("node-1", 0))))
 
 
-def test_members_that_no_host_tells_of_are_there_too() -> None:
-    status = replace(a_run(a_host("node-1", 0)), round=Round(4, RoundState.RUNNING, ("m0", "alone", "gone")))
-    status = replace(status, members=(*status.members, Member("alone", "laptop")))
-    rows = [line.split() for line in drawn(status)]
-    assert ["1", "laptop"] in rows
-    assert not any(row[:1] == ["2"] for row in rows), "no member has this rank"
-
-
-def test_who_is_in_no_group_comes_last_and_without_a_rank() -> None:
-    spare = a_worker(-1, "node-1", account="idle", step=-1, values={})
-    lines = drawn(a_run(a_host("node-1", workers=(spare, a_worker(0, "node-1")))))
-    ranks = [line.split()[0] for line in lines if "node-1 " in line]
-    assert ranks == ["0", "-"]
-
-
-@pytest.mark.parametrize("state", list(RoundState))
-def test_every_state_of_a_round_is_shown(state: RoundState) -> None:
-    assert state.value in drawn(a_run(a_host("node-1", 0), state=state))[0]
-
-
-def test_a_run_of_which_nothing_is_told_is_shown_all_the_same() -> None:
-    lines = drawn(combined("job7", NOW_S, Round(), [], []), height=20)
-    assert lines[0].startswith("run job7")
-    assert any("no worker has reported yet" in line for line in lines)
-    no_time = a_host("node-1", 0, seen=Seen(0, 0, NOTHING))
-    assert any("no worker has reported yet" in line for line in drawn(a_run(no_time)))
-
-
 def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
     event = EventLine(at_s=NOW_S, host="\x1b[2Jh", kind="loss", text="\x1b]0;evil\x07")
     status = a_run(a_host("node\x1b[31m", 0, events=(event,)), because="\x1b[2J")
@@ -144,8 +100,3 @@ def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "\\x1b[2J" in text
-
-
-def test_brackets_are_no_markup() -> None:
-    event = EventLine(at_s=NOW_S, host="h", kind="loss", text="[bold]x[/bold] [1.2.3.4]")
-    assert any("[bold]x[/bold] [1.2.3.4]" in line for line in drawn(a_run(a_host("h", 0, events=(event,)))))

@@ -21,11 +21,6 @@ def test_at_the_threshold_nobody_is_one() -> None:
     assert (comparison.is_straggler, comparison.times, comparison.stragglers) == (False, 0, 0)
 
 
-def test_where_nobody_makes_progress_nobody_is_one() -> None:
-    comparison = StragglerPolicy().compare(0.0, [0.0, 0.0], times=0)
-    assert (comparison.relative, comparison.is_straggler, comparison.stragglers) == (1.0, False, 0)
-
-
 def test_only_a_policy_that_says_so_removes_and_only_after_its_patience() -> None:
     removing = StragglerPolicy(remove=True, patience=3)
     assert [removing.compare(1.0, [1.0, 10.0], times).has_to_go for times in range(4)] == [False, False, True, True]

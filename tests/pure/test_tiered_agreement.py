@@ -83,14 +83,6 @@ def test_when_the_group_has_ended_only_the_grace_is_waited() -> None:
     assert rig.clock() < 2.0
 
 
-def test_within_the_grace_a_save_is_still_completed() -> None:
-    rig = Rig(2)
-    rig.store(0)
-    rig.store(1)
-    rig.ranks[0].end(0.0)
-    assert rig.ranks[0].gather(NAME, "disk", {}, 0.0).world_size == 2
-
-
 def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
     class Gone(Drawer):
         def look(self, key: str) -> bytes | None:

@@ -12,8 +12,6 @@ from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.torchrun_options import Translation, from_environment, translated, workers_per_host
 from torchelastic.usage import UsageError
 
-BOTH = ("stdout", "stderr")
-
 
 def given(*words: str) -> argparse.Namespace:
     return command_parser().parse_args(["run", *words, "train.py"])
