@@ -27,6 +27,12 @@ def decide(schedule: SaveSchedule, step: int, **told: bool) -> SaveDecision:
     return schedule.decide(step, **options)
 
 
+def test_without_a_policy_only_what_is_asked_for_is_saved() -> None:
+    schedule = SaveSchedule(None, FakeClock())
+    assert not decide(schedule, 1)
+    assert decide(schedule, 1, wanted=True)
+
+
 def test_a_policy_is_told_what_happened_by_the_clock() -> None:
     clock, spy = FakeClock(100.0), Spy()
     schedule = SaveSchedule(spy, clock)
