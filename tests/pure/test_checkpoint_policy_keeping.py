@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -189,6 +191,28 @@ def test_a_list_that_is_the_wrong_way_round_is_refused_before_anything_is_delete
 def test_an_own_policy_must_answer_for_each_checkpoint() -> None:
     with pytest.raises(ValueError, match=r"Forgetful\(\) gave 0 answers for 2 checkpoints"):
         Forgetful().decide(at(1, 2))
+
+
+def test_an_own_policy_may_want_something_without_a_word() -> None:
+    @dataclass(frozen=True)
+    class Silent(KeepPolicy):
+        def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
+            return [""] * len(checkpoints)
+
+    assert Silent().kept(at(1, 2)) == (Silent() | KeepNothing()).kept(at(1, 2)) == [True, True]
+    assert Silent().decide(at(1, 2))[0] == KeepDecision(True, "")
+
+
+def test_policies_and_checkpoints_are_values() -> None:
+    policy = KeepLast(3) | KeepEvery(1000) & KeepBest("loss", mode="max")
+    assert pickle.loads(pickle.dumps(policy)) == policy == copy.deepcopy(policy)
+    names = {"KeepLast": KeepLast, "KeepEvery": KeepEvery, "KeepBest": KeepBest}
+    assert eval(repr(policy), names) == policy
+    assert eval(repr((KeepLast(3) | KeepEvery(1000)) & KeepBest("loss")), names) != policy
+    checkpoint = KeptCheckpoint(1, 2.0, {"loss": 0.5})
+    assert len({checkpoint, copy.deepcopy(checkpoint)}) == 1
+    with pytest.raises(TypeError):
+        cast(Any, checkpoint.metrics)["loss"] = 0.0
 
 
 @pytest.mark.parametrize(

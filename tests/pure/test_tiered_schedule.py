@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule, TierSchedules
 from torchelastic.testing.clock import FakeClock
@@ -23,6 +25,12 @@ class Spy(SavePolicy):
 def decide(schedule: SaveSchedule, step: int, **told: bool) -> SaveDecision:
     options: dict[str, Any] = {"wanted": False, "saving": False, "is_full": False, "stop_requested": False, **told}
     return schedule.decide(step, **options)
+
+
+def test_without_a_policy_only_what_is_asked_for_is_saved() -> None:
+    schedule = SaveSchedule(None, FakeClock())
+    assert not decide(schedule, 1)
+    assert decide(schedule, 1, wanted=True)
 
 
 def test_a_policy_is_told_what_happened_by_the_clock() -> None:
@@ -49,6 +57,14 @@ def test_a_policy_is_told_what_happened_by_the_clock() -> None:
     cost = second.costs.of("disk")
     assert cost is not None
     assert (cost.stall_s, cost.durable_s) == (1.0, 3.0)
+
+
+def test_what_was_restored_counts_as_saved() -> None:
+    clock = FakeClock()
+    schedule = SaveSchedule(EverySteps(10), clock)
+    schedule.began(10)
+    assert not decide(schedule, 11)
+    assert decide(schedule, 20)
 
 
 def test_a_policy_is_put_off_while_a_save_would_have_to_wait_and_heard_after() -> None:
@@ -78,6 +94,31 @@ def test_each_tier_takes_part_as_often_as_its_own_policy_says() -> None:
     assert schedules.due(25, everywhere=True) == ["memory", "disk", "durable"]
     schedules.begin(30)
     assert schedules.due(31) == ["memory"], "a restored step is saved already"
+
+
+def test_a_policy_needs_a_manager_to_save_with() -> None:
+    import torchelastic
+    from tests.pure.test_train_loop import Counter, ScriptedCoordinator, count_to
+
+    with pytest.raises(ValueError, match="set_checkpoint_manager"):
+        torchelastic.train(ScriptedCoordinator(), count_to(1), Counter(), checkpoint=EverySteps(1))
+    with pytest.raises(TypeError, match="CheckpointManager, or a SavePolicy"):
+        torchelastic.train(ScriptedCoordinator(), count_to(1), Counter(), checkpoint="somewhere")  # type: ignore[arg-type]  # what the test is about
+
+
+def test_a_policy_decides_for_a_manager_of_0_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchelastic
+    from tests.pure.test_train_loop import MemoryManager, SavedCounter, ScriptedCoordinator, count_to
+    from torchelastic.checkpoint import api
+
+    class Quiet(SavedCounter):
+        def should_save_checkpoint(self, rank: int) -> bool:
+            return self.count == 5
+
+    manager = MemoryManager()
+    monkeypatch.setattr(api, "_manager", manager)
+    torchelastic.train(ScriptedCoordinator(), count_to(7), Quiet(), checkpoint=EverySteps(3))
+    assert [checkpoint.stream.getvalue() for checkpoint in manager.saved] == [b"3", b"5", b"6"]
 
 
 def test_a_step_that_nobody_saw_begin_has_no_duration() -> None:
