@@ -89,7 +89,7 @@ _SEVERAL = re.compile(r"^ +(?:\w+, )+\w+: ")
 def _named(
     _role: str, raw: str, text: str, line: int, inliner: Inliner, options: Any = None, content: Sequence[str] = ()
 ) -> Any:
-    """What stands between single backticks in docstrings: code, and a link if it is a name that the reference has."""
+    """What is between single backticks in docstrings: code, and a link if it is a name that the reference has."""
     if _NAME.fullmatch(text):
         return XRefRole()("py:obj", raw, text, line, inliner, options or {}, content)
     return [nodes.literal(raw, text)], []

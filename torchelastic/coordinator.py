@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupMembership:
-    """What a coordinator may know of the present group, and hear of it."""
+    """What a coordinator may know of the present group, and what it is notified of."""
 
     def peers(self) -> Peers | None:
         """The present group, for saving and restoring together. None: it is not known, and rank 0 does it alone."""
@@ -83,7 +83,7 @@ class Deadlines:
     def deadline_is_near(self, own: bool) -> bool:
         """Called after each committed step: whether the deadline of any rank of the group is near.
 
-        It may be said some steps after that rank has told of it (`own`), but after the same step on all ranks. The
+        It may be said some steps after that rank has reported it (`own`), but after the same step on all ranks. The
         default knows no group.
         """
         return own
@@ -96,7 +96,7 @@ class Deadlines:
 
 
 class Coordinator(GroupMembership, Deadlines, ABC):
-    """Gathers workers, says when to stop, and hears of progress and errors. One object per worker process.
+    """Gathers workers, says when to stop, and is notified of progress and errors. One object per worker process.
 
     These are the nine methods of 0.1. What came later is in the two classes that it inherits from, with answers that
     are right for a coordinator which knows nothing of it, so that one written for 0.1 works unchanged. Every method is
@@ -145,4 +145,4 @@ class Coordinator(GroupMembership, Deadlines, ABC):
 
     @abstractmethod
     def on_error(self, e: BaseException) -> None:
-        """Hears of each error before it is handled or raised."""
+        """Notified of each error before it is handled or raised."""

@@ -1,6 +1,6 @@
 """How log lines look: for people, or as one JSON object each; and the log of a worker that `torchelastic run` started.
 
-Every line can say where its process stands: rank, round and step. Imports nothing but the standard library.
+Every line can give the position of its process: rank, round and step. Imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIBRARY = "torchelastic"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a worker stands; -1: not known, or none.
+    """The position of a worker in the run; -1: not known, or none.
 
     Attributes:
         rank: its rank.
@@ -90,7 +90,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per record: `at_s` (Unix seconds), `level`, `kind`, `logger`, `text`, and where it was.
 
     Args:
-        position: gives where this process stands; None: it is no worker.
+        position: returns the position of this process; None: it is no worker.
         **always: more keys of every line.
     """
 
@@ -117,10 +117,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """`WARNING rank 1, round 4, step 1200: text` of a worker; what it is told apart by, its agent writes before it.
+    """`WARNING rank 1, round 4, step 1200: text` of a worker; its agent writes before it which worker it is.
 
     Args:
-        position: gives where this process stands.
+        position: returns the position of this process.
     """
 
     def __init__(self, position: Callable[[], Position]) -> None:
@@ -144,7 +144,7 @@ class _ForPeople(logging.StreamHandler[Any]):
 
 
 def set_up_worker_log(position: Callable[[], Position], environment: Mapping[str, str] | None = None) -> None:
-    """Have this worker's own torchelastic lines say where it stands, in the form that its launcher wants.
+    """Have this worker's own torchelastic lines give its position, in the form that its launcher wants.
 
     Does nothing without a launcher, and the second time. For people: as long as the script has not set up logging
     (`logging.basicConfig`), torchelastic's lines go to standard error; else the script's own handlers have them. As
@@ -152,7 +152,7 @@ def set_up_worker_log(position: Callable[[], Position], environment: Mapping[str
     `logging.getLogger("torchelastic").propagate = True`. Levels are left alone. From any thread.
 
     Args:
-        position: gives where this worker stands, at the time of each line; from any thread.
+        position: returns the position of this worker, at the time of each line; from any thread.
         environment: default: this process's.
     """
     form = (os.environ if environment is None else environment).get(FORMAT_VARIABLE, "")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LoopObserver:
-    """Hears of each event; write those that matter to you. All are called on the training thread, on every rank."""
+    """Notified of each event; override what matters to you. All are called on the training thread, on every rank."""
 
     __slots__ = ()
 

@@ -39,7 +39,7 @@ class ModelState(WithCompanions, State):
     the samples, else all alike.
 
     The step may fail anywhere. Before the optimizer has stepped nothing large has changed, and undoing costs no copy of
-    the weights. After that the weights come from a peer; where every survivor had stepped already, the step stands.
+    the weights. After that the weights come from a peer; where every survivor had stepped already, it is committed.
     Only if the optimizer itself fails half-way on the only worker is nothing left: `snapshot="full"` copies weights
     and optimizer state before each step for that case. Accumulate gradients within one step: those kept from one step
     to the next survive a rollback only with `snapshot="full"`.
@@ -270,7 +270,9 @@ class ModelState(WithCompanions, State):
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""
         assert self._ahead is not None
-        log.warning("every survivor had completed the optimizer step %d when it failed: it stands", self._ahead.step)
+        log.warning(
+            "every survivor had completed the optimizer step %d when it failed: it is committed", self._ahead.step
+        )
         self._own.restore(self._ahead, self._trained)
         self._status = StateStatus.COMPLETE
         self._replaced += 1

@@ -105,7 +105,7 @@ def describe_calls(calls: Sequence[str], one: str = "calls", several: str = "cal
 
 
 def host_port(host: str, port: int) -> str:
-    """Where somebody listens, as it stands in a URL: an IPv6 address in brackets, which it may have already.
+    """Where somebody listens, as it is written in a URL: an IPv6 address in brackets, which it may have already.
 
     >>> host_port("node-3", 2379), host_port("::1", 80)
     ('node-3:2379', '[::1]:80')

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class UsageError(Exception):
-    """The arguments make no sense together; the message says what to change. Exit code 2."""
+    """The arguments contradict each other; the message says what to change. Exit code 2."""
 
 
 class CommandError(Exception):

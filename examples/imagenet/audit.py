@@ -33,8 +33,8 @@ def group_of_each_step(events: Iterable[Event]) -> dict[int, int]:
     """Tells in which group each step became part of the surviving model.
 
     That is the last group that attempted it, if anything shows that it succeeded there: a worker committed it, or went
-    on to later steps. (All workers may fail after their optimizers have stepped, each too late to be told of success by
-    the others; such a step stands without anybody's commit.) Its gradients held the images of the whole group, so it
+    on to later steps. (All workers may fail after their optimizers have stepped, each too late to learn of success from
+    the others; such a step counts without anybody's commit.) Its gradients held the images of the whole group, so it
     does not matter which worker committed it.
     """
     last_attempt: dict[int, int] = {}

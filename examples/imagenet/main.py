@@ -72,7 +72,7 @@ class Classifier(torchelastic.ModelState):
         self._display = display
 
     def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
-        """Brings everybody level; from here on the group is ready."""
+        """Synchronizes everybody; from here on the group is ready."""
         super().sync(world_size, rank)
         self.rank, self.world_size = rank or 0, world_size or 1
         # Unique, so that the events of a group that failed at once are not taken for those of the next one. Not from

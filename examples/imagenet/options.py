@@ -103,7 +103,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Reads the command line (of this process if None); ends the process with a message if it makes no sense."""
+    """Reads the command line (of this process if None); ends the process with a message if it is invalid."""
     parser = _parser()
     given = parser.parse_args(arguments)
     is_digits = given.data == DIGITS

@@ -42,7 +42,7 @@ _AT_LEAST_ZERO = (
 
 
 class OptionError(Exception):
-    """An option makes no sense; names it and says what would."""
+    """An option is invalid; names it and says what would be valid."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def parse(words: Sequence[str]) -> Options:
     """Options from the words of a command line: config files and `--key=value`, in their order.
 
     Raises:
-        OptionError: a word, a file or a value makes no sense; says which, and what would.
+        OptionError: an option, a file or a value is invalid; says which, and what would be valid.
     """
     options = Options()
     for word in words:

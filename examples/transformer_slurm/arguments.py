@@ -89,7 +89,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Reads the command line (of this process if None); ends the process with 2 and a message if it makes no sense."""
+    """Reads the command line (of this process if None); ends the process with 2 and a message if it is invalid."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.dataset is None:

@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compare_weights.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("first", type=Path, metavar="CHECKPOINT")
     parser.add_argument("second", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--distributed", action="store_true", help="not needed: files and folders are told apart")
+    parser.add_argument("--distributed", action="store_true", help="not needed: files and folders are recognized")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X", help="absolute [%(default)s]")
     parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments, too")
     parser.add_argument("--verbose", action="store_true", help="name every tensor that differs")

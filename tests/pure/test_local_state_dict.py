@@ -166,7 +166,7 @@ def test_what_is_no_state_or_makes_none_is_refused() -> None:
         encode({"w": torch.ones(1)}, RecurringLayout())  # type: ignore[arg-type]
     header, _ = encode(BasicTensorAwareStateDict({"step": 1}), RecurringLayout())
     nowhere = replace(header, meta={**header.meta, "devices": [["nowhere", 1]]})
-    with pytest.raises(CorruptCheckpointError, match="devices of the saved state make no sense"):
+    with pytest.raises(CorruptCheckpointError, match="devices of the saved state are damaged"):
         decode(nowhere, {}, allow_pickles=False)
     unknown = replace(header, meta={**header.meta, "state_class": "elsewhere:State"})
     with pytest.raises(CheckpointError, match="which is not defined in this process"):

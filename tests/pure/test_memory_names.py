@@ -214,7 +214,7 @@ def test_metadata_that_cannot_be_stored_are_refused_by_name() -> None:
     ],
 )
 def test_a_commit_that_makes_no_sense_is_damage(change: dict[str, Any]) -> None:
-    with pytest.raises(CorruptCheckpointError, match="its commit makes no sense"):
+    with pytest.raises(CorruptCheckpointError, match="its commit is damaged"):
         commit_from({**meta_of(commit()), **change}, content_of(commit()))
 
 
@@ -238,7 +238,7 @@ def test_an_attached_file_cannot_take_the_place_of_another(name: str) -> None:
     "content", [{"metadata": 7}, {"extras": {"x": "text"}}, {"extras": [b"x"]}, {"metadata": b"["}]
 )
 def test_content_that_is_none_is_damage(content: dict[str, Any]) -> None:
-    with pytest.raises(CorruptCheckpointError, match="its commit makes no sense"):
+    with pytest.raises(CorruptCheckpointError, match="its commit is damaged"):
         commit_from(meta_of(commit()), {**content_of(commit()), **content})
 
 

@@ -178,7 +178,7 @@ def test_data_that_begins_inside_of_the_header_is_corrupt() -> None:
 
 def require_corrupt(body: bytes, data_bytes: int) -> None:
     preamble = decode_preamble(encode_preamble(body, data_offset_bytes(len(body)), data_bytes))
-    with pytest.raises(CorruptCheckpointError, match="makes no sense"):
+    with pytest.raises(CorruptCheckpointError, match="its header is damaged"):
         decode_header(body, preamble)
 
 

@@ -54,7 +54,7 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         (Save(at_ns=0, step=7, tier="disk", stall_ns=12 * MS), "saved step 7 to disk, training stopped for 12 ms"),
         (Drain(at_ns=0, step=9), "left the run in order after step 9"),
         (Straggler(at_ns=0, relative_percent=61.7), "slow: 62 % of the best"),
-        (StoreOutage(at_ns=0), "etcd is away, training goes on"),
+        (StoreOutage(at_ns=0), "etcd is unreachable, training goes on"),
         (StoreOutage(at_ns=0, is_over=True, away_ns=2500 * MS), "etcd is back after 2.50 s"),
     ],
     ids=lambda value: value.kind if isinstance(value, LedgerEvent) else "",

@@ -1,4 +1,4 @@
-"""What failed first, and what failed because of it: told with the first cause first. Pure.
+"""What failed first, and what failed because of it, in this order. Pure.
 
 The first cause is what came first in time, not what was noticed first: a worker whose Python raised has failed when its
 traceback began, and the others' broken connections come after that. Where clocks cannot tell (a process that tears

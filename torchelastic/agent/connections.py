@@ -68,7 +68,7 @@ class Connections:
         address: where the workers of other hosts reach this one; to be known by `open`.
         incarnation: unique for this agent process; part of its members' ids.
         clock: monotonic seconds.
-        publish: is told what the workers say, who is a member, and whose process is dead.
+        publish: is called with what the workers say, who is a member, and whose process is dead.
         until_written: waits until the store has what was declared.
 
     Attributes:
@@ -153,7 +153,7 @@ class Connections:
         return None if connection is None else connection.waiting_since_s
 
     def _tell_round(self, round_: Round) -> None:
-        """Every worker hears of every change of the round; what it means for it, it knows."""
+        """Every worker is notified of every change of the round, and decides itself what that means for it."""
         self.round = round_
         message = {"op": "round", "round": round_to_dict(round_)}
         for connection in tuple(self.by_member.values()):

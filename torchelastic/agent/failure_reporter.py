@@ -23,9 +23,9 @@ from torchelastic.rendezvous.store import CoordinationStore, StoreError
 
 log = logging.getLogger(__name__)
 
-#: What goes with a failure is known so long after the next group stands: the workers' pages are read once a second.
+#: What goes with a failure is known so long after the next group has formed: the workers' pages are read once a second.
 SETTLED_S = 2.0
-#: Where no group comes, it is told after so long.
+#: Where no group comes, it is reported after so long.
 PATIENCE_S = 10.0
 #: The store is asked for the members so long at most, when the run is over for this host.
 ASK_S = 2.0

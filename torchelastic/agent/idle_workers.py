@@ -29,7 +29,7 @@ class WaitLimit:
 
     Args:
         url: of the run.
-        publish: is told who has waited too long.
+        publish: is called with who has waited too long.
         waiting_since_s: since when a member waits, by the monotonic clock; None: it does not.
     """
 

@@ -40,7 +40,7 @@ class LedgerRecorder:
         workers: the workers of this host at the moment.
         sees_store: whether etcd is in reach at the moment.
         logs_each: log each event by itself, see `EventLog`.
-        publish: is told each event of the ledger but counts, and when the pages were read.
+        publish: is called with each event of the ledger but counts, and when the pages were read.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def describe(processes: Mapping[str, Process], lease_id: int, members: Collectio
 
 
 def decode(key: str, value: bytes) -> ProcessRecord:
-    """The inverse of `ProcessRecord.encode`; the key that it stands under is named in a RecordError."""
+    """The inverse of `ProcessRecord.encode`; the key of the record is named in a RecordError."""
     return checked(key, decode_json(key, value, most_bytes=MAX_RECORD_BYTES), ProcessRecord)
 
 
@@ -116,7 +116,7 @@ class Predecessors:
         return not self._agents
 
     def ended(self) -> list[Predecessor]:
-        """Those that have ended by now, each again whenever more of its members have; later while the store is away."""
+        """Those that have ended by now, each again whenever more of its members have; later while there is no store."""
         found = []
         for key in [key for key, agent in self._agents.items() if agent.has_ended]:
             with suppress(StoreError):

@@ -98,7 +98,7 @@ class StatusPublisher:
         return replace(self.status(), events=self.view.lines())
 
     def status(self, every_s: float = 1.0) -> HostStatus:
-        """What this host looks like now; the next one is told so many seconds after it."""
+        """What this host looks like now; the next one is published so many seconds later."""
         recorder = self._recorder
         if recorder is not None:
             recorder.sample()  # how things are now, not a second ago

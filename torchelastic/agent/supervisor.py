@@ -60,7 +60,7 @@ class Supervisor:
         sizes: how many workers a group needs, of a run in which no other host takes part; None: others may.
         log_dir: where their output goes as files, None: only to the screen.
         run_is_over: whether the run is closed or closing, so that none is started again.
-        publish: is told of each process that has ended, of what has failed, and of who is given up.
+        publish: is called with each process that has ended, what has failed, and who is given up.
         terminal: shows what they say.
         hidden: (local rank, "stdout" or "stderr") of what it does not show.
         plain: the workers as a group of torchrun's kind; None: others may take part in the run, so they are none.
@@ -247,7 +247,7 @@ class Supervisor:
         file: WorkerLog | None,
     ) -> None:
         await process_end(process.pid)
-        # the others are told before anything else is done: their recovery waits for nothing here
+        # the others are notified before anything else is done: their recovery waits for nothing here
         worker.process, worker.ended_s = None, time.time()
         self._publish(events.WorkerExited(worker, process.pid, self.total_restarts))
         self._look_at_plain_group()

@@ -51,7 +51,7 @@ class WorkerLines:
         *,
         prompts: bool = False,
     ) -> None:
-        """Read a worker's pipe to its end: a worker whose pipe is full stands still.
+        """Read a worker's pipe to its end: a worker whose pipe is full blocks.
 
         Args:
             local_rank: the worker's number on this host.

@@ -125,10 +125,10 @@ class LoopCheckpoints(LoopObserver):
     # --- a group ------------------------------------------------------------------------------------------------------
 
     def enter_group(self, state: State, rank: int) -> None:
-        """A group stands: load a checkpoint if nobody has progress. Every rank calls it, before the sync.
+        """A group has formed: load a checkpoint if nobody has progress. Every rank calls it, before the sync.
 
         Args:
-            state: is set on rank 0 only; the sync brings the others level.
+            state: is set on rank 0 only; the sync sends it to the others.
             rank: of this worker.
         """
         self._rank = rank
@@ -304,7 +304,7 @@ class LoopCheckpoints(LoopObserver):
         try:
             api.save(manager, state)
         except (OSError, RuntimeError):
-            # the disk may be full: the last checkpoint stands, and the step that was trained stays trained
+            # the disk may be full: the last checkpoint stays, and the step that was trained stays trained
             log.exception(
                 "could not save a checkpoint; training goes on at step %d, the one before stays the latest", self._step
             )

@@ -1,6 +1,6 @@
 """Pure: which checkpoints can be restored, from whom each rank gets which shard, and which copies are missing then.
 
-Every rank computes the same from what all of them have told each other, so nobody has to be asked. What a checkpoint
+Every rank computes the same from what all of them have exchanged, so nobody has to be asked. What a checkpoint
 and a shard are called is the caller's; nothing is known here of tiers, folders and connections.
 """
 

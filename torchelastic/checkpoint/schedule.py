@@ -54,7 +54,7 @@ class SaveSchedule:
         self.failures = FailureRate()
 
     def enter_group(self, step: int) -> None:
-        """A group stands, level after `step` steps."""
+        """A group has formed, in sync after `step` steps."""
         if self._last is None and self._began.step == 0:
             self._began = _Mark(step, self._began.at_s)
         self._step_began_s = self._clock()

@@ -116,7 +116,7 @@ def checks(question: Question) -> list[Check]:
     no_gpu = "a GPU's driver, or the disk with torch on it, does not answer"
     no_names = "the resolver of this host does not answer: see /etc/resolv.conf"
     no_service = "squeue or a metadata service does not answer"
-    no_disk = "its file system does not answer: a server is away"
+    no_disk = "its file system does not answer: a server is unreachable"
     network_check = partial(network.check, endpoint, hosts, question.ports, iface)
     reverse_lookup = partial(network.check_reverse_lookup, endpoint, iface)
     found = [

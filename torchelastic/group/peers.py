@@ -42,7 +42,7 @@ class Peers(Protocol):
 
         Args:
             purpose: what rank 0 works at, for a warning: "to save a checkpoint".
-            bound_s: RuntimeError after so long; None: wait for as long as the group stands.
+            bound_s: RuntimeError after so long; None: wait for as long as the group exists.
         """
 
     def mailbox(self) -> Mailbox:

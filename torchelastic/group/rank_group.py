@@ -115,7 +115,7 @@ class RankGroup:
         return _values(call, answers, running)
 
     def own_on_all(self, call: str, work: Callable[[], Got]) -> Got:
-        """The same for what the others need not be told: returns what the own part returned, whatever that is."""
+        """The same for a result that the others do not need: returns what the own part returned, whatever that is."""
         own: list[Got] = []
         self.run_on_all(call, lambda: own.append(work()))
         return own[0]

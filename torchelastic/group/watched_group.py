@@ -84,7 +84,7 @@ class WatchedGroup:
             source: whose ranks belong to it.
             timeout_s: for how long a rank is waited for.
             is_part: whether only the ranks of `source` call this, not all ranks of the program.
-            value: to be told to the others.
+            value: for the others.
 
         Returns:
             The group, and the value of each rank.

@@ -174,7 +174,7 @@ def _wait_for_others(endpoint: str, keys: Keys) -> None:
 
 
 def _own_address(host: str) -> str | None:
-    """The address of this host that the name stands for; None: it is another host's. Raises OSError: nobody's."""
+    """The address of this host that the name resolves to; None: it is another host's. Raises OSError: nobody's."""
     for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(where)

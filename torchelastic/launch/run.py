@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
                 plain=PlainGroup(options.nproc_per_node, options.max_restarts) if options.standalone else None,
             )
 
-        # the etcd of --standalone ends with the launcher, and nobody else is there to be told of that
+        # the etcd of --standalone ends with the launcher, and there is nobody else to notify
         with nullcontext() if options.standalone else sentinel.watched(url, credentials):
             outcome = asyncio.run(_run_agent(run_log, agent_options, credentials, options.standalone, make_supervisor))
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
@@ -169,7 +169,7 @@ def opened_page(
     Args:
         options: of the command line.
         stack: frees the address.
-        address: where the other hosts reach this one, if one was chosen; told instead of its name.
+        address: where the other hosts reach this one, if one was chosen; used instead of its name.
         folder: of this user alone; for the token, if the user names no file and sees no terminal.
         say: shows a line; no log, for the line may hold a token.
 

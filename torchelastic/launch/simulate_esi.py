@@ -87,7 +87,7 @@ class Simulation:
 
     Args:
         options: of the command line, which are checked.
-        folder: for the files that the job is told of.
+        folder: for the files that the job reads and writes.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:

@@ -201,7 +201,7 @@ class Meter(LoopObserver):
 
     @contextlib.contextmanager
     def saving(self, tier: str = "") -> Iterator[None]:
-        """Training stands still for a save."""
+        """Training is stopped for a save."""
         began_ns = self._clock_ns()
         with self.spent_on(Account.SAVE_STALL):
             yield

@@ -1,4 +1,4 @@
-"""Which interfaces somebody means by `--iface`, and what gloo and NCCL are told about it. Pure."""
+"""Which interfaces `--iface` selects, and the variables of gloo and NCCL for them. Pure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _listed(there: Sequence[Interface]) -> str:
 
 
 def library_variables(choice: Choice, environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers are told so that gloo and NCCL use these interfaces. NCCL's variable stands if it is set.
+    """The variables of workers by which gloo and NCCL use these interfaces. NCCL's is left alone if it is set.
 
     Raises:
         InterfaceError: see `check_gloo`.

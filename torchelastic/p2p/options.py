@@ -80,7 +80,7 @@ def choose_interface(address: str) -> None:
     """Have gloo use the network on which the others reach this host, unless the user has chosen one.
 
     Left alone it looks the host's own name up, which on many machines leads to another network or to none. The launcher
-    has told a chosen interface to its workers already; a worker without one looks here. Raises InterfaceError.
+    has set a chosen interface for its workers already; a worker without one looks here. Raises InterfaceError.
     """
     if GLOO_VARIABLE in os.environ or not address:
         return

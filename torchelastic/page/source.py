@@ -1,6 +1,6 @@
 """Where the page's pictures come from: the run as etcd has it, and this host as its agent knows it.
 
-What the agent knows of its own host is newer than what it has written to etcd, and is there while etcd is away.
+What the agent knows of its own host is newer than what it has written to etcd, and is there while etcd is unreachable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import HostStatus, RunStatus, combined
 from torchelastic.status.status_format import run_to_plain
 
-#: etcd may take so long for an answer before the page says that it is away.
+#: etcd may take so long for an answer before the page says that it is unreachable.
 PATIENCE_S = 2.0
 
 

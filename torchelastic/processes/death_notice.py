@@ -1,4 +1,4 @@
-"""Hear of a process's death at once, and not only when the kernel has torn it down.
+"""Be notified of a process's death at once, and not only when the kernel has torn it down.
 
 A killed process is gone for its parent (`waitpid`, pidfd) and for its peers (closed connections) only after the kernel
 has given its memory back: 40 ms for a small torch process, 150 ms for one with half a gigabyte. But it lets go of the

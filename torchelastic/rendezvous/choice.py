@@ -22,7 +22,7 @@ def choose(members: Sequence[Member], size: int, multiple_of: int, last: Sequenc
       that has lost none, and the other one's survivor waits, though it may be older.
     * What hosts have left over is taken all or not at all, in those that fill the roster exactly; where none do, one
       host is taken in part. Of hosts that are all smaller than `multiple_of`, that is the only rule.
-    * Who stands first in `members` comes first; with a multiple of 1 that is all, but for the best state.
+    * Who is first in `members` comes first; with a multiple of 1 that is all, but for the best state.
 
     Args:
         members: from the first choice to the last: survivors by rank, and then newcomers by arrival.

@@ -1,4 +1,4 @@
-"""A worker's end of the socket to its agent: asks for rounds, hears of every change at once, on a thread of its own."""
+"""A worker's end of the socket to its agent: asks for rounds, is notified of each change, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AgentClient:
 
     @property
     def round(self) -> Round:
-        """The newest round that the agent has told of."""
+        """The newest round that the agent has sent."""
         return self._round
 
     @property
@@ -120,7 +120,7 @@ class AgentClient:
     def wait_closed(self, timeout_s: float) -> bool:
         """After `done`.
 
-        Wait until all are (True), or until one more round is needed to bring somebody level (False).
+        Wait until all are (True), or until one more round is needed to synchronize somebody (False).
         """
         number = self._round.number
         is_settled = lambda: self._round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice

@@ -51,7 +51,7 @@ class Predecessor:
 async def declare_dead(keys: Keys, predecessor: Predecessor) -> int:
     """Write tombstones for those members; if they are all, end the agent's lease and leadership, and forget it.
 
-    What is written is a fact. It is written only while the record stands, so that a write which arrives late, or that
+    What is written is a fact. It is written only while the record exists, so that a write which arrives late, or that
     somebody else on the host has done at the same moment, leaves nothing behind.
 
     Args:

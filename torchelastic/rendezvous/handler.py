@@ -121,7 +121,7 @@ class RendezvousHandler(ABC):
         """Make whoever waits for a key of the present round's store fail at once; called from any thread."""
 
     def wait_closed(self) -> bool:
-        """After `signal_done`: wait for the others. False: one more round is needed to bring one of them level."""
+        """After `signal_done`: wait for the others. False: one more round is needed to synchronize one of them."""
         return True
 
     def close(self) -> None:  # noqa: B027 - as above
@@ -186,7 +186,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     @property
     def round(self) -> Round:
-        """The newest round that the agent has told of."""
+        """The newest round that the agent has sent."""
         return NO_ROUND if self._client is None else self._client.round
 
     @property
@@ -242,7 +242,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return PrefixStore(f"round/{round_.number}", store), round_.roster.index(client.member_id), len(round_.roster)
 
     def is_closed(self) -> bool:
-        """Whether the run is closed or closing, as far as the agent has told; asks nobody."""
+        """Whether the run is closed or closing, as far as the agent has reported; asks nobody."""
         return self.round.is_over
 
     def interrupt(self) -> None:

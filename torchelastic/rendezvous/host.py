@@ -71,8 +71,8 @@ class Host:
         settings: for the case that this host leads; its `ttl_s` is also the lease's.
         name: this host's name.
         agent_id: unique for each agent process.
-        about: what stands in the agent's key: which process it is.
-        describe: what stands in the record that outlives this agent, of its lease and of its living members, so that
+        about: the value of the agent's key: which process it is.
+        describe: the content of the record that outlives this agent, of its lease and of its living members, so that
             somebody on its host can tell later whether their processes have ended.
         incarnation: a random word; that of the first agent in an empty store names the store's life.
         clock: monotonic seconds.
@@ -130,7 +130,7 @@ class Host:
         self._post(Changed())
 
     def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
-        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored.
+        """A member of this host has ended: a fact, so everybody is notified at once. Unknown ids are ignored.
 
         Args:
             member_id: which one.

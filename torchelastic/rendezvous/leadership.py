@@ -31,7 +31,7 @@ class Leadership:
 
     Args:
         keys: the run's keys.
-        agent_id: of this host's agent: what stands in the leader's key while it is this one.
+        agent_id: of this host's agent: the value of the leader's key while it is the leader.
         settings: of the run.
         document: the round, which only the leader writes.
         clock: monotonic seconds.
@@ -69,7 +69,7 @@ class Leadership:
             log.warning("this agent gives up leading run %s", self._keys.root)
 
     async def _remove(self, leader: KeyValue) -> None:
-        """That it is gone, everybody hears, and stands for leader."""
+        """Every agent is notified that it is gone, and stands for election."""
         unchanged = Compare(leader.key, Target.MOD_REVISION, leader.mod_revision)
         await txn((unchanged,), (Delete(leader.key),))
 

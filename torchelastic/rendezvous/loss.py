@@ -69,7 +69,7 @@ class Left(Fact):
 
 
 class LeaseExpired(Guess):
-    """Its record is gone from the store, and nobody has told this worker that its process ended: its host fell silent.
+    """Its record is gone from the store, and nobody has reported that its process ended: its host fell silent.
 
     It is a guess because a word of its end that the next round has overtaken reads the same.
     """

@@ -32,7 +32,7 @@ _SIZES = ("min_workers", "max_workers", "multiple_of")
 
 #: Of an agent's folder below the folder for temporary files. Short: a Unix socket's path has 107 bytes.
 FOLDER_PREFIX = "te-"
-#: The launcher takes what it is told at once; one that does not hang up so soon is not waited for.
+#: The launcher reads at once; one that does not hang up so soon is not waited for.
 TELL_S = 5.0
 
 
@@ -66,7 +66,7 @@ def tell_launcher(url: RendezvousUrl, environment: Mapping[str, str], *, is_clos
     if _launchers_run(environment) is None:
         return
     message = {"op": "elsewhere", **wire.who(environment), "run": f"{url.run_id} at {url.endpoints_text}"}
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # it has ended: nobody is there to be told
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # it has ended: there is nobody to notify
         connection.settimeout(TELL_S)
         connection.connect(environment[wire.SOCKET_VARIABLE])
         connection.sendall(wire.encode({**message, "closed": is_closed}))

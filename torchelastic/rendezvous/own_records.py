@@ -16,7 +16,7 @@ class OwnRecords:
     Args:
         keys: the run's keys.
         outliving_key: of the record that outlives this agent.
-        describe: what stands in it, of the agent's lease and of its living members.
+        describe: its content, of the agent's lease and of its living members.
     """
 
     def __init__(self, keys: Keys, outliving_key: str, describe: Callable[[int, Collection[str]], bytes]) -> None:
@@ -121,7 +121,7 @@ class DrainRequests:
         self._on_drain = on_drain
 
     async def follow(self) -> None:
-        """Take in what stands there, and follow what comes."""
+        """Read what is there, and follow what comes."""
         listing = await list_prefix(self.prefix)
         self.carried_out.clear()
         for kv in listing.items:

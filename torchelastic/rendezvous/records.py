@@ -1,4 +1,4 @@
-"""What stands under a run's prefix in the store: members, the round, and how both are written as JSON.
+"""What is stored under a run's prefix: members, the round, and how both are written as JSON.
 
 Nothing read from the store is trusted: a value that does not fit is a `RecordError` that names the key, never a crash.
 """
@@ -36,7 +36,7 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 
 
 class RoundState(str, enum.Enum):
-    """Where a round stands.
+    """The phase of a round.
 
     RUNNING: the roster trains. GATHERING: it still trains, but is asked to stop at an agreed step because somebody
     wants in, or out. BROKEN: it cannot go on; whoever lives asks for the next round. CLOSING: somebody has finished;
@@ -207,7 +207,7 @@ class Round:
 
     @property
     def released(self) -> frozenset[str]:
-        """Who is told to go by this edition, and may have gone."""
+        """Who is asked to leave by this edition, and may have left."""
         return frozenset(self.leaving) if self.state is RoundState.BROKEN else frozenset()
 
     @property
@@ -287,7 +287,7 @@ def round_from_dict(source: str, document: object) -> Round:
     if round_.stale and max(round_.stale) >= len(round_.roster):
         raise RecordError(f"{source}: field 'stale' names a rank that the roster does not have")
     if len(set(round_.roster)) < len(round_.roster):
-        raise RecordError(f"{source}: a member stands on the roster twice")
+        raise RecordError(f"{source}: a member is on the roster twice")
     if not round_.members.issuperset(round_.leaving):
         raise RecordError(f"{source}: field 'leaving' names somebody who is not on the roster")
     return round_

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: How long rank 0's host may take to be reached once the round is known, and its store to answer later requests.
 TIMEOUT_S = 30.0
-#: Between two attempts it is asked whether the round still stands.
+#: Between two attempts it is asked whether the round is still the current one.
 ATTEMPT_S = 1.0
 #: Rank 0's store answers on a thread that needs no interpreter: one that is silent for so long is stopped.
 SILENT_S = 3.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What stands for a URL where there is none.
+#: Used in place of a URL where there is none.
 SOLO_URL = "solo://"
 #: Says how many processes another launcher has started: torchrun, srun, mpirun.
 _SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")

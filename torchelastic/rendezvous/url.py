@@ -40,7 +40,7 @@ class RendezvousUrl:
         ttl_s: how long a host may be silent before it counts as lost.
         connect_timeout_s: how long etcd may be unreachable at the start.
         orphan_timeout_s: how long a group may train without contact to etcd; math.inf: as long as it takes.
-        etcd_prefix: everything of the project stands below this key.
+        etcd_prefix: all keys of the project are below this one.
         access: certificates, user and password, as far as the URL names them; see `credentials.resolve`.
     """
 
@@ -59,7 +59,7 @@ class RendezvousUrl:
 
     @property
     def root(self) -> str:
-        """The key under which all of this run stands, without a slash at its end."""
+        """The key under which all of this run is stored, without a slash at its end."""
         return f"{self.etcd_prefix.rstrip('/')}/{self.run_id}"
 
     @property
@@ -161,7 +161,7 @@ def parse_url(url: str) -> RendezvousUrl:
 
 
 def _masked(url: str) -> str:
-    """A URL for people: whatever stands where a password may stand is `***`. It need not be one that can be used."""
+    """A URL for people: whatever is where a password may be is `***`. It need not be one that can be used."""
     url = re.sub(r"(//[^:@/?#]*):.*@", r"\1:***@", url, flags=re.DOTALL)
     return re.sub(r"((?:pass|pw|secret|token)[^&=]*=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
 

@@ -35,7 +35,7 @@ from torchelastic.rendezvous.records import MemberCount, Name
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
 SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
 
-#: The run that the launcher's agent serves: a worker that is told another one by its script has an agent of its own.
+#: The run that the launcher's agent serves: a worker whose script names another one has an agent of its own.
 INIT_METHOD_VARIABLE = "TORCHELASTIC_INIT_METHOD"
 
 #: A line that is longer is refused: the largest message is a roster of 10,000 members.

@@ -67,7 +67,7 @@ class _Form:
     Attributes:
         layout: of the parts.
         header: of the memory of a copy.
-        text: the header as other ranks are told it.
+        text: the header as it is sent to other ranks.
     """
 
     layout: Layout

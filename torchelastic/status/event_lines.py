@@ -189,7 +189,9 @@ def _text(event: LedgerEvent) -> str:
             return f"slow: {event.relative_percent:.0f} % of the best"
         case StoreOutage():
             return (
-                f"etcd is back after {duration(event.away_ns)}" if event.is_over else "etcd is away, training goes on"
+                f"etcd is back after {duration(event.away_ns)}"
+                if event.is_over
+                else "etcd is unreachable, training goes on"
             )
     return ""
 

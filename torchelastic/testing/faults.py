@@ -47,7 +47,7 @@ class FaultPlan:
     """The faults of one run, in a folder that all its workers share.
 
     Args:
-        folder: where the plan stands and where struck faults are noted.
+        folder: where the plan is and where struck faults are noted.
     """
 
     def __init__(self, folder: Path) -> None:

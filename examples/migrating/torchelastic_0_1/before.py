@@ -44,7 +44,7 @@ class LineState(torchelastic.State):
         self.steps = self.epoch = self.start_index = 0
 
     def sync(self, world_size: int, rank: int) -> LineState:
-        """Take the state of the most tenured worker; load data from where it stands."""
+        """Take the state of the most tenured worker; load data from its position on."""
         tenured, _ = edl_dist.all_gather_return_max_long(self.steps)
         data = None
         if rank == tenured:

@@ -42,7 +42,7 @@ _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 
 @dataclass
 class _ScheduledCall:
-    """A call whose end nobody was told yet.
+    """A call whose end is not reported yet.
 
     Attributes:
         request: what was scheduled, without the work once that is the worker's.

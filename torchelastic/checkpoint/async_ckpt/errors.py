@@ -1,4 +1,4 @@
-"""What a failed asynchronous call is told as."""
+"""How a failed asynchronous call is reported."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _serve(
         if not future.cancelled():
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread, and nobody would hear of it
+            except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread, and nobody would know of it
                 settle(future, error)
             else:
                 settle(future, result)

@@ -15,7 +15,7 @@ from torchelastic.checkpoint.staging import fsync_folder, new_staging_path, remo
 
 
 class TorchAsyncCheckpoint:
-    """Saves like `torch.save`, in a worker process. Each rank for itself, unless it is told otherwise.
+    """Saves like `torch.save`, in a worker process. Each rank for itself, unless `no_dist=False`.
 
     A file appears under its name when it is complete and durable, by one rename; until then, and if the save fails or
     the job is killed, what was there before stays.

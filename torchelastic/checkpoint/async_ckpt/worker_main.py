@@ -62,7 +62,7 @@ def _die() -> None:
 
 
 def _serve(connection: Connection, parcels: list[Parcel]) -> None:
-    """Takes the only parcel out of the list, so that its memory is let go before the trainer hears of the end."""
+    """Takes the only parcel out of the list, so that its memory is freed before the trainer learns of the end."""
     from torchelastic.checkpoint.async_ckpt.shipping import unpack
 
     try:
@@ -71,7 +71,7 @@ def _serve(connection: Connection, parcels: list[Parcel]) -> None:
             request = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
             _answer(connection, "staged")
         answer: tuple[str, Any] = "done", request.work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the trainer has to hear of it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the trainer has to know of it
         answer = "failed", _portable(error)
     request = None  # type: ignore[assignment]  # the memory is the trainer's again once it has the answer
     _answer(connection, *answer)

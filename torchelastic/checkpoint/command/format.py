@@ -12,7 +12,7 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.store.manifest import Manifest
 
-#: Told how many bytes have been read since it was called last.
+#: Called with how many bytes have been read since it was called last.
 Advance = Callable[[int], None]
 
 

@@ -29,7 +29,7 @@ EXAMPLES = """examples:
 
 exit codes: 0 done and intact, 1 verify has found damage, 2 cannot be done or read (one line on stderr says why)
 """
-_PATH_HELP = "a folder of checkpoints, one of them, or a shard file; told apart by what is in it"
+_PATH_HELP = "a folder of checkpoints, one of them, or a shard file; which of them is recognized by its content"
 
 
 def main(arguments: Sequence[str]) -> int:

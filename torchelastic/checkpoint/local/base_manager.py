@@ -343,7 +343,7 @@ class BaseCheckpointManager(ABC):
         try:
             self._ranks.run_on_all(call, request.work)
         except OutOfStepError:
-            raise  # who is lost may have written its part: what is here stays, and find_latest tells what it is worth
+            raise  # who is lost may have written its part: what is here stays, and find_latest judges it
         except BaseException:
             del self._pending[save]
             self._cleanup_failed_save(save)

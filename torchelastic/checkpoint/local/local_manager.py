@@ -86,7 +86,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     Raises:
         CheckpointError: the folder cannot be created.
-        TypeError, ValueError: an argument makes no sense.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(

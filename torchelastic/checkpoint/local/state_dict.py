@@ -345,7 +345,7 @@ def decode(header: Header, tensors: Mapping[str, torch.Tensor], *, allow_pickles
 
     Raises:
         CheckpointError: its class is not defined here, or it holds pickles and they are not allowed.
-        CorruptCheckpointError: it makes no sense.
+        CorruptCheckpointError: it is damaged.
     """
     name = header.meta.get(_CLASS)
     state_class = TensorAwareStateDict.class_named(str(name))
@@ -369,7 +369,7 @@ def _decode_devices(runs: Sequence[Sequence[Any]]) -> list[torch.device]:
     try:
         return [torch.device(name) for name, count in runs for _ in range(int(count))]
     except (RuntimeError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"the devices of the saved state make no sense: {error}") from error
+        raise CorruptCheckpointError(f"the devices of the saved state are damaged: {error}") from error
 
 
 def _devices_here(devices: Sequence[torch.device]) -> list[torch.device]:

@@ -164,7 +164,7 @@ def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
             raise ValueError("its header is that of another shard")
         return commit
     except _NONSENSE as error:
-        raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
+        raise CorruptCheckpointError(f"its commit is damaged: {error!r}") from error
 
 
 def storage_data_of(results: Iterable[Iterable[Any]]) -> dict[MetadataIndex, StoredItem]:

@@ -7,7 +7,7 @@
            .tmp-...                                                        slots in which the next shards are built
 
 All ranks of a host share it, each with slots of its own. `step-20_ckpt` is a folder that frameworks create and write
-into themselves; it stands for the newest complete save of its step. Nothing is believed without its checksums. Who
+into themselves; it is the newest complete save of its step. Nothing is believed without its checksums. Who
 removes what: each process removes its own shards, since it uses their memory again; what no living process holds,
 anybody does.
 

@@ -98,7 +98,7 @@ def container_name(run_id: str | None) -> str:
     """
     if not run_id or run_id == _NO_RUN_ID:
         found = "this job has no run id" if not run_id else "its run id is 'none', as torchrun calls all that have none"
-        raise ValueError(f"no container can be told apart from those of other jobs: {found}; {_REMEDY}")
+        raise ValueError(f"no name distinguishes this job's container from those of other jobs: {found}; {_REMEDY}")
     data = os.fsencode(run_id)
     name = quote(data, safe="@+,").replace("~", "%7E").replace("%", "=")
     if name.startswith("."):

@@ -160,7 +160,7 @@ def shares_bytes(plans: Iterable[SavePlan]) -> list[int | None]:
 
 
 _lock = threading.Lock()
-#: What has arrived, by kind and checkpoint, of each rank: what came last stands last.
+#: What has arrived, by kind and checkpoint, of each rank, in the order of arrival.
 _messages: dict[tuple[type, str], dict[int, Any]] = {}
 
 

@@ -1,7 +1,7 @@
 """What the processes of one program know together of their containers: where each is, and in which epoch they save.
 
 A trainer and the helpers that it starts (`AsyncCheckpointerType.PROCESS`) open the same containers, and only one of
-them hears of a checkpoint's path. So it lies in a folder of the program, as links: each is made, read and replaced in
+them learns of a checkpoint's path. So it lies in a folder of the program, as links: each is made, read and replaced in
 one step, and no lock is needed.
 
     <temporary folder>/145      -> /dev/shm/jobs/145     where the container of this name lies

@@ -101,7 +101,7 @@ class DefaultCheckpointSaver:
         self._containers = SaverContainers(self._manager)
 
     def configure(self, *, threads: int | None = None, allow_pickles: bool | None = None) -> None:
-        """What a storage writer is told by its user.
+        """What the user of a storage writer sets.
 
         Args:
             threads: how many copy and compute checksums.

@@ -41,14 +41,14 @@ _REFUSED = "torchelastic.not_copied:"
 
 @dataclass(frozen=True)
 class _At:
-    """Stands for a tensor in the slot, by number."""
+    """Placeholder of a tensor in the slot, by number."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Spread:
-    """Stands for a DTensor."""
+    """Placeholder of a DTensor."""
 
     local: _At | torch.Tensor
     spec: Any

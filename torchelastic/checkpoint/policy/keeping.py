@@ -116,7 +116,7 @@ class KeepPolicy(Composable, ABC):
 
 
 def rising_s(times_s: Iterable[float]) -> list[float]:
-    """Times that were told by a clock, oldest save first, so that each is after the one before.
+    """Times of a clock, oldest save first, so that each is after the one before.
 
     Policies go by the order of the saves: a clock that was set back has no say.
 

@@ -1,7 +1,7 @@
 """When to save: what a save policy may look at, what it answers, and how several become one.
 
 A policy is a value: it is asked after each committed step, and answers from what it is told, with no clock, no file and
-no memory of its own. So every rank that is told the same answers the same; if the ranks' clocks differ, ask on one of
+no memory of its own. So every rank that is given the same answers the same; if the ranks' clocks differ, ask on one of
 them.
 """
 

@@ -64,7 +64,7 @@ class ReplicaClient:
         token: the secret that all members of the run share.
         timeout_s: how long the peer may be silent.
         retry_s: for how long after a first failure attempts are repeated; 0 for one attempt.
-        most_retries: how many further attempts there may be for each call besides; None for no limit. Being told "busy"
+        most_retries: how many further attempts there may be for each call besides; None for no limit. An answer "busy"
             does not count.
 
     Raises:

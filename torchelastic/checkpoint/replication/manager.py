@@ -94,7 +94,7 @@ class ReplicationManager:
             replica_host: the address to listen on; None: found out.
 
         Raises:
-            ValueError, TypeError: an argument makes no sense.
+            ValueError, TypeError: an argument is invalid.
             OutOfStepError: a rank did not come (names it), or the group is broken.
             CheckpointError: a rank cannot listen.
         """

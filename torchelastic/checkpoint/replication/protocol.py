@@ -139,7 +139,7 @@ def number_in(message: Message, key: str) -> int:
 
 
 def error_message(error: ReplicationError) -> Message:
-    """What a peer is told of an error."""
+    """The message by which a peer learns of an error."""
     kind = next((kind for kind, type_ in _KINDS.items() if type_ is type(error)), "refused")
     return {"error": kind, "message": str(error)[:2000]}
 
@@ -294,7 +294,7 @@ def greet_client(connection: ReplicaConnection, token: bytes) -> None:
     """The server's part.
 
     Raises:
-        AuthenticationError: the client does not know the token; it was told so.
+        AuthenticationError: the client does not know the token; that was its answer.
         TransferError: it is silent, gone, or no client of ours.
     """
     server_nonce = secrets.token_hex(16)

@@ -64,7 +64,7 @@ class ReplicaStore(Protocol):
     """Receives, keeps and gives away whole objects, each under an id.
 
     A server calls all of it on its own threads, one call at a time, so calls must be quick: no waiting for a disk. What
-    these methods raise is logged, and the peer is told that the object is refused.
+    these methods raise is logged, and the peer's object is refused.
     """
 
     def destination(self, object_id: str, size_bytes: int, /) -> memoryview | bytearray:
@@ -74,9 +74,9 @@ class ReplicaStore(Protocol):
         already must stay readable until then, or be gone.
 
         Raises:
-            CheckpointError: there is no room now; the sender is told that it is busy, and tries again.
-            ReplicationError: what the sender is to be told instead, such as `ReplicaRefusedError`.
-            ValueError: this object is not wanted at all; the sender is told why.
+            CheckpointError: there is no room now; the sender gets the answer "busy", and retries.
+            ReplicationError: what is sent to the sender instead, such as `ReplicaRefusedError`.
+            ValueError: this object is not wanted at all; the sender gets the reason.
         """
 
     def received(self, object_id: str, digest: str, /) -> None:

@@ -59,7 +59,7 @@ class ReplicaServer:
         host: the address to listen on; the one that the other hosts reach, not "0.0.0.0" if that can be avoided.
         port: the port; 0 for a free one.
         timeout_s: how long a peer may be silent within a transfer.
-        max_transfers: how many objects may be on their way in at once, and as many out; more are told "busy".
+        max_transfers: how many objects may be on their way in at once, and as many out; more get the answer "busy".
         max_connections: how many connections there may be at once; more are closed at once.
 
     Raises:

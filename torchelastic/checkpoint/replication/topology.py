@@ -81,7 +81,7 @@ class ReplicationRetryConfig:
 
 @dataclass(frozen=True)
 class PeerTopology:
-    """What the ranks of a group told each other; it pickles.
+    """What the ranks of a group have exchanged; it pickles.
 
     Attributes:
         rank: the own one.

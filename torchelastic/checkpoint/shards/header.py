@@ -244,7 +244,7 @@ def _decoded(data: bytes, preamble: Preamble) -> Header:
         header = header_of(data)
         _check(header, preamble)
     except (ValueError, TypeError, msgspec.DecodeError, RecursionError, MemoryError) as error:
-        raise CorruptCheckpointError(f"its header makes no sense: {error!r}") from error
+        raise CorruptCheckpointError(f"its header is damaged: {error!r}") from error
     return header
 
 

@@ -1,6 +1,6 @@
 """Small values that are more than dicts, lists and numbers, as such with the name of their class, and back.
 
-Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`: what stands in many training states, and what can be
+Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`: what many training states hold, and what can be
 built again without running anything that a checkpoint names. A class of the program is looked up among those that are
 imported already; nothing is imported for it, and neither its `__init__` nor its `__new__` is called.
 """

@@ -9,7 +9,7 @@ In a folder that all ranks share, a checkpoint looks like this::
 
 All ranks fill it and one of them publishes it, by one rename. Where no rename can do that (storage of objects; folders
 of which each host has its own) the same files lie under the final name from the beginning, and the manifest comes last.
-Hosts with folders of their own hear of the commit at different times: if the first one removes the older checkpoint and
+Hosts with folders of their own learn of the commit at other times: if the first one removes the older checkpoint and
 dies, its shards of the new one are found on the others, although nobody there has committed them.
 Nothing in here waits for another rank, talks to one, or orders anything by a clock. Names are loaded on first use
 (PEP 562).

@@ -1,4 +1,4 @@
-"""Pure: what of a checkpoint lies in one place, told by names, sizes and the manifest; and what of it all should go."""
+"""Pure: what of a checkpoint is in one place, by names, sizes and the manifest; and what of it all should go."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class TierEntry:
 
     @classmethod
     def of(cls, info: CheckpointInfo) -> TierEntry:
-        """What is told of a checkpoint in one place."""
+        """What is known of a checkpoint in one place."""
         ranks = tuple(sorted(info.shards))
         return cls(info.name, info.world_size, ranks, info.manifest is not None, info.damage)
 

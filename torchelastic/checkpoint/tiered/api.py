@@ -38,7 +38,7 @@ class ElasticState(Protocol):
 
 
 class Observe(Protocol):
-    """Hears of a save that is durable in a tier; called in the background."""
+    """Called in the background with a save that is durable in a tier."""
 
     def __call__(self, tier: str, *, stall_s: float, durable_s: float) -> None:
         """Called once for each tier."""

@@ -58,10 +58,10 @@ class TieredSave:
         tiers: on rank 0: the names of those that take part; None on the others.
         began_s: when it began, by the monotonic clock.
         stall_s: for how long training stood still.
-        observe: hears of the costs.
+        observe: is called with the costs.
         metrics: what was measured of this state, for the manifest.
         committed: the names of the tiers in which it is durable by now.
-        abandoned: the tiers in which it will not be published, as it stands.
+        abandoned: the tiers in which it will not be published, as far as is known.
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
         failure: the first reason for which a tier that takes part does not have it; None: all of them have it.
         ended: when all of this is over; raises `failure`.

@@ -132,7 +132,7 @@ class TieredCheckpointManager(CheckpointManager):
     # --- a group ------------------------------------------------------------------------------------------------------
 
     def enter_group(self, peers: Peers) -> None:
-        """A new group stands: what older ones have not completed is given up. On the training thread of every rank.
+        """A new group: what older ones have not completed is dropped. On the training thread of every rank.
 
         Raises:
             CheckpointError: a tier cannot be used; on all ranks alike.
@@ -233,7 +233,7 @@ class TieredCheckpointManager(CheckpointManager):
             step: committed steps of the run.
             peers: of the group of the last `enter_group`, or `Alone`.
             everywhere: in every tier, however rarely it takes part else; what rank 0 says counts.
-            observe: hears of the costs.
+            observe: is called with the costs.
             metrics: what was measured of this state, by name; what rank 0 says counts.
 
         Raises:
@@ -269,7 +269,7 @@ class TieredCheckpointManager(CheckpointManager):
             step: see `save_step`, as for the rest.
             peers: of the group.
             everywhere: in every tier.
-            observe: hears of the costs.
+            observe: is called with the costs.
             metrics: for the manifest.
 
         Returns:

@@ -113,7 +113,7 @@ class Restoring:
                 f"Restore one of them from a copy; to start from scratch, move away what lies in {self._places()}"
             )
         if unreadable:
-            raise CheckpointError(f"it cannot be told whether there is a checkpoint: {'; '.join(unreadable)}")
+            raise CheckpointError(f"it is unknown whether there is a checkpoint: {'; '.join(unreadable)}")
         return None
 
     def _exchange(self, serving: ExitStack) -> tuple[list[list[tuple[str, TierEntry]]], list[str]]:

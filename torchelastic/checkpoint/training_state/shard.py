@@ -102,7 +102,7 @@ def read_own(shard: ShardReader, *, allow_pickles: bool) -> dict[str, Any]:
         (own,) = tree["own"].values()
         return dict(own)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{shard.path}: what belongs to its rank makes no sense: {error!r}") from error
+        raise CorruptCheckpointError(f"{shard.path}: what belongs to its rank is damaged: {error!r}") from error
 
 
 def placeholders(shard: ShardReader, entries: Mapping[str, tuple[str, tuple[int, ...]]], *, allow_pickles: bool) -> Any:

@@ -303,7 +303,7 @@ class BCPState:
                 f"{call}, copying", lambda: copied.append(manager.save_shard(self._lay_out, step, peers))
             )
         except BaseException:
-            wait(copied, 2 * self._timeout_s)  # a rank has told the others that it takes no part
+            wait(copied, 2 * self._timeout_s)  # a rank has notified the others that it takes no part
             raise
         self._step = step
         return copied[0]

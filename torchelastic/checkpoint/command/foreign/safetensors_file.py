@@ -96,7 +96,7 @@ def _exact(path: Path, text: str, tensors: Mapping[str, torch.Tensor], allow_pic
         structure = from_json(text)
         expected = tensor_names(structure)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path}: its {STRUCTURE_KEY!r} makes no sense: {error!r}") from error
+        raise CorruptCheckpointError(f"{path}: its {STRUCTURE_KEY!r} is damaged: {error!r}") from error
     if expected != tensors.keys():
         some = min(expected ^ tensors.keys())
         raise CorruptCheckpointError(
