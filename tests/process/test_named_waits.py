@@ -37,8 +37,9 @@ def test_a_wait_says_whom_it_waits_for_and_ends_with_its_bound(
         caplog.at_level(logging.WARNING),
         pytest.raises(RuntimeError, match=r"waited .* s for rank 0 to save a checkpoint"),
     ):
-        peers.wait_for_key(store, "saved/1", nothing, lambda: "rank 0 to save a checkpoint", bound_s=0.5)
+        peers.wait_for_key(store, "saved/1", nothing, lambda: "rank 0 to save a checkpoint", bound_s=2.0)
     assert "waiting for rank 0 to save a checkpoint, for 0 s so far" in caplog.text
+    assert caplog.text.count("waiting for rank 0") <= 5, "after twice as long each time"
 
 
 class RoundIsOverError(RuntimeError):

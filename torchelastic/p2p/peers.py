@@ -130,6 +130,7 @@ def wait_for_key(
             raise RuntimeError(f"waited {waited_s:.0f} s for {waited_for()}")
         if waited_s >= next_log_s:
             log.warning("waiting for %s, for %.0f s so far", waited_for(), waited_s)
+            next_log_s *= 2
 
 
 def _waited(work: dist.Work | None) -> None:
