@@ -36,7 +36,7 @@ class Packed:
         return Packed(self.skeleton, tuple(tensor.clone() for tensor in self.tensors))
 
 
-class _Form(NamedTuple):
+class _TensorForm(NamedTuple):
     """A tensor without its content."""
 
     name: str
@@ -56,7 +56,7 @@ def pack(tree: Any) -> Packed:
     """
     flat = flatten(tree, allow_pickles=True)  # who unpacks it refuses them: a newcomer ends by that, and not the source
     forms = [
-        _Form(part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), part.tensor.is_cpu)
+        _TensorForm(part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), part.tensor.is_cpu)
         for part in flat.tensors
     ]
     return Packed(msgspec.msgpack.encode((flat.structure, forms)), tuple(part.tensor for part in flat.tensors))
@@ -68,8 +68,8 @@ def unpack(packed: Packed) -> Any:
     return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
 
 
-def _read(skeleton: bytes) -> tuple[Any, list[_Form]]:
-    return msgspec.msgpack.decode(skeleton, type=tuple[Any, list[_Form]])
+def _read(skeleton: bytes) -> tuple[Any, list[_TensorForm]]:
+    return msgspec.msgpack.decode(skeleton, type=tuple[Any, list[_TensorForm]])
 
 
 def message_device() -> torch.device:
