@@ -130,12 +130,7 @@ class Host:
         self._post(Changed())
 
     def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
-        """A member of this host has ended: a fact, so everybody is notified at once. Unknown ids are ignored.
-
-        Args:
-            member_id: which one.
-            for_good: it is not started again. To be said once that is known, if it is not known at its end.
-        """
+        """A member of this host has ended: a fact. `for_good`: it is not started again. Unknown ids are ignored."""
         if self._records.withdraw(member_id, for_good=for_good):
             self._post(Changed())
 
