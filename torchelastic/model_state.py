@@ -15,6 +15,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
+from torchelastic.model.extras import numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
@@ -329,7 +330,9 @@ class ModelState(WithCompanions, State):
 
     def load(self, stream: BinaryIO) -> None:
         """Read what `save` wrote; executes no pickled code."""
-        self.load_state_dict(torch.load(stream, map_location="cpu", weights_only=True))
+        with torch.serialization.safe_globals(numpy_globals()):
+            tree = torch.load(stream, map_location="cpu", weights_only=True)
+        self.load_state_dict(tree)
 
     def _weights(self) -> dict[str, Any]:
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}

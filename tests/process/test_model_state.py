@@ -6,6 +6,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,6 +175,20 @@ def test_what_is_saved_is_what_is_loaded() -> None:
     other.load(stream)
     assert (other.step, other.extra, other.sampler.cursor) == (3, {"best": 0.5}, 15)
     assert_same(picture(state), picture(other))
+
+
+@pytest.mark.parametrize("value", [np.float64(1.5), np.int32(4), np.bool_(True), np.str_("best"), np.arange(3)])
+def test_values_of_numpy_are_saved_and_loaded(value: Any) -> None:
+    state = make_state(extra={"own": value})
+    state.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    one_step(state)
+    saved = io.BytesIO()
+    state.save(saved)
+    again = make_state(extra={"own": None})
+    again.load(io.BytesIO(saved.getvalue()))
+    assert np.array_equal(again.extra["own"], value)
+    assert type(again.extra["own"]) is type(value)
+    assert again.optimizer.param_groups[0]["lr"] == state.optimizer.param_groups[0]["lr"]
 
 
 def test_loading_runs_no_code_that_somebody_has_put_into_the_file() -> None:

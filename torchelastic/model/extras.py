@@ -7,11 +7,13 @@ step only after an optimizer has begun to step, and then it is synchronized toge
 
 from __future__ import annotations
 
+import _codecs
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchelastic.model.one_or_many import is_stateful
@@ -20,6 +22,16 @@ log = logging.getLogger(__name__)
 
 #: States with more bytes of tensors than this are not copied before each step.
 SMALL_BYTES = 64 * 1024
+
+
+def numpy_globals() -> list[Callable[..., Any]]:
+    """What `torch.load(weights_only=True)` has to know to read numpy's numbers, texts and arrays of them.
+
+    A learning rate that the user has computed with numpy is one, for example.
+    """
+    kinds = {type(np.dtype(code)) for code in (*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *"?US")}
+    makers: tuple[Any, Any] = (np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0])
+    return [np.ndarray, np.dtype, *makers, _codecs.encode, *kinds]
 
 
 class Copied(NamedTuple):
