@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SMALL_BYTES = 64 * 1024
 
 
-def numpy_globals() -> list[Callable[..., Any]]:
+def numpy_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """What `torch.load(weights_only=True)` has to know to read numpy's numbers, texts and arrays of them.
 
     A learning rate that the user has computed with numpy is one, for example.
