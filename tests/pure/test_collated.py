@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections import UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,14 @@ def test_only_small_tensors_go_by_value() -> None:
     assert isinstance(by_value(small), np.ndarray)
     assert by_value(large) is large
     assert joined([]) is None
+
+
+def test_a_mapping_of_another_kind_is_gone_through_too() -> None:
+    sample = UserDict(x=torch.ones(2))
+    parts = [by_value(default_collate([sample, sample])), by_value(default_collate([sample]))]
+    assert isinstance(parts[0]["x"], np.ndarray)
+    assert equal(joined(parts[:1]), {"x": torch.ones(2, 2)})
+    assert equal(joined(parts), {"x": torch.ones(3, 2)})
 
 
 def test_what_cannot_be_joined_is_named() -> None:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -128,7 +127,7 @@ def by_value(batch: Any) -> Any:
         except (TypeError, RuntimeError):  # a dtype that numpy has not, such as bfloat16
             return leaf
 
-    return tree_map(value, batch)
+    return _mapped(batch, value)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -141,7 +140,7 @@ def joined(parts: Sequence[Any]) -> Any:
         TypeError: batches of another kind.
     """
     if len(parts) < 2:
-        return tree_map(_tensor, parts[0]) if parts else None
+        return _mapped(parts[0], _tensor) if parts else None
     first = parts[0]
     if isinstance(first, (torch.Tensor, np.ndarray)):
         return torch.cat([_tensor(part) for part in parts])
@@ -157,3 +156,12 @@ def joined(parts: Sequence[Any]) -> Any:
 
 def _tensor(leaf: Any) -> Any:
     return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [_mapped(value, function) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return function(tree)
