@@ -55,7 +55,7 @@ def newest_readable(
     Args:
         found: newest first; what was never completed is passed over.
         read: reads one. If several ranks read together, it raises on all of them alike.
-        tell: hears, in words, of each that is of no use; on all ranks alike.
+        tell: is called with a text for each that is of no use; on all ranks alike.
         faults: what is known to be of no use, and why; what proves so is added.
     """
     for candidate in found:

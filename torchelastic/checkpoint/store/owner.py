@@ -53,7 +53,7 @@ class FenceState:
             raise self.fenced(epoch, round_number, where)
 
     def fenced(self, epoch: int, round_number: int, where: object) -> FencedError:
-        """What a writer is told that was replaced."""
+        """The error of a writer that was replaced."""
         return FencedError(
             f"this writer of epoch {epoch}, round {round_number} in {where} was replaced by {self}: its checkpoint "
             "is not published, and it must end"

@@ -117,7 +117,7 @@ class Restoring:
         return None
 
     def _exchange(self, serving: ExitStack) -> tuple[list[list[tuple[str, TierEntry]]], list[str]]:
-        """What each rank can read in which tier, and what cannot be told; from now on it gives that to the others."""
+        """What each rank can read in which tier, and what is unreadable; from now on it serves its shards."""
         mine: list[list[Any]] = []
         unreadable = []
         for name, tier in self._tiers.items():
