@@ -1,10 +1,13 @@
-"""Waiting for a condition, not for seconds; and the condition that a process has ended."""
+"""Waiting for a condition, not for seconds; and the conditions that a process has ended, or stands still."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -50,3 +53,19 @@ def is_gone(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+
+
+def pause(pids: Iterable[int]) -> float:
+    """SIGSTOP these processes; returns the time at which the last of their threads stands still.
+
+    Until then each may still answer.
+    """
+    pids = list(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(map(_stands_still, pids)), 20, f"{pids} are stopped")
+    return time.monotonic()
+
+
+def _stands_still(pid: int) -> bool:
+    return all("T (stopped)" in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status"))

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import psutil
 
-from tests.waiting import wait_until
+from tests.waiting import pause, wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import find_etcd_binary
@@ -89,8 +89,7 @@ class Cluster:
 
     def stop(self, *members: int) -> None:
         """SIGSTOP: connections stay, and nothing is answered."""
-        for member in members:
-            os.kill(self._members[member].pid, signal.SIGSTOP)
+        pause(self._members[member].pid for member in members)
 
     def resume(self, *members: int) -> None:
         """SIGCONT to what was stopped."""

@@ -268,17 +268,6 @@ def process_tree(pid: int) -> list[int]:
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
-def pause(pids: Iterable[int]) -> float:
-    """SIGSTOP these processes; returns the time at which the kernel has stopped all of them."""
-    pids = list(pids)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    wait_until(
-        lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids), 5, f"{pids} are stopped"
-    )
-    return time.monotonic()
-
-
 def resume(pids: Iterable[int]) -> float:
     """SIGCONT these processes, which must still be stopped; returns the time."""
     for pid in pids:

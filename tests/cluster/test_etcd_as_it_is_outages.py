@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import RunRecords, pause, resume
+from tests.cluster.harness import RunRecords, resume
 from tests.cluster.light_hosts import (
     TTL_S,
     LightHost,
@@ -31,7 +31,7 @@ from tests.cluster.light_hosts import (
     until_all_run,
 )
 from tests.cluster.proxy import Proxy
-from tests.waiting import until
+from tests.waiting import pause, until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S, Settings
 

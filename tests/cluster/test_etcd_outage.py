@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Event, Job, pause, resume
-from tests.waiting import wait_until
+from tests.cluster.harness import Event, Job, resume
+from tests.waiting import pause, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.proxy import Proxy
-from tests.waiting import wait_until
+from tests.waiting import pause
 from torchelastic.rendezvous import etcd_connection
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
@@ -52,13 +52,6 @@ def dead_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def freeze(pid: int) -> None:
-    """SIGSTOP, and wait until it has reached the last of the process's threads: until then etcd may still answer."""
-    os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    wait_until(lambda: all("T (stopped)" in status.read_text() for status in threads.glob("*/status")), PATIENCE_S)
-
-
 class Watched:
     """A watch whose callbacks fill queues."""
 
@@ -84,7 +77,7 @@ def proxy(etcd: EtcdServer) -> Iterator[Proxy]:
 def test_a_stopped_server_is_reported_in_time_and_works_again_when_it_goes_on(own_etcd: EtcdServer) -> None:
     store = EtcdStore([(own_etcd.host, own_etcd.port)], timeout_s=1.0)
     watched = Watched(store, "key", store.put("key", b"1") + 1)
-    freeze(own_etcd.pid)
+    pause([own_etcd.pid])
     try:
         started_s = time.monotonic()
         with pytest.raises(StoreUnavailableError, match=own_etcd.endpoint):
@@ -109,7 +102,7 @@ def test_a_watch_notices_a_silent_server_though_nobody_calls_and_the_next_call_k
     store = EtcdStore([(own_etcd.host, own_etcd.port), (etcd.host, etcd.port)], timeout_s=20.0)
     watched = Watched(store, "key", store.put("key", b"1"))
     watched.events.get(timeout=PATIENCE_S)
-    freeze(own_etcd.pid)
+    pause([own_etcd.pid])
     try:
         assert isinstance(watched.errors.get(timeout=PATIENCE_S), StoreUnavailableError)
         started_s = time.monotonic()

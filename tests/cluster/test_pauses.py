@@ -11,8 +11,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, RunRecords, pause, process_tree, resume, rounds_published
-from tests.waiting import wait_until
+from tests.cluster.harness import Job, RunRecords, process_tree, resume, rounds_published
+from tests.waiting import pause, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 MakeJob = Callable[..., Job]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from tests.waiting import wait_until
+from tests.waiting import pause, wait_until
 from torchelastic.data import ElasticBatchSampler, ElasticLoader, EpochLoader
 from torchelastic.data.shares import SecondDeal
 from torchelastic.data.worker_processes import MAX_DEATHS
@@ -215,7 +215,7 @@ def test_training_waits_for_no_data_worker_that_hangs_beside_a_killed_one() -> N
     sampler = ElasticBatchSampler(64, 4, shuffle=False)
     loader = ElasticLoader(ProcessIds(64), sampler, num_workers=2)
     hanging, victim = (set(next(loader).tolist()).pop() for _ in range(2))
-    os.kill(hanging, signal.SIGSTOP)
+    pause([hanging])
     os.kill(victim, signal.SIGKILL)
     os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
     sampler.rollback()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
-import os
 import pickle
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.process.forked_ranks import run_ranks, values
-from tests.waiting import wait_until
+from tests.waiting import pause, wait_until
 from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
 
@@ -247,7 +245,7 @@ def test_a_worker_process_that_hangs_beside_a_killed_one_is_not_waited_for() -> 
     first = next(stream).tolist()
     hanging, victim = (one for one in multiprocessing.active_children() if one.pid not in others)
     assert hanging.pid is not None
-    os.kill(hanging.pid, signal.SIGSTOP)
+    pause([hanging.pid])
     victim.kill()
     victim.join()
     stream.rollback()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_ranks import JOB, Member
+from tests.waiting import pause
 from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationRetryConfig
@@ -150,7 +151,7 @@ def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
         if rank == 1:
             each.meet()
             return []
-        os.kill(pids[1], signal.SIGSTOP)
+        pause([pids[1]])
         try:
             began_s = time.monotonic()
             with pytest.raises(ReplicationError) as caught:

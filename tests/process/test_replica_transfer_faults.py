@@ -25,7 +25,7 @@ from tests.process.replicas import (
     end,
     start,
 )
-from tests.waiting import wait_until
+from tests.waiting import pause, wait_until
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
@@ -112,7 +112,7 @@ def test_a_stopped_receiver_is_named() -> None:
     with running(SERVES_SLOWLY) as receiver:
         port = port_of(receiver)
         client = ReplicaClient(("127.0.0.1", port), TOKEN, timeout_s=0.5)
-        receiver.send_signal(signal.SIGSTOP)
+        pause([receiver.pid])
         with pytest.raises(
             PeerStalledError, match=rf"127.0.0.1:{port} stalled: .* after 0.5 s; its process is stopped"
         ):
@@ -124,7 +124,7 @@ def test_a_stopped_receiver_is_named() -> None:
 def test_nobody_waits_for_a_receiver_of_a_group_that_has_ended() -> None:
     with running(SERVES_SLOWLY) as receiver:
         client = ReplicaClient(("127.0.0.1", port_of(receiver)), TOKEN, timeout_s=600.0, retry_s=600.0)
-        receiver.send_signal(signal.SIGSTOP)
+        pause([receiver.pid])
         began_s = time.monotonic()
         client.end(0.2)
         with pytest.raises(PeerLostError):
@@ -142,7 +142,7 @@ def test_a_sender_that_stops_blocks_nobody_for_long() -> None:
         running(PUSHES_SLOWLY, server.address[1]) as sender,
     ):
         wait_until(lambda: has_begun(shelf), what="some pieces have arrived")
-        sender.send_signal(signal.SIGSTOP)
+        pause([sender.pid])
         client_of(server, retry_s=PATIENCE_S).push("y", content_of(2), token_round=1)
         assert shelf.ids() == ["y"]
         client_of(server).push("x", content_of(1), token_round=1)

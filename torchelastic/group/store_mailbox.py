@@ -7,8 +7,13 @@ once. When its host loses its power or its network, nothing is closed, and torch
 
 from __future__ import annotations
 
+import atexit
+import math
+import os
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +29,8 @@ T = TypeVar("T")
 ANSWER_S = 10.0
 #: Who is just connecting tries it anew after a cut, until the time-out of the group's store.
 _CUT_AGAIN_S = 0.2
+#: For how long a process that ends waits for threads that it has just freed.
+_MAX_EXIT_S = 1.0
 
 
 class OwnConnection:
@@ -44,6 +51,7 @@ class OwnConnection:
         self._is_over, self._is_idle = threading.Event(), threading.Event()
         self._is_idle.set()
         self._sockets = SocketSet(self._leads_to_the_store)
+        _connections.add(self)
 
     def ask(self, what: Callable[[Store], T]) -> T:
         """What `what` returns, given the connection.
@@ -66,12 +74,13 @@ class OwnConnection:
         finally:
             self._is_idle.set()
 
-    def give_up(self) -> None:
+    def give_up(self, timeout_s: float = math.inf) -> None:
         """Nothing is asked any more; frees who waits for an answer, and returns then. On a thread that may wait."""
+        deadline_s = time.monotonic() + timeout_s
         self._is_over.set()
         while True:
             self._sockets.cut()
-            if self._is_idle.wait(_CUT_AGAIN_S):
+            if self._is_idle.wait(_CUT_AGAIN_S) or time.monotonic() > deadline_s:
                 return
 
     def _connected(self) -> Store:
@@ -126,3 +135,23 @@ class StoreMailbox:
         timer = threading.Timer(grace_s, self._store.give_up)
         timer.daemon = True
         timer.start()
+
+
+#: Of this process.
+_connections: weakref.WeakSet[OwnConnection] = weakref.WeakSet()
+
+
+def _leave_no_thread_in_the_store() -> None:
+    """At the end of the process: frees the threads that wait for a store, such as that of a host that fell silent.
+
+    Python ends a thread that comes back to it from then on, in the middle of C++, which aborts the process (SIGABRT):
+    a worker that has finished training would have failed. So it happens where rank 0 of an earlier group, whose host
+    was cut off for a while, ends at the same time.
+    """
+    deadline_s = time.monotonic() + _MAX_EXIT_S
+    for connection in list(_connections):
+        connection.give_up(max(0.0, deadline_s - time.monotonic()))
+
+
+os.register_at_fork(after_in_child=_connections.clear)  # a child must not cut what its parent uses
+atexit.register(_leave_no_thread_in_the_store)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
@@ -42,9 +41,7 @@ class Heartbeat:
         self._store = OwnConnection(store, answer_s=None)
         self._rank, self._world_size, self._clock = rank, world_size, clock
         self.busy = BusySigns(rank, clock) if world_size > 1 else None
-        self._ended, self._talking = threading.Event(), threading.Lock()
-        # Python ends its threads wherever they are; one that is inside the store then would abort the process
-        weakref.finalize(self, _hush, self._ended, self._talking)
+        self._ended = threading.Event()
         self._is_asked = False
         self._beats = 0
         self._seen: dict[int, bytes] = {}
@@ -84,8 +81,7 @@ class Heartbeat:
                 if self._ended.is_set():
                     return
                 self._beats += 1
-                with self._talking:
-                    self._store.ask(lambda store: self._beat(store, busy))
+                self._store.ask(lambda store: self._beat(store, busy))
         except RuntimeError as error:
             log.debug("no signs of life any more: %s", error)  # rank 0 is gone, and with it the round
 
@@ -103,11 +99,6 @@ class Heartbeat:
             if self._seen.get(rank) != beat:
                 self._seen[rank], self._last_s[rank] = beat, now_s
         self._answered_s = now_s
-
-
-def _hush(ended: threading.Event, talking: threading.Lock) -> None:
-    ended.set()
-    talking.acquire(timeout=2 * BEAT_S)
 
 
 def _key(rank: int) -> str:
