@@ -41,6 +41,13 @@ class OutOfStepError(CheckpointError):
     """The ranks did not call the same method, or one of them did not call it in time; names them."""
 
 
+def torch_reason(error: BaseException) -> str:
+    """Why torch cannot read something, in a line: its advice, with colours, is left out."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = next((line for line in lines if "Unsupported" in line or "WeightsUnpickler error" in line), None)
+    return (named or (lines[0] if lines else type(error).__name__))[:200]
+
+
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
     """Turns what the operating system raises inside into a `CheckpointError` that names place, reason and remedy.

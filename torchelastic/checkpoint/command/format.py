@@ -30,6 +30,7 @@ class FoundCheckpoint:
         size_bytes: how large it is.
         damage: why it is not complete, as far as names and sizes tell; None if it is.
         partial: which part of it is here, where the rest may be intact elsewhere; None: all of it.
+        is_unfinished: whether it lacks the manifest that comes last, so that it does not count: see `partial`.
         shards: its files that are here.
         manifest: which shards belong to it; None where none says so, or it cannot be read.
         facts: what else it says about itself, for `show`.
@@ -45,6 +46,7 @@ class FoundCheckpoint:
     size_bytes: int
     damage: str | None
     partial: str | None = None
+    is_unfinished: bool = False
     shards: tuple[Path, ...] = ()
     manifest: Manifest | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +56,11 @@ class FoundCheckpoint:
     def is_complete(self) -> bool:
         """Whether all of it is here, as far as names and sizes tell."""
         return self.damage is None and self.partial is None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether what is here of it counts."""
+        return self.damage is None and not self.is_unfinished
 
 
 def still_there(paths: Iterable[Path], look: Callable[[Path], FoundCheckpoint]) -> list[FoundCheckpoint]:

@@ -59,25 +59,22 @@ def newest_complete(path: Path) -> FoundCheckpoint:
     """The one that `show` and `convert` mean where a path has several; of several kinds, the one saved last.
 
     Raises:
-        CheckpointCommandError: all are damaged, or there are none.
+        CheckpointCommandError: none can be used, or there are none.
     """
     found = find(path)
-    usable = [one for one in found if one.is_complete] or [one for one in found if one.damage is None]
+    usable = [one for one in found if one.is_complete] or [one for one in found if one.is_usable]
     if not usable:
-        raise damaged_all(path, found)
+        raise none_usable(path, found)
     first_of_kind = {one.format.kind: one for one in reversed(usable)}
     return max(first_of_kind.values(), key=lambda one: one.saved_s)
 
 
-def damaged_all(path: Path, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
-    """The error for a path without a complete checkpoint."""
+def none_usable(path: Path, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
+    """The error for a path without a usable checkpoint."""
+    why = f"damaged: {found[0].damage}" if found[0].damage is not None else str(found[0].partial)
     if len(found) == 1:
-        return CheckpointCommandError(
-            f"{path} is damaged: {found[0].damage}; use another copy of it, or an older checkpoint"
-        )
-    return CheckpointCommandError(
-        f"all {len(found)} checkpoints in {path} are damaged (the newest: {found[0].damage}); use another copy of them"
-    )
+        return CheckpointCommandError(f"{path} is {why}; use another copy of it, or an older checkpoint")
+    return CheckpointCommandError(f"all {len(found)} checkpoints in {path} are of no use (the newest is {why})")
 
 
 def ls(path: Path, *, as_json: bool, now_s: float) -> int:
@@ -93,8 +90,8 @@ def ls(path: Path, *, as_json: bool, now_s: float) -> int:
     else:
         titles = ("NAME", found[0].format.step_title.upper(), "RANKS", "SIZE", "AGE", "KIND", "STATE")
         table(titles, [_row(one, now_s) for one in found])
-    if all(one.damage is not None for one in found):
-        complain(f"torchelastic checkpoint ls: {damaged_all(path, found)}")
+    if not any(one.is_usable for one in found):
+        complain(f"torchelastic checkpoint ls: {none_usable(path, found)}")
         return 2
     return 0
 
@@ -103,13 +100,14 @@ def verify(path: Path, *, as_json: bool) -> int:
     """`torchelastic checkpoint verify`, for all checkpoints at a path.
 
     Returns:
-        The exit code: 0 if all are intact, 1 if one is damaged, 2 if one cannot be read.
+        The exit code: 0 if all that are finished are intact, 1 if one is damaged or none is finished, 2 if one cannot
+        be read.
 
     Raises:
         CheckpointCommandError: there is nothing at the path.
     """
     found = find(path)
-    code = 0
+    code = int(all(one.is_unfinished for one in found))
     for one in found:
         unreadable = False
         try:
@@ -118,6 +116,8 @@ def verify(path: Path, *, as_json: bool) -> int:
         except CheckpointError as error:
             lines, unreadable = [str(error)], True
         state = "unreadable" if unreadable else "damaged" if lines else "intact"
+        if one.is_unfinished and not lines:
+            state = "not finished"
         if lines and not one.path.exists():
             state, lines = "removed meanwhile", []  # by the run that writes here
         code = max(code, {"unreadable": 2, "damaged": 1}.get(state, 0))
@@ -125,7 +125,8 @@ def verify(path: Path, *, as_json: bool) -> int:
             about = {"path": str(one.path), "name": one.name, "kind": one.format.kind, "partial": one.partial}
             say_json({**about, "state": state, "damage": lines})
         else:
-            say(f"{one.name}: {state} ({bytes_text(one.size_bytes)}{'; ' if one.partial else ''}{one.partial or ''})")
+            said, part = (one.partial, None) if one.is_unfinished else (state, one.partial)
+            say(f"{one.name}: {said} ({bytes_text(one.size_bytes)}{f'; {part}' if part else ''})")
             for line in lines:
                 say(f"  {line}")
     return code

@@ -67,6 +67,8 @@ class MemorySteps(FolderOfShards):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares the shards that are here, and the attached files with the commit."""
+        if found.is_unfinished:
+            return []
         lines = damages_of(openers_of(found, all_of_it=False), advance)
         if found.manifest is None:
             return lines or [str(found.damage)]
@@ -101,9 +103,9 @@ class MemorySteps(FolderOfShards):
         found = super()._look_at(folder)
         facts = {**found.facts, "save": folder.name}
         name = CheckpointContainerId.format_version_container(found.step or 0)
+        ranks = max((found.world_size or 0) - 1, 1)  # the last shard is the commit, of no rank
         if found.manifest is None:
-            return replace(found, name=name, facts=facts)
-        ranks = found.manifest.world_size - 1  # the last shard is the commit, of no rank
+            return replace(found, name=name, world_size=ranks, facts=facts)
         here = {record.rank for record in found.manifest.shards if folder / record.file in found.shards}
         return replace(
             found,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import FoundCheckpoint
-from torchelastic.checkpoint.command.listing import damaged_all, find
+from torchelastic.checkpoint.command.listing import find, none_usable
 from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
 from torchelastic.text import bytes_text
@@ -34,8 +34,8 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
     found = find(path)
     if any(one.path == path for one in found):
         raise CheckpointCommandError(f"{path} is a checkpoint itself: give the folder that holds it and the others")
-    if all(one.damage is not None for one in found):
-        raise damaged_all(path, found)
+    if not any(one.is_usable for one in found):
+        raise none_usable(path, found)
     if not any(one.is_complete for one in found):
         raise CheckpointCommandError(f"no checkpoint in {path} is whole ({found[0].partial}): nothing is removed")
     measured = {name for one in found for name in one.metrics}

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
+from torchelastic.checkpoint.command.screen import complain
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.kinds import LOCAL_STATE, Kind, kind_in
 from torchelastic.checkpoint.shards.batches import checksums_in, over_batches
@@ -30,6 +31,7 @@ from torchelastic.checkpoint.store.reading import names_in, open_shard, read_man
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 from torchelastic.checkpoint.store.writing import remove_checkpoint
 
+_UNFINISHED = "not finished: it has no manifest; its job is still saving it, or was stopped"
 #: A file of this name that does not begin like a shard is a torn one.
 _SUFFIX = ".shard"
 _START = encode_preamble(b"", 0, 0)[:8]
@@ -48,6 +50,8 @@ class ShardFormat(Format):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares each header and each tensor, and the headers with the manifest; goes on behind what is damaged."""
+        if found.is_unfinished:
+            return []
         lines = damages_of(openers_of(found, all_of_it=True), advance)
         return lines or ([] if found.damage is None else [found.damage])
 
@@ -113,6 +117,8 @@ class FolderOfShards(ShardFormat):
                     f"in {found.name} each of {len(shards)} ranks has saved a state of its own: give the shard of one "
                     f"rank, such as {found.shards[0]}"
                 )
+            if any("own" in shard.header.meta for shard in shards):
+                complain(f"left out of {found.name}: what is each rank's own (its extra state, its random numbers)")
             return read_tree(shards, allow_pickles=allow_pickles)
 
     def remove(self, found: FoundCheckpoint) -> None:
@@ -123,15 +129,16 @@ class FolderOfShards(ShardFormat):
         with explained("look at the checkpoint", folder):
             saved_s = folder.stat().st_mtime
         sizes, name = sizes_in(folder), SaveId.find(folder.name)
-        manifest, info, here = None, None, list[str]()
+        manifest, info, here, is_unfinished = None, None, list[str](), False
         facts: dict[str, Any] = {}
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
             damage: str | None = str(error)
-            if name is not None and MANIFEST_NAME not in sizes and kind_in(folder) is Kind.LOCAL:
-                # killed before it was finalized: it counts where all ranks have written it, as for its manager
+            if name is not None and MANIFEST_NAME not in sizes:
                 info, damage = info_of(name, folder, error, sizes, whole=False), None
+                # a local one counts without a manifest where all ranks have written it, as for its manager
+                is_unfinished = kind_in(folder) is not Kind.LOCAL
                 here = [shard_file_name(rank, info.world_size) for rank in sorted(info.shards)]
         else:
             name, saved_s, facts = manifest.name, manifest.saved_s or saved_s, {"run": manifest.run_id}
@@ -142,6 +149,7 @@ class FolderOfShards(ShardFormat):
             here = [record.file for record in manifest.shards if record.file in sizes]
         if name is not None:
             facts |= {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}
+        part = described_part(info.shards, info.world_size) if info is not None and damage is None else None
         return FoundCheckpoint(
             format=self,
             path=folder,
@@ -151,7 +159,8 @@ class FolderOfShards(ShardFormat):
             saved_s=saved_s,
             size_bytes=manifest.size_bytes if manifest else sum(size or 0 for size in sizes.values()),
             damage=damage,
-            partial=described_part(info.shards, info.world_size) if info is not None and damage is None else None,
+            partial=_UNFINISHED if is_unfinished else part,
+            is_unfinished=is_unfinished,
             shards=tuple(folder / file for file in here),
             manifest=manifest,
             facts=facts,
@@ -235,7 +244,9 @@ def openers_of(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
     What the manifest says of a shard is compared when it is opened.
     """
     if found.manifest is None:
-        missing = [partial(_refuse, f"of {found.path} {found.partial}")] if all_of_it and found.partial else []
+        missing = (
+            [partial(_refuse, f"{found.path} is not whole: {found.partial}")] if all_of_it and found.partial else []
+        )
         return [*(partial(ShardReader, path) for path in found.shards), *missing]
     records = found.manifest.shards
     wanted = [record for record in records if all_of_it or found.path / record.file in found.shards]

@@ -15,6 +15,7 @@ import xxhash
 from msgspec import structs
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align, place
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_name, encode_leaf
@@ -153,7 +154,7 @@ def _checked(content: Any, fqn: str, allow_pickles: bool) -> memoryview:
             raise TypeError(
                 f"{fqn!r} is an object whose pickle may run code when it is read: save plain values and tensors, such "
                 "as a state_dict(), or give allow_pickles=True to the MemoryStorageWriter and to the "
-                f"MemoryStorageReader ({str(error).splitlines()[0] if str(error) else error!r})"
+                f"MemoryStorageReader ({torch_reason(error)})"
             ) from error
         if len(_plain_pickles) >= _MAX_KNOWN_PICKLES:
             _plain_pickles.clear()

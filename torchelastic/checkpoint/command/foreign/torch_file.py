@@ -11,7 +11,7 @@ import torch
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
 from torchelastic.checkpoint.command.structures import places_of
-from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CorruptCheckpointError, explained, torch_reason
 from torchelastic.checkpoint.verification import damage_of_torch_file
 from torchelastic.text import shortlist
 
@@ -52,11 +52,11 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
         return torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise CheckpointCommandError(
-            f"{path} holds objects that run code when they are read ({_first_line(error)}): use --allow-pickles if you "
-            "trust whoever wrote it"
+            f"{path} holds objects that run code when they are read ({torch_reason(error)}): use --allow-pickles if "
+            "you trust whoever wrote it"
         ) from error
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, EOFError) as error:
-        raise CheckpointCommandError(f"torch cannot read {path}: {_first_line(error)}") from error
+        raise CheckpointCommandError(f"torch cannot read {path}: {torch_reason(error)}") from error
 
 
 def check(structure: Any, *, allow_pickles: bool) -> None:
@@ -78,11 +78,4 @@ def write(path: Path, tree: Any) -> None:
             torch.save(tree, file)  # given a path, torch refuses names that begin with a dot
         except RuntimeError as error:  # what torch's zip writer makes of a full disk, or of Ctrl-C
             reason = underlying(error)
-            raise OSError(_first_line(error)) if reason is error else reason from None
-
-
-def _first_line(error: BaseException) -> str:
-    """What torch says, without its advice, which is for people who write programs."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = next((line for line in lines if "Unsupported" in line or "WeightsUnpickler error" in line), None)
-    return (named or (lines[0] if lines else type(error).__name__))[:200]
+            raise OSError(torch_reason(error)) if reason is error else reason from None
