@@ -256,8 +256,8 @@ def _check(header: Header, preamble: Preamble) -> None:
     end = 0
     for entry in header.entries:
         dtype = dtype_named(entry.dtype)
-        expected = math.prod(entry.region.sizes) * dtype.itemsize
-        if entry.dtype.startswith(("q", "bits")) or math.prod(size for size in entry.shape if size) >= _MOST_ELEMENTS:
+        expected = entry.region.numel * dtype.itemsize
+        if entry.dtype.startswith(("q", "bits")) or math.prod(filter(None, entry.shape)) >= _MOST_ELEMENTS:
             raise ValueError(f"no tensor {entry.dtype} of shape {entry.shape} is stored as {entry.name!r}")
         if entry.size_bytes != expected or not entry.region.fits_into(entry.shape):
             raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.region} of {entry.shape}")

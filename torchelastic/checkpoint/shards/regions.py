@@ -25,7 +25,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     sizes: tuple[Length, ...]
 
     def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.sizes) or min((*self.offsets, *self.sizes), default=0) < 0:
+        if len(self.offsets) != len(self.sizes) or min(self.offsets + self.sizes, default=0) < 0:
             raise ValueError(f"{self.offsets} and {self.sizes} are no region: as many offsets as sizes, none negative")
 
     @classmethod
@@ -45,6 +45,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     def fits_into(self, shape: Sequence[int]) -> bool:
         """Whether it lies within a tensor of this shape."""
+        if shape == self.sizes and not any(self.offsets):
+            return True  # all of it, as most are: a shard may have thousands
         return len(shape) == len(self.sizes) and all(
             offset + size <= length for offset, size, length in zip(self.offsets, self.sizes, shape, strict=True)
         )

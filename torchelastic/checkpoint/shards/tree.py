@@ -256,9 +256,9 @@ class _Unflattening:
             return [self.decode(item) for item in node]
         if not isinstance(node, dict):
             return node
+        if "leaf" in node:  # first: there are thousands
+            return self._leaf(node["leaf"])
         (kind, value), *rest = node.items()
-        if kind == "leaf":
-            return self._leaf(value)
         if kind in _SCALARS:
             return _SCALARS[kind](value)
         if kind in ("dict", "ordered"):
@@ -286,9 +286,10 @@ class _Unflattening:
 
     def _leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
         key = tuple(recipe["names"].items())
-        if key not in self._leaves:
-            self._leaves[key] = self._decode_leaf(recipe)
-        return self._leaves[key]
+        leaf = self._leaves.get(key)
+        if leaf is None:
+            leaf = self._leaves[key] = self._decode_leaf(recipe)
+        return leaf
 
     def _decode_leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
         parts = {}

@@ -199,7 +199,8 @@ class DurableTier(Tier):
             except CorruptCheckpointError as error:
                 manifest = error
             sizes = self._sizes(self._folder(name))
-            infos.append(info_of(name, Path(self._shown(self._folder(name))), manifest, sizes, whole=True))
+            shown = self._shown(self._folder(name))
+            infos.append(info_of(name, Path(shown), manifest, sizes, whole=True, shown=shown))
         return infos
 
     def _kind_of(self, folder: str) -> Kind | None:

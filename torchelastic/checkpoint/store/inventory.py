@@ -36,7 +36,13 @@ class CheckpointInfo(KeptCheckpoint):
 
 
 def info_of(
-    name: SaveId, folder: Path, manifest: Manifest | CheckpointError, sizes: Mapping[str, int | None], *, whole: bool
+    name: SaveId,
+    folder: Path,
+    manifest: Manifest | CheckpointError,
+    sizes: Mapping[str, int | None],
+    *,
+    whole: bool,
+    shown: str | None = None,
 ) -> CheckpointInfo:
     """Describes a checkpoint.
 
@@ -47,6 +53,7 @@ def info_of(
         sizes: of the files that are there.
         whole: whether all of it should be there. Else a missing shard is somewhere else, and one without a manifest is
             not committed yet.
+        shown: how the damage names the folder, where that is no path; None: as it is.
     """
     if isinstance(manifest, CheckpointError):
         world_size, shards = _shards_by_name(sizes)
@@ -70,7 +77,7 @@ def info_of(
         name=name,
         folder=folder,
         manifest=manifest,
-        damage=_damage(folder, manifest, sizes, whole=whole),
+        damage=_damage(shown or str(folder), manifest, sizes, whole=whole),
         shards={record.rank: record.size_bytes for record in found},
         world_size=manifest.world_size,
     )
@@ -85,16 +92,16 @@ def _shards_by_name(sizes: Mapping[str, int | None]) -> tuple[int, dict[int, int
     return world_size, {rank: sizes[file] or 0 for file, (rank, size) in parsed.items() if size == world_size}
 
 
-def _damage(folder: Path, manifest: Manifest, sizes: Mapping[str, int | None], *, whole: bool) -> str | None:
+def _damage(folder: str, manifest: Manifest, sizes: Mapping[str, int | None], *, whole: bool) -> str | None:
     _, cut = manifest.found_in(sizes)
     for record in cut:
         return (
-            f"{folder / record.file}, the shard of rank {record.rank}, has {sizes[record.file] or 0} bytes of "
+            f"{folder}/{record.file}, the shard of rank {record.rank}, has {sizes[record.file] or 0} bytes of "
             f"{record.size_bytes}: it was cut"
         )
     missing = [record for record in manifest.shards if record.file not in sizes]
     if whole and missing:
-        return f"{folder / missing[0].file}, the shard of rank {missing[0].rank}, is missing"
+        return f"{folder}/{missing[0].file}, the shard of rank {missing[0].rank}, is missing"
     return None
 
 
