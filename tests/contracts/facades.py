@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,6 +62,14 @@ class Streamed:
 
     def load(self, stream: BinaryIO, /) -> None:
         self.weights = torch.load(stream, weights_only=True)
+
+
+class Model(torch.nn.Module):
+    """A model with these weights."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(weights)
 
 
 class Facade(ABC):
@@ -139,9 +148,8 @@ class Training(Facade):
         finally:
             state.close()
 
-    def _state(self, folder: Path) -> tuple[Any, BCPState]:
-        module = torch.nn.Module()
-        module.weights = torch.nn.Parameter(weights_at(0))
+    def _state(self, folder: Path) -> tuple[Model, BCPState]:
+        module = Model(weights_at(0))
         if self._tier is None:
             return module, BCPState(module, None, default_ckpt_path=folder, keep=1)
         return module, BCPState(module, None, tiers=[self._tier(folder)])
@@ -177,34 +185,48 @@ class Local(Facade):
 class Memory(Facade):
     words = "torchelastic.checkpoint.memory"
 
+    def __init__(self, **also: Any) -> None:
+        self._also = also  # what is loaded besides
+
     def save(self, folder: Path, step: int) -> None:
-        objects, replication = self._parts()
-        writer = MemoryStorageWriter(
-            DefaultCheckpointSaver(ckpt_obj_manager=objects, replication_manager=replication), on_failure="raise"
-        )
+        writer = self.writer()
         name = CheckpointContainerId.format_version_container(step)
         state = {"weights": weights_at(step)}
-        try:
+        with _unwrapped():
             dcp.state_dict_saver.save(state, checkpoint_id=str(folder / name), storage_writer=writer, no_dist=True)
-        except CheckpointException as error:  # DCP's wrapper around what a rank raised
-            raise next(iter(error.failures.values()))[0] from error
 
     def resume(self, folder: Path) -> int | None:
         loader = DefaultCheckpointLoader(*self._parts())
         latest = loader.get_latest_complete_checkpoint(folder)
         if latest is None:
             return None
-        state = {"weights": weights_at(0)}
-        dcp.state_dict_loader.load(
-            state, checkpoint_id=str(latest), storage_reader=MemoryStorageReader(checkpoint_loader=loader)
-        )
+        state = {"weights": weights_at(0), **self._also}
+        reader = MemoryStorageReader(checkpoint_loader=loader)
+        with _unwrapped():
+            dcp.state_dict_loader.load(state, checkpoint_id=str(latest), storage_reader=reader)
         return step_of(state["weights"])
+
+    @classmethod
+    def writer(cls, **options: Any) -> MemoryStorageWriter:
+        """For DCP; a save that is left out raises."""
+        objects, replication = cls._parts()
+        saver = DefaultCheckpointSaver(ckpt_obj_manager=objects, replication_manager=replication)
+        return MemoryStorageWriter(saver, on_failure="raise", **options)
 
     @staticmethod
     def _parts() -> tuple[CheckpointObjectManager, ReplicationManager]:
         objects, replication = CheckpointObjectManager(), ReplicationManager()
         replication.initialize(objects)
         return objects, replication
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """What a rank has raised, without DCP's wrapper around it, which is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 #: One for each kind of checkpoint.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,18 @@ def _rank() -> int:
 
 def _manager(root: Path, **options: Any) -> LocalCheckpointManager:
     strategy = LazyCliqueReplicationStrategy(1, 2) if dist.is_initialized() else None
-    return LocalCheckpointManager(root / f"host-{_rank()}", repl_strategy=strategy, timeout_s=30, **options)
+    options = {"repl_strategy": strategy, "timeout_s": 30.0} | options
+    return LocalCheckpointManager(root / f"host-{_rank()}", **options)
 
 
-def _state(step: int, size_bytes: int = 4000) -> BasicTensorAwareStateDict:
-    return BasicTensorAwareStateDict({"weights": torch.full((size_bytes // 4,), float(step)), "rank": _rank()})
+def _state(step: int, size_bytes: int = 4000, value: object = None) -> BasicTensorAwareStateDict:
+    weights = torch.full((size_bytes // 4,), float(step))
+    return BasicTensorAwareStateDict({"weights": weights, "rank": _rank(), "value": value})
 
 
-def save(root: Path, step: int, **options: Any) -> None:
-    """Save a step."""
-    _manager(root, **options).save(_state(step), step)
+def save(root: Path, step: int, value: object = None, **options: Any) -> None:
+    """Save a step, with a value of this rank's own."""
+    _manager(root, **options).save(_state(step, value=value), step)
 
 
 def save_as_if_on(root: Path, hosts: str, step: int) -> None:
@@ -55,9 +59,9 @@ def save_two(root: Path) -> None:
         manager.save(_state(step), step)
 
 
-def resume(root: Path) -> dict[str, Any]:
+def resume(root: Path, **options: Any) -> dict[str, Any]:
     """What is found and what is loaded, of the own rank's number or, with fewer ranks, of the ranks there are."""
-    manager = _manager(root)
+    manager = _manager(root, **options)
     found, saved_by = manager.find_latest(), manager.latest_world_size
     loaded = None
     if found >= 0:
@@ -101,11 +105,14 @@ def drop_managers(root: Path, count: int) -> dict[str, list[int]]:
     return seen
 
 
-def _held_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512 if path.is_file() else 0
-    except FileNotFoundError:
-        return 0  # removed while we look
+def _held_bytes(root: Path) -> int:
+    """What files take; one that gets another name while we look is counted once."""
+    held = {}
+    for path in root.rglob("*"):
+        with suppress(FileNotFoundError):  # removed while we look
+            status = path.stat()
+            held[status.st_ino] = status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+    return sum(held.values())
 
 
 def save_quickly(root: Path, count: int) -> int:
@@ -117,7 +124,7 @@ def save_quickly(root: Path, count: int) -> int:
         assert request is not None
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=False)
-        most = max(most, sum(map(_held_bytes, root.rglob("*"))) // MIB)
+        most = max(most, _held_bytes(root) // MIB)
     goes_on.set()
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()

@@ -28,7 +28,6 @@ from torchelastic.checkpoint.replication import ReplicationManager
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 
 dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly
-SIZES = (300, 500)
 
 
 def container_of(root: Path, host: int) -> Path:
@@ -47,8 +46,9 @@ def shards_of(root: Path, host: int, step: int) -> list[Path]:
 
 
 def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """What a rank saves; those of two ranks have other shapes and other values."""
-    return {f"weights of rank {rank}": torch.arange(SIZES[rank], dtype=torch.float32) + 1000 * step + rank}
+    """What a rank saves: what all have alike, and its own, of which shape and values are each rank's own too."""
+    own = torch.arange(300 + 200 * rank, dtype=torch.float32) + 1000 * step + rank
+    return {"weights": torch.arange(400, dtype=torch.float32) + 1000 * step, f"weights of rank {rank}": own}
 
 
 @contextmanager
@@ -63,11 +63,11 @@ def _parts(host: int, disk: Disk = REAL_DISK) -> Iterator[tuple[MemoryStorageWri
         replication.shutdown()
 
 
-def save(root: Path, step: int, disk: Disk = REAL_DISK) -> None:
-    """Save a step on all ranks, replicated."""
+def save(root: Path, step: int, disk: Disk = REAL_DISK, **more: Any) -> None:
+    """Save a step on all ranks, replicated; with more than tensors, if that is given."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with _parts(rank, disk) as (writer, _):
-        dcp.save(state_of(rank, step), checkpoint_id=str(folder_of(root, rank, step)), storage_writer=writer)
+        dcp.save(state_of(rank, step) | more, checkpoint_id=str(folder_of(root, rank, step)), storage_writer=writer)
 
 
 def candidates(root: Path) -> list[str]:
@@ -76,8 +76,13 @@ def candidates(root: Path) -> list[str]:
         return [found.name for found in loader.get_candidate_checkpoints(container_of(root, 0))]
 
 
-def recover(root: Path) -> tuple[int | None, bool]:
-    """The step that is found on this rank, and whether what is loaded of it is what was saved."""
+def recover(root: Path, saved_by: int | None = None) -> tuple[int | None, bool]:
+    """The step that is found on this rank, and whether what is loaded of it is what was saved.
+
+    Args:
+        root: of all hosts.
+        saved_by: how many ranks saved it; None: as many as there are now.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     with _parts(rank) as (_, loader):
         latest = loader.get_latest_complete_checkpoint(container_of(root, rank))
@@ -85,6 +90,8 @@ def recover(root: Path) -> tuple[int | None, bool]:
         if step is None:
             return None, True
         expected = state_of(rank, step)
+        if saved_by is not None and rank >= saved_by:
+            del expected[f"weights of rank {rank}"]  # nobody has saved it
         state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         dcp.load(state, checkpoint_id=str(latest), storage_reader=MemoryStorageReader(checkpoint_loader=loader))
         return step, all(torch.equal(state[name], expected[name]) for name in expected)
@@ -98,7 +105,6 @@ def save_with_helpers(root: Path, victim: int, *, during: bool) -> list[str]:
         victim: the rank whose helper is killed.
         during: while it is at the second save, and not after the first.
     """
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()

@@ -11,23 +11,6 @@ from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
 
 
-def test_a_job_of_cliques_of_two_goes_on_with_three_ranks_of_four(tmp_path: Path) -> None:
-    values(run_ranks(local_ranks.save, tmp_path, 7, ranks=4))
-    shutil.rmtree(tmp_path / "host-3")  # its shard has a copy at host 2
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3))
-    assert [(one["found"], one["loaded"]) for one in told] == [(7, 7)] * 3
-    shutil.rmtree(tmp_path)
-    values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3))
-    assert [len(list(tmp_path.glob(f"host-{rank}/step-*/shard-*"))) for rank in range(3)] == [2, 2, 2], (
-        "own and one copy"
-    )
-    for lost in range(3):  # whichever is lost, its shard has a copy
-        shutil.rmtree(tmp_path / f"host-{lost}")
-        told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3))
-        assert [(one["found"], one["loaded"]) for one in told] == [(8, 8)] * 3
-        values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3))
-
-
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_hosts_of_unequal_size_keep_copies_for_each_other(tmp_path: Path, lost: str) -> None:
     hosts = "aab"

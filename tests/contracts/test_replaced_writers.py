@@ -13,9 +13,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.cluster.conftest import jobs as jobs
-from tests.cluster.harness import Job, pause, process_tree, resume
+from tests.cluster.harness import Job, process_tree, resume
 from tests.contracts import local_ranks, memory_ranks
-from tests.waiting import wait_until
+from tests.waiting import pause, wait_until
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.rendezvous import EtcdServer
@@ -56,7 +56,7 @@ def test_a_host_that_was_paused_in_its_save_does_not_publish_the_newest_checkpoi
     wait_until(lambda: job.of("asking", pid=paused)[1:] or not psutil.pid_exists(paused), 60, "its save has ended")
     after = [one.sequence_id for one in manager.list_checkpoints()]
     assert after == before, "a checkpoint of step 10 counts as newer than that of step 25"
-    assert "was replaced while it saved" in job.output()
+    wait_until(lambda: "was replaced while it saved" in job.output(), 20, "its agent says so")
     job.open_gate(OTHERS_AT + 1)
     job.wait()
 

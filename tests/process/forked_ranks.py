@@ -222,6 +222,7 @@ def _be_rank(
 
     # after a fork torch makes a new thread pool at its first use, without a lock: two threads at once would fail
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     faulthandler.dump_traceback_later(ANSWER_S - 10, file=2)
     os.environ.update(environment)
     ranks = int(environment.get("WORLD_SIZE", "1"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest
+from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import (
     BaseCheckpointManager,
@@ -21,7 +21,6 @@ from torchelastic.checkpoint.local import (
     LocalCheckpointManager,
     TensorAwareStateDict,
 )
-from torchelastic.checkpoint.policy import KeepEvery, KeepLast
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 
@@ -79,33 +78,6 @@ def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
         assert torch.equal(again.state_dict["w"], torch.full((100,), 1.0))
         assert torch.equal(loaded.state_dict["w"], torch.full((100,), 11.0))
         manager.close()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("worker", ["thread", "persistent"])
-def test_the_background_may_be_a_thread_or_a_process(manager: LocalCheckpointManager, worker: Any) -> None:
-    live = torch.full((100,), 1.0)
-    with AsyncCallsQueue(worker=worker, timeout_s=60) as queue:
-        for iteration in (1, 2, 3):
-            live.fill_(iteration)
-            wrapped = BasicTensorAwareStateDict({"w": live, "step": iteration})
-            request = manager.save(wrapped, iteration, is_async=True)
-            live.fill_(-1.0)  # training goes on at once
-            assert request is not None
-            queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-        assert (manager.latest_iteration, iterations(manager)) == (3, [3])
-        assert value_of(manager) == 3.0
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept"), [(1, [6]), (3, [4, 5, 6]), (KeepLast(2), [5, 6]), (KeepEvery(3) | KeepLast(1), [3, 6])]
-)
-def test_the_policy_says_what_stays(tmp_path: Path, keep: Any, kept: list[int]) -> None:
-    manager = LocalCheckpointManager(tmp_path, keep=keep)
-    for iteration in range(1, 7):
-        manager.save(state(iteration), iteration)
-    assert iterations(manager) == kept
 
 
 # States of other classes

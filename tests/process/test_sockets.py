@@ -103,9 +103,9 @@ def test_a_descriptor_that_is_a_file_by_now_is_left_alone_and_nothing_stays_open
     number = client.detach()
     with path.open("rb") as file:
         os.dup2(file.fileno(), number)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = set(Path("/proc/self/fd").iterdir())  # other threads of this process may close some meanwhile
     assert group.cut() == 1, "the other end"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert set(Path("/proc/self/fd").iterdir()) <= before
     assert os.pread(number, 1, 0) == b"x"
     os.close(number)
     server.close()
