@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -167,48 +165,3 @@ def test_notes_do_not_wait_for_a_store_whose_host_is_silent_and_reach_it_when_it
         notes.post("key", b"new words")
         assert notes.look("key") == b"new words"
         assert of_group.check(["round/note/key"]), "the connection of the group was left alone"
-
-
-ENDS_BESIDE_A_SILENT_STORE = """
-import os, signal, sys, threading, time
-from torch._C._distributed_c10d import TCPStore
-from tests.waiting import pause
-from torchelastic.group.store_mailbox import StoreMailbox
-from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
-
-who, port, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-
-
-class Last:
-    def __del__(self, kill=os.kill, server=server, number=signal.SIGKILL, sleep=time.sleep):
-        kill(server, number)  # whoever waits for it is freed
-        sleep(0.5)
-
-
-if who == "heartbeat":
-    Heartbeat(store, 1, 2).silent_s()
-    time.sleep(2 * BEAT_S)
-    pause([server])
-else:
-    notes = StoreMailbox(store, answer_s=600.0)
-    notes.post("key", b"words")
-    pause([server])
-    threading.Thread(target=notes.look, args=("key",), daemon=True).start()
-time.sleep(3 * BEAT_S)
-last = Last()  # goes after all that Python does at its end
-print("ends", flush=True)
-"""
-
-
-@pytest.mark.parametrize("who", ["heartbeat", "note"])
-def test_a_process_may_end_while_a_thread_of_it_waits_for_a_silent_store(who: str) -> None:
-    """Python ends a thread that comes back from C++ then, and C++ ends the process for that (SIGABRT)."""
-    with server_and_client() as (server, of_group):
-        ended = subprocess.run(
-            [sys.executable, "-c", ENDS_BESIDE_A_SILENT_STORE, who, str(of_group.port), str(server)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr

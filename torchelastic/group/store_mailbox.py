@@ -50,7 +50,7 @@ class OwnConnection:
         self._own: Store | None = None
         self._is_over, self._is_idle = threading.Event(), threading.Event()
         self._is_idle.set()
-        self._sockets = SocketSet(self._leads_to_the_store)
+        self._sockets = SocketSet(leads_to(store))
         _connections.add(self)
 
     def ask(self, what: Callable[[Store], T]) -> T:
@@ -84,7 +84,7 @@ class OwnConnection:
                 return
 
     def _connected(self) -> Store:
-        host, port = self._address()
+        host, port = _address_of(self._of_group)
         if host is not None and port is not None:
             try:  # torch tries for 30 s, and nothing interrupts it
                 connect_to((host, port), self._answer_s or ANSWER_S, self._is_over.is_set).close()
@@ -94,16 +94,17 @@ class OwnConnection:
         with self._sockets.recording():
             return self._of_group if clone is None else clone()
 
-    def _leads_to_the_store(self, connection: socket.socket) -> bool:
-        """Whether a connection is one to this store; raises OSError."""
-        return bool(connection.getpeername()[1] == self._address()[1])
 
-    def _address(self) -> tuple[str | None, int | None]:
-        """Where the store is; none where it is no TCPStore."""
-        store = self._of_group
-        while (inner := getattr(store, "underlying_store", None)) is not None:
-            store = inner
-        return getattr(store, "host", None), getattr(store, "port", None)
+def leads_to(store: Store) -> Callable[[socket.socket], bool]:
+    """Tells whether a connection is one to this store; what it returns raises OSError."""
+    return lambda connection: bool(connection.getpeername()[1] == _address_of(store)[1])
+
+
+def _address_of(store: Store) -> tuple[str | None, int | None]:
+    """Where a store is; none where it is no TCPStore."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "host", None), getattr(store, "port", None)
 
 
 class StoreMailbox:

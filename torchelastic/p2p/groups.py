@@ -5,6 +5,7 @@ All methods but `abort` are called on the training thread; `abort` from any.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -20,11 +21,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.group.store_mailbox import leads_to
 from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 
 log = logging.getLogger(__name__)
+
+#: For how long a process that ends waits for a thread that it has just freed.
+_MAX_EXIT_S = 1.0
 
 
 class ProcessGroups:
@@ -241,9 +246,9 @@ class Formation:
         backend: Any = c10d.ProcessGroupGloo
         original = backend.__init__
 
-        def connect(self: object, *args: Any, **kwargs: Any) -> None:
+        def connect(self: object, store: Store, *args: Any, **kwargs: Any) -> None:
             # torch checks the type of what it constructs, so the construction itself is replaced, and not the class
-            formation._run(lambda: original(self, *args, **kwargs))
+            formation._run(lambda: original(self, store, *args, **kwargs), store)
 
         formation = self
         backend.__init__ = connect
@@ -252,7 +257,7 @@ class Formation:
         finally:
             backend.__init__ = original
 
-    def _run(self, connect: Callable[[], None]) -> None:
+    def _run(self, connect: Callable[[], None], store: Store) -> None:
         errors: list[BaseException] = []
         has_ended = False
 
@@ -266,7 +271,9 @@ class Formation:
             self._changed.set()
 
         self._raise_if_given_up()
-        threading.Thread(target=run, name="torchelastic-formation", daemon=True).start()
+        thread = threading.Thread(target=run, name="torchelastic-formation", daemon=True)
+        thread.start()
+        _connecting[:] = [*(each for each in _connecting if each[0].is_alive()), (thread, store)]
         while not has_ended:
             self._raise_if_given_up()
             self._changed.wait()
@@ -277,3 +284,19 @@ class Formation:
     def _raise_if_given_up(self) -> None:
         if self._is_given_up:
             raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")
+
+
+#: The threads on which gloo connects, with the stores in which it looks for addresses; some may have been left behind.
+_connecting: list[tuple[threading.Thread, Store]] = []
+
+
+def _leave_no_thread_in_gloo() -> None:
+    """At the end of the process: frees the threads that were left behind; see `store_mailbox`, as to why."""
+    for thread, store in _connecting:
+        if thread.is_alive():
+            SocketSet(leads_to(store)).cut_all()
+            thread.join(_MAX_EXIT_S)
+
+
+os.register_at_fork(after_in_child=_connecting.clear)
+atexit.register(_leave_no_thread_in_gloo)

@@ -85,6 +85,10 @@ class SocketSet:
             targets |= open_sockets() - before
         return sum(_do(target, self._shut) for target in targets)
 
+    def cut_all(self) -> int:
+        """The same for all connections of the process that are the set's kind, whoever has opened them, and when."""
+        return sum(_do(target, self._shut) for target in open_sockets())
+
     @contextmanager
     def cutting_every(self, interval_s: float, on_cut: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Cut whatever is open after so long inside, again and again: who connects tries it anew for a while.
