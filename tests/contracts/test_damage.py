@@ -45,6 +45,7 @@ def test_damage_is_told_or_changes_nothing(name: str, tmp_path: Path) -> None:
                 text = found.get("error") or " ".join(found["warnings"])
                 assert path.parent.name in text, (path.name, what, found)
                 assert "file:/" not in text.replace("file:///", ""), f"no address: {text}"
+                assert "torchelastic-download" not in text, f"of a file that is gone: {text}"
                 assert found.get("value", None) is None, "another value"
                 assert "error" not in found or "CheckpointError" in found["kinds"], (path.name, what, found)
                 told += 1

@@ -110,7 +110,7 @@ def _pieces_by_name(shards: Sequence[ShardReader]) -> dict[str, list[tuple[Shard
             first = pieces[entry.name][0][1] if pieces[entry.name] else entry
             if (first.dtype, first.shape) != (entry.dtype, entry.shape):
                 raise CorruptCheckpointError(
-                    f"{shard.path} says that {entry.name!r} is a {entry.dtype} of shape {entry.shape}, and another "
+                    f"{shard.shown} says that {entry.name!r} is a {entry.dtype} of shape {entry.shape}, and another "
                     f"shard that it is a {first.dtype} of shape {first.shape}: they do not belong together"
                 )
             pieces[entry.name].append((shard, entry))
@@ -196,4 +196,4 @@ def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) 
 
 
 def _places(shards: Sequence[ShardReader]) -> str:
-    return ", ".join(str(shard.path) for shard in shards) or "no shard at all"
+    return ", ".join(shard.shown for shard in shards) or "no shard at all"

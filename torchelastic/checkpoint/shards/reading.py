@@ -39,9 +39,11 @@ class ShardReader:
 
     Args:
         path: the file.
+        shown: what errors call it, where the file is a copy of what is somewhere else; None: its path.
 
     Attributes:
         path: the file.
+        shown: what errors call it.
         header: what it says about itself; compared with its digest.
 
     Raises:
@@ -49,8 +51,9 @@ class ShardReader:
         CheckpointError: it cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], shown: str | None = None) -> None:
         self.path = Path(path)
+        self.shown = shown or str(self.path)
         with explained("read the checkpoint", self.path):
             # O_NONBLOCK: opening a pipe by mistake must not wait for its writer
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -62,7 +65,7 @@ class ShardReader:
             self._index = {entry.name: index for index, entry in enumerate(self.header.entries)}
         except CorruptCheckpointError as error:
             os.close(self._descriptor)
-            raise CorruptCheckpointError(f"the shard {self.path} cannot be used: {error}") from error
+            raise CorruptCheckpointError(f"the shard {self.shown} cannot be used: {error}") from error
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -211,7 +214,7 @@ class ShardReader:
             with explained("read the checkpoint", self.path):
                 got = self._read_some(pieces, begin)
             if got == 0:
-                raise CorruptCheckpointError(f"the shard {self.path} was cut while it was read")
+                raise CorruptCheckpointError(f"the shard {self.shown} was cut while it was read")
             begin += got
             while pieces and got >= pieces[0].nbytes:
                 got -= pieces.pop(0).nbytes
@@ -225,7 +228,7 @@ class ShardReader:
     def _compare(self, entry: Entry, checksum: str) -> None:
         if checksum != entry.checksum:
             raise CorruptCheckpointError(
-                f"the shard {self.path} is damaged: the checksum of its tensor {entry.name!r} does not match"
+                f"the shard {self.shown} is damaged: the checksum of its tensor {entry.name!r} does not match"
             )
 
     def __enter__(self) -> ShardReader:

@@ -170,7 +170,7 @@ class DurableTier(Tier):
             try:
                 with self._explained("download a shard"):
                     self._files.get_file(f"{self._folder(name)}/{record.file}", str(folder / record.file))
-                return open_shard(folder, record)
+                return open_shard(folder, record, self._shown(self._folder(name)))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         except FileNotFoundError:

@@ -192,31 +192,38 @@ def open_stated(path: Path, shard: ShardId, where: str) -> ShardReader:
     return reader
 
 
-def open_shard(folder: Path, record: ShardRecord) -> ShardReader:
-    """Opens one shard and compares it with its record; errors as `open_checkpoint`."""
+def open_shard(folder: Path, record: ShardRecord, shown: str | None = None) -> ShardReader:
+    """Opens one shard and compares it with its record; errors as `open_checkpoint`.
+
+    Args:
+        folder: where it lies.
+        record: of the manifest.
+        shown: what errors call the folder, where that is a copy; None: its path.
+    """
+    place = shown or str(folder)
     try:
-        reader = ShardReader(folder / record.file)
+        reader = ShardReader(folder / record.file, f"{place}/{record.file}")
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise CorruptCheckpointError(
-                f"{folder / record.file}, the shard of rank {record.rank}, is missing"
+                f"{place}/{record.file}, the shard of rank {record.rank}, is missing"
             ) from error
         raise
     try:
         with reader.view() as view:
             found = record_of(view, record.rank, record.file)
-        require_same(folder, found, record)
+        require_same(place, found, record)
     except BaseException:
         reader.close()
         raise
     return reader
 
 
-def require_same(folder: Path, found: ShardRecord, record: ShardRecord) -> None:
+def require_same(folder: Path | str, found: ShardRecord, record: ShardRecord) -> None:
     """Compares what a shard says about itself with its record. Raises: CorruptCheckpointError."""
     if found != record:
         raise CorruptCheckpointError(
-            f"{folder / record.file} is not what rank {record.rank} has written: it has {found.size_bytes} bytes and "
+            f"{folder}/{record.file} is not what rank {record.rank} has written: it has {found.size_bytes} bytes and "
             f"the header {found.header_digest}, and should have {record.size_bytes} and {record.header_digest}"
         )
 
