@@ -41,6 +41,7 @@ def script(folder: Path, text: str) -> str:
 # --- a worker's own errors --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_worker_that_fails_for_good_leaves_the_others_to_finish(jobs: MakeJob) -> None:
     job = run_standalone(jobs([Fault("crash", "backward", rank=1, step=7)]), "--max-restarts=0", nproc=2)
     assert job.plan.struck() == [0]

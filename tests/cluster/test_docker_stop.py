@@ -90,6 +90,7 @@ def url(etcd: EtcdServer, run_id: str) -> tuple[str, ...]:
     return f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"
 
 
+@pytest.mark.long
 def test_a_script_of_the_launcher_has_saved(tmp_path: Path) -> None:
     came_at, saved, log = trained_and_saved(tmp_path, *RUN, "--standalone", "train.py")
     assert saved >= came_at, log

@@ -54,6 +54,7 @@ def test_as_json_every_line_of_a_run_is_an_object_and_each_event_says_rank_round
     assert (lines[-1]["kind"], lines[-1]["exit_code"]) == ("over", 0)
 
 
+@pytest.mark.long
 def test_the_first_cause_is_told_first_and_who_failed_because_of_it_in_one_line(jobs: MakeJob) -> None:
     job = jobs([CRASH])
     job.start("--standalone", "--max-restarts=0", "--min-workers=2", "--rdzv-timeout=2", nproc=2)

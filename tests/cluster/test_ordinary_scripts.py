@@ -36,6 +36,7 @@ def skip_without(package: str) -> None:
 # --- with the train loop ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_evaluate_on_rank_0_while_the_others_wait(at_terminal: AtTerminal) -> None:
     evaluates = """
     if coordinator.rank == 0 and (state.step + 1) % 8 == 0:

@@ -71,6 +71,7 @@ def test_watch_the_run_without_an_address_until_ctrl_c_stops_it_and_leaves_no_pr
     wait_until(lambda: not any(process.is_running() for process in processes), 10, "all processes have ended")
 
 
+@pytest.mark.long
 def test_the_same_command_again_goes_on_from_the_checkpoint(at_terminal: AtTerminal, host_folder: Path) -> None:
     keeps = 'checkpoint = EverySteps(4)\nset_checkpoint_manager(FileSystemCheckpointManager("saved"))'
     text = script(prepares=keeps, in_step='time.sleep(0.1); print("did", state.step + 1, flush=True)', epochs=4)

@@ -195,6 +195,7 @@ def test_other_optimizers(jobs: list[ShardedJob], tmp_path: Path, optimizer: str
     job.check()
 
 
+@pytest.mark.long
 def test_a_step_that_fails_without_a_loss_loses_nothing(jobs: list[ShardedJob], tmp_path: Path) -> None:
     """Each phase on two ranks. What fails in "optimizer" has stepped already: the others complete it, and it stands."""
     cases = [(phase, rank) for phase in ("step", "forward", "backward", "optimizer", "tail") for rank in (1, 0)]

@@ -31,6 +31,7 @@ def test_a_worker_that_hangs_before_it_asks_for_a_group_is_ended_after_the_run_h
     assert not re.search("worker 1 failed|worker 1.*(lost|left the run in order)", output), "neither failed nor left"
 
 
+@pytest.mark.long
 def test_a_worker_killed_by_a_signal_before_it_asks_for_a_group_is_started_again(jobs: MakeJob) -> None:
     job = jobs([Fault("kill", "start", worker=1)], epochs=1)
     run_standalone(job, "--min-workers=2", nproc=2)

@@ -62,6 +62,7 @@ def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(tmp_pa
         assert re.findall(r"threads=(\d*)$", done.stdout, re.MULTILINE) == [threads] * 2, done.stderr
 
 
+@pytest.mark.long
 def test_large_tensors_of_workers_are_in_huge_pages_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not policy.is_file() or "[madvise]" not in policy.read_text():

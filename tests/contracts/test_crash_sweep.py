@@ -21,9 +21,9 @@ from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.shards import ShardReader
 
 FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
-#: Which share most of their code with one of the others.
-SIMILAR = ("private disk", "memory tier", "training-memory", "training-durable")
-EACH = [pytest.param(name, marks=[pytest.mark.long] * (name in SIMILAR)) for name in FACADES]
+#: Which share most of their code with one of the others; and those with the most calls.
+LONG = ("private disk", "memory tier", "training-memory", "training-durable", "memory")
+EACH = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FACADES]
 
 
 @pytest.fixture
