@@ -109,7 +109,11 @@ def moved_bytes() -> int:
     """Through all TCP connections of this process, in both directions, as the kernel counts them."""
     total = 0
     for one in open_sockets():
-        with socket.socket(fileno=os.dup(one.descriptor)) as connection:
+        try:
+            descriptor = os.dup(one.descriptor)
+        except OSError:
+            continue  # another thread has closed it meanwhile
+        with socket.socket(fileno=descriptor) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
                 total += sum(struct.unpack_from("QQ", information, 120))  # tcpi_bytes_acked, tcpi_bytes_received
