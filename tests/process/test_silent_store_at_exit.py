@@ -6,12 +6,18 @@ process for that (SIGABRT): a worker that has finished training would have faile
 
 from __future__ import annotations
 
+import gc
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from tests.process.test_heartbeat import server_and_client
+from tests.waiting import wait_until
+from torchelastic.p2p.groups import ProcessGroups
 
 ENDS = """
 import os, signal, sys, threading, time
@@ -62,3 +68,19 @@ def test_it_ends_as_usual(who: str) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0, "a thread waited"
+
+
+def test_the_store_of_a_group_ends_with_it() -> None:
+    """Its peers learn from that, too, that it is over: nothing here keeps the store for the end of the process."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+    address, groups = ("127.0.0.1", store.port), ProcessGroups("gloo", timedelta(seconds=20))
+    groups.form(store, 0, 1)
+    groups.destroy()
+    del store
+
+    def is_gone() -> bool:
+        gc.collect()
+        with socket.socket() as client:
+            return client.connect_ex(address) != 0
+
+    wait_until(is_gone, 20, "nobody listens")

@@ -96,8 +96,9 @@ class OwnConnection:
 
 
 def leads_to(store: Store) -> Callable[[socket.socket], bool]:
-    """Tells whether a connection is one to this store; what it returns raises OSError."""
-    return lambda connection: bool(connection.getpeername()[1] == _address_of(store)[1])
+    """Tells whether a connection is one to this store, which it does not keep; what it returns raises OSError."""
+    port = _address_of(store)[1]
+    return lambda connection: bool(connection.getpeername()[1] == port)
 
 
 def _address_of(store: Store) -> tuple[str | None, int | None]:

@@ -22,14 +22,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.group.store_mailbox import leads_to
-from torchelastic.p2p.abandoned import abandoned
+from torchelastic.p2p.abandoned import MAX_EXIT_S, abandoned
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 
 log = logging.getLogger(__name__)
-
-#: For how long a process that ends waits for a thread that it has just freed.
-_MAX_EXIT_S = 1.0
 
 
 class ProcessGroups:
@@ -273,7 +270,8 @@ class Formation:
         self._raise_if_given_up()
         thread = threading.Thread(target=run, name="torchelastic-formation", daemon=True)
         thread.start()
-        _connecting[:] = [*(each for each in _connecting if each[0].is_alive()), (thread, store)]
+        to_the_store = SocketSet(leads_to(store))  # and not the store: that of rank 0 has to end with its group
+        _connecting[:] = [*(each for each in _connecting if each[0].is_alive()), (thread, to_the_store)]
         while not has_ended:
             self._raise_if_given_up()
             self._changed.wait()
@@ -286,16 +284,17 @@ class Formation:
             raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")
 
 
-#: The threads on which gloo connects, with the stores in which it looks for addresses; some may have been left behind.
-_connecting: list[tuple[threading.Thread, Store]] = []
+#: The threads on which gloo connects, and the connections to the store in which it looks for addresses; some threads
+#: may have been left behind.
+_connecting: list[tuple[threading.Thread, SocketSet]] = []
 
 
 def _leave_no_thread_in_gloo() -> None:
     """At the end of the process: frees the threads that were left behind; see `store_mailbox`, as to why."""
-    for thread, store in _connecting:
+    for thread, to_the_store in _connecting:
         if thread.is_alive():
-            SocketSet(leads_to(store)).cut_all()
-            thread.join(_MAX_EXIT_S)
+            to_the_store.cut_all()
+            thread.join(MAX_EXIT_S)
 
 
 os.register_at_fork(after_in_child=_connecting.clear)
