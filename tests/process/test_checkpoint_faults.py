@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 import resource
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.contracts.faults import in_child
+from tests.process.forked_ranks import run_ranks, values
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
@@ -32,8 +32,8 @@ class Number:
         (self.number,) = set(pickle.load(stream))
 
 
-def saves_ten(folder: Path, writer: int) -> list[int]:
-    manager, ids = FileSystemCheckpointManager(folder), []
+def saves_ten(folder: Path) -> list[int]:
+    manager, writer, ids = FileSystemCheckpointManager(folder), dist.get_rank(), []
     for step in range(10):
         saved = save(manager, Number(writer * 100 + step))
         assert isinstance(saved, FileSystemCheckpoint)
@@ -42,8 +42,7 @@ def saves_ten(folder: Path, writer: int) -> list[int]:
 
 
 def test_writers_in_several_processes_overwrite_nothing(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda writer: in_child(lambda: saves_ten(tmp_path, writer)).value, range(4)))
+    outputs = values(run_ranks(saves_ten, tmp_path, ranks=4))
     assert sorted(sequence_id for output in outputs for sequence_id in output) == list(range(40))
     assert all(output == sorted(output) for output in outputs)
     found = set()
