@@ -189,7 +189,7 @@ class Job:
         finals = self.final_weights()
         assert finals, self.output()[-3000:]
         if finishers is not None:
-            assert len(finals) == finishers
+            assert len(finals) == finishers, f"{len(finals)} of {finishers} have ended: {self.output()[-3000:]}"
         for other in finals[1:]:
             assert torch.equal(finals[0], other), "workers end with different weights"
         if not self.job_options.get("dropout") and self.job_options.get("salvage") != "drop":
