@@ -63,9 +63,10 @@ def pause(pids: Iterable[int]) -> float:
     pids = list(pids)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(map(_stands_still, pids)), 20, f"{pids} are stopped")
+    wait_until(lambda: all(map(stands_still, pids)), 20, f"{pids} are stopped")
     return time.monotonic()
 
 
-def _stands_still(pid: int) -> bool:
+def stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
     return all("T (stopped)" in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status"))

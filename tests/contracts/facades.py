@@ -247,6 +247,16 @@ VARIANTS: Mapping[str, tuple[str, Facade]] = {
 }
 
 
+#: All of them.
+FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
+
+
+def files_in(folder: Path) -> list[Path]:
+    """What a reader would look at, the largest last."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return sorted(files, key=lambda path: path.stat().st_size)
+
+
 class _Warnings(logging.Handler):
     """Keeps what is logged as a warning or worse."""
 

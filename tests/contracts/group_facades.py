@@ -16,14 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.contracts import local_ranks, memory_ranks
 from tests.contracts.facades import Model, outcome, step_of, weights_at
+from tests.contracts.local_ranks import rank
 from torchelastic.checkpoint import BCPState, DiskTier, DurableTier, MemoryTier
 
 Tiers = Callable[[Path], "DiskTier | MemoryTier | DurableTier"]
-
-
-def rank() -> int:
-    """Of this process in the group."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class GroupFacade(ABC):
@@ -106,7 +102,7 @@ class Memory(GroupFacade):
         try:
             memory_ranks.save(root, step, **also)
         except CheckpointException as error:  # DCP's wrapper around what ranks raised, which is no Exception
-            raise RuntimeError(str(error).lower()) from error
+            raise RuntimeError(str(error).lower()) from error  # it says "(RANK 1)"
 
     def resume(self, root: Path, saved_by: int) -> int | None:
         step, is_equal = memory_ranks.recover(root, saved_by)

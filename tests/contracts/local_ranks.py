@@ -23,19 +23,20 @@ MIB = 2**20
 BUSY_S = 5.0
 
 
-def _rank() -> int:
+def rank() -> int:
+    """Of this process in the group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _manager(root: Path, **options: Any) -> LocalCheckpointManager:
     strategy = LazyCliqueReplicationStrategy(1, 2) if dist.is_initialized() else None
     options = {"repl_strategy": strategy, "timeout_s": 30.0} | options
-    return LocalCheckpointManager(root / f"host-{_rank()}", **options)
+    return LocalCheckpointManager(root / f"host-{rank()}", **options)
 
 
 def _state(step: int, size_bytes: int = 4000, value: object = None) -> BasicTensorAwareStateDict:
     weights = torch.full((size_bytes // 4,), float(step))
-    return BasicTensorAwareStateDict({"weights": weights, "rank": _rank(), "value": value})
+    return BasicTensorAwareStateDict({"weights": weights, "rank": rank(), "value": value})
 
 
 def save(root: Path, step: int, value: object = None, **options: Any) -> None:
@@ -45,10 +46,10 @@ def save(root: Path, step: int, value: object = None, **options: Any) -> None:
 
 def save_as_if_on(root: Path, hosts: str, step: int) -> None:
     """Save a step; ranks with the same letter are lost together, and no jump is given."""
-    host = hosts[_rank()]
+    host = hosts[rank()]
     os.environ |= {"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_WORLD_SIZE": str(hosts.count(host))}
     strategy = CliqueReplicationStrategy.from_replication_params()
-    manager = LocalCheckpointManager(root / f"host-{_rank()}", repl_strategy=strategy, timeout_s=30)
+    manager = LocalCheckpointManager(root / f"host-{rank()}", repl_strategy=strategy, timeout_s=30)
     manager.save(_state(step), step)
 
 
@@ -65,7 +66,7 @@ def resume(root: Path, **options: Any) -> dict[str, Any]:
     found, saved_by = manager.find_latest(), manager.latest_world_size
     loaded = None
     if found >= 0:
-        state, id_ = manager.load(shard=_rank() % saved_by)
+        state, id_ = manager.load(shard=rank() % saved_by)
         assert isinstance(state, BasicTensorAwareStateDict)
         tree = state.to_tree()
         assert (float(tree["weights"].unique()), tree["rank"]) == (id_.iteration, id_.rank)

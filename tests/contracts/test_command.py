@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.contracts.facades import KINDS, LENGTH, VARIANTS, Facade, weights_at
+from tests.contracts.facades import FACADES, LENGTH, files_in, weights_at
 from tests.contracts.faults import in_child
 from torchelastic.checkpoint.command.main import main
 
-FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
 #: These are folders of shards, in which the manifest comes last.
 OF_SHARDS = [name for name in FACADES if name != "streams"]
 SAVED = 7
@@ -39,12 +38,6 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (dict, list, tuple)):
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors_in(item)
-
-
-def files_in(folder: Path) -> list[Path]:
-    """What a reader would look at, the largest last."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return sorted(files, key=lambda path: path.stat().st_size)
 
 
 @pytest.fixture(params=FACADES)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contracts.facades import KINDS, VARIANTS, Facade, outcome
+from tests.contracts.facades import FACADES, Facade, outcome
 from tests.contracts.faults import Fault, in_child, numbers, warm_up, with_fault
 from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.shards import ShardReader
 
-FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
 #: Which share most of their code with one of the others; and those with the most calls.
 LONG = ("private disk", "memory tier", "training-memory", "training-durable", "memory")
 EACH = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FACADES]

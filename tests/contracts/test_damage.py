@@ -6,17 +6,16 @@ names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contracts.facades import KINDS, VARIANTS, Facade, Streamed, outcome, step_of, weights_at
+from tests.contracts.facades import FACADES, Streamed, files_in, outcome, step_of, weights_at
 from tests.contracts.faults import in_child
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
 
-FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
 SAVED = 7
 #: So many bytes of each file are changed, one at a time; of every layer of the format some.
 POSITIONS = 40
@@ -34,7 +33,7 @@ def test_damage_is_told_or_changes_nothing(name: str, tmp_path: Path) -> None:
     facade, folder = FACADES[name], tmp_path / "saved"
     in_child(lambda: facade.save(folder, SAVED))
     told = 0
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    files = files_in(folder)
     assert files
     for path in files:
         whole = path.read_bytes()

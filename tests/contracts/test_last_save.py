@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contracts.facades import KINDS, VARIANTS, Facade, Local
+from tests.contracts import facades
+from tests.contracts.facades import Facade, Local
 from tests.contracts.faults import in_child
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 
 FACADES: Mapping[str, Facade] = {
-    **KINDS,
-    **{name: facade for name, (_, facade) in VARIANTS.items()},
+    **facades.FACADES,
     "local, older ones kept": Local(keep=4),
 }
 SAVED = [20, 11, 30, 30, 12]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from tests.contracts.facades import KINDS, VARIANTS, Facade, Memory, Model, outcome, weights_at
+from tests.contracts.facades import FACADES, KINDS, Memory, Model, files_in, outcome, weights_at
 from tests.contracts.faults import in_child
 from torchelastic.checkpoint import BCPState
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
-FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
 SAVED = 7
 
 
@@ -46,7 +45,7 @@ def forms_of(bomb: Bomb) -> Iterator[tuple[str, bytes]]:
 def test_a_pickle_in_place_of_any_file_is_not_run(name: str, tmp_path: Path) -> None:
     facade, folder, trace = FACADES[name], tmp_path / "saved", tmp_path / "run"
     in_child(lambda: facade.save(folder, SAVED))
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    files = files_in(folder)
     assert files
     for path in files:
         whole = path.read_bytes()

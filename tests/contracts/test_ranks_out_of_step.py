@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.contracts.facades import outcome
-from tests.contracts.group_facades import GROUPS, rank
+from tests.contracts.group_facades import GROUPS, resume
+from tests.contracts.local_ranks import rank
 from tests.process.forked_ranks import run_ranks, values
 
 RANKS, WRONG = 3, 1
@@ -69,3 +70,5 @@ def test_a_rank_that_cannot_save_is_named_on_all_and_the_checkpoint_before_stays
         assert one["took_s"] < BOUND_S
     for number, one in enumerate(told):
         assert number == WRONG or f"rank {WRONG}" in one["error"], one
+    found = values(run_ranks(resume, name, tmp_path, RANKS, ranks=RANKS))
+    assert [one.get("value") for one in found] == [1] * RANKS, found

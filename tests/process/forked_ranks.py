@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.process.fork_server import fork_server
-from tests.waiting import wait_until
+from tests.waiting import stands_still, wait_until
 
 #: How long a rank may take, also behind the death or the stop of another one.
 ANSWER_S = 60
@@ -157,7 +157,7 @@ def _fork(
             if stop is not None:
                 if stop.until is None:
                     answers = _answers_of({rank: end for rank, end in ends.items() if rank != stop.rank}, on_killed)
-                wait_until(lambda: _is_stopped(processes[stop.rank].pid), ANSWER_S, f"rank {stop.rank} stops")
+                wait_until(lambda: stands_still(processes[stop.rank].pid), ANSWER_S, f"rank {stop.rank} stops")
                 wait_until(lambda: stop.until is None or stop.until.exists(), ANSWER_S, f"{stop.until} is there")
                 if stop.meanwhile is not None:
                     other, others_arguments, others = stop.meanwhile
@@ -172,10 +172,6 @@ def _fork(
                 process.kill()
                 process.join(20)
                 here.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def values(ended: Sequence[Ended]) -> list[Any]:

@@ -30,7 +30,7 @@ ANSWER_S = 10.0
 #: Who is just connecting tries it anew after a cut, until the time-out of the group's store.
 _CUT_AGAIN_S = 0.2
 #: For how long a process that ends waits for threads that it has just freed.
-_MAX_EXIT_S = 1.0
+MAX_EXIT_S = 1.0
 
 
 class OwnConnection:
@@ -150,7 +150,7 @@ def _leave_no_thread_in_the_store() -> None:
     a worker that has finished training would have failed. So it happens where rank 0 of an earlier group, whose host
     was cut off for a while, ends at the same time.
     """
-    deadline_s = time.monotonic() + _MAX_EXIT_S
+    deadline_s = time.monotonic() + MAX_EXIT_S
     for connection in list(_connections):
         connection.give_up(max(0.0, deadline_s - time.monotonic()))
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Collection
 
+from torchelastic.group.store_mailbox import MAX_EXIT_S
 from torchelastic.metrics import publish_metric
 from torchelastic.p2p.abortable import AbortableGroup
 
@@ -24,8 +25,6 @@ CHECK_S = 0.1
 #: More than this is worth a warning: gloo ends each operation after the time-out of collectives, so few are expected.
 MAX_GROUPS = 8
 MAX_BYTES = 2**30
-#: For how long a process that ends waits for a release that is under way, or for a thread that it has just freed.
-MAX_EXIT_S = 1.0
 
 
 class AbandonedGroups:

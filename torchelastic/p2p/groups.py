@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.store_mailbox import leads_to
-from torchelastic.p2p.abandoned import MAX_EXIT_S, abandoned
+from torchelastic.group.store_mailbox import MAX_EXIT_S, leads_to
+from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 
