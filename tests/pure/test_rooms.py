@@ -156,7 +156,7 @@ def test_files_and_functions_keep_within_their_size() -> None:
     for path in [*modules(), *SIMULATION.glob("*.py")]:
         name, text = str(path.relative_to(PACKAGE.parent)), path.read_text()
         lines = len(text.splitlines())
-        larger += [f"{name} has {lines} lines"] if lines > 420 and name not in LARGER else []
+        larger += [f"{name} has {lines} lines"] if lines > 500 and name not in LARGER else []
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 docstring = ast.get_docstring(node, clean=False) or ""

@@ -227,6 +227,14 @@ class GroupMonitor(DeadlineMonitor):
             self._decide_if_near(self._own(count, lived))
         return self.stop is not None
 
+    def summary(self) -> list[str]:
+        """The deadline and the last decision to save, in lines for people."""
+        left_s = self.remaining_s()
+        lines = [f"deadline: {self.deadline_text()}" + (f", in {left_s:.1f} s" if left_s < math.inf else "")]
+        if self.decision is not None and self.decision.stops:
+            lines.append(f"decision: {self.decision}")
+        return lines
+
     def _check_together(self, agree: GroupAgreement, count: int, lived: int) -> int:
         """Read what was begun an iteration before, or exchange it now; see `check`."""
         own, before = self._own(count, lived), self.stop

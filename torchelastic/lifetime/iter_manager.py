@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
@@ -16,8 +17,15 @@ from torchelastic.lifetime.deadline_monitor import Lifetime
 from torchelastic.lifetime.decision import StopDecision
 from torchelastic.lifetime.group_monitor import GroupMonitor
 from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
-from torchelastic.lifetime.manager_state import RunFigures, SaveTimes, read_state, remove_state, write_state
-from torchelastic.lifetime.progress import ProgressFile, Steps
+from torchelastic.lifetime.manager_state import (
+    FILE_NAME,
+    ManagerState,
+    SaveTimes,
+    read_state,
+    remove_state,
+    write_state,
+)
+from torchelastic.lifetime.progress import ProgressFile, StepCount, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric
@@ -25,7 +33,7 @@ from torchelastic.metrics import publish_metric
 log = logging.getLogger(__name__)
 
 
-class IterManager(RunFigures):
+class IterManager:
     """Decides when to save before a deadline, and when to stop. On every rank, on the training thread.
 
     ::
@@ -68,11 +76,13 @@ class IterManager(RunFigures):
         ValueError: an argument is out of its range, or an environment variable with a deadline holds no date.
 
     Attributes:
+        total_iters: of the run; -1: not known.
+        velastic_dir: folder of the state file.
         start_time: when it was made, by the clock.
+        given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
     """
 
-    _resumed_step: int | None = None  # where this incarnation has begun
-    _saved_step: int | None = None  # in the newest save
+    given_up_s: float | None = None
     _complain_at = math.inf  # by the count of calls of `iter`
     _has_begun = _is_counting = _is_past_end = _is_closed = _is_over = False
     _last_s: float | None = None  # when the present iteration has begun,
@@ -99,6 +109,7 @@ class IterManager(RunFigures):
         self.total_iters = whole_number("total_iters", max(-1, total_iters), at_least=-1, remedy="give the iterations")
         self.predict_freq = predict_freq
         self.velastic_dir = Path(velastic_dir)
+        self._count = StepCount()
         self._times = IterationTimes(warm_up=COMPILING if use_torch_compile else WARM_UP)
         self._saves = SaveTimes(tiers)
         reserve_s = real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds")
@@ -128,19 +139,18 @@ class IterManager(RunFigures):
             RankMissingError: timed out waiting for a rank, or its process has ended; names it.
         """
         now_s = self._clock()
-        self._calls += 1
+        self._count.calls += 1
         self._begin_incarnation()
         is_new_group = self._monitor.follow_group()
         if not is_new_group and self._last_s is not None:
-            if self._save_began_s is not None:
-                self._save_has_ended(now_s)
+            self._save_has_ended(now_s)
             self._times.observe(max(0.0, now_s - self._last_s - self._apart_s))
         self._apart_s = 0.0
         self._last_s = now_s
-        self._iter_count += 1
-        if is_new_group or self._monitor.is_due(now_s, self._calls):
+        self._count.begun += 1
+        if is_new_group or self._monitor.is_due(now_s, self._count.calls):
             self._check(now_s, is_new_group)
-        if self._calls >= self._complain_at:
+        if self._count.calls >= self._complain_at:
             self._complain()
 
     def should_save_ckpt(self) -> bool:
@@ -156,9 +166,9 @@ class IterManager(RunFigures):
             return False
         self._answered, self._asked_tier = save, save.tier
         self._save_began_s = self._clock()
-        log.warning("iteration %d: %s (deadline: %s)", self._iter_count, save, self._monitor.deadline_text())
+        log.warning("iteration %d: %s (deadline: %s)", self._count.begun, save, self._monitor.deadline_text())
         if save.stops:
-            self._complain_at = self._calls + 2
+            self._complain_at = self._count.calls + 2
             self.given_up_s = None
             publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * save.given_up_s)
         self._save_state()
@@ -193,14 +203,14 @@ class IterManager(RunFigures):
             ValueError: there is no such tier.
         """
         tier = self._tier() if tier is None else tier
-        began_s, step = self._clock(), self._done()
+        began_s, step = self._clock(), self._count.done
         self._save_began_s = None
         try:
             yield
         finally:
             took_s = max(0.0, self._clock() - began_s)
             self._apart_s += took_s
-        self._saved_step = step
+        self._count.saved = step
         self.save_took(took_s, tier)
 
     def save_took(self, seconds: float, tier: str | None = None) -> None:
@@ -210,13 +220,13 @@ class IterManager(RunFigures):
         self._save_began_s = None
         was_asked, self._asked_tier = self._asked_tier is not None, None
         if self._answered is not None:
-            self._saved_step = self._done()
-        if was_asked and not self.should_stop and self._monitor.stops_after_save(self._done(), self._calls):
+            self._count.saved = self._count.done
+        if was_asked and not self.should_stop and self._monitor.stops_after_save(self._count.done, self._count.calls):
             self._answered = self._monitor.save  # what would be saved now is saved
-            log.warning("iteration %d: %s", self._iter_count, self._monitor.stop)
+            log.warning("iteration %d: %s", self._count.begun, self._monitor.stop)
         if self._answered is not None and self._answered.stops and self.given_up_s is None:
-            left_s = self._left_s()
-            if left_s is not None:
+            left_s = self._monitor.remaining_s()
+            if left_s < math.inf:
                 self.given_up_s = max(0.0, left_s)
                 in_time = f"{left_s:.1f} s before the deadline" if left_s >= 0.0 else f"{-left_s:.1f} s too late"
                 log.warning("the save took %.1f s and was done %s", seconds, in_time)
@@ -231,12 +241,60 @@ class IterManager(RunFigures):
 
         Before the first `iter()` it may be set to the number of iterations that are done, as in the checkpoint.
         """
-        return self._iter_count
+        return self._count.begun
 
     @iter_count.setter
     def iter_count(self, done: int) -> None:
-        self._iter_count = whole_number("iter_count", done, at_least=0, remedy="give the iterations that are done")
+        self._count.begun = whole_number("iter_count", done, at_least=0, remedy="give the iterations that are done")
         self._is_counting = True
+
+    @property
+    def velastic_state_path(self) -> Path:
+        """The file with the state for the next incarnation of the job."""
+        return self.velastic_dir / FILE_NAME
+
+    @property
+    def iter_times(self) -> tuple[float, ...]:
+        """The iterations that count, in seconds, oldest first."""
+        return self._times.recent_s
+
+    @property
+    def avg_iter_time(self) -> float:
+        """Seconds of a usual iteration: the mean of the newest, without pauses and without the first; 0: not known."""
+        return self._times.average_s()
+
+    @property
+    def max_iter_time(self) -> float:
+        """Seconds of the longest of the newest iterations, without the first; 0: not known."""
+        return self._times.longest_s
+
+    @property
+    def remaining_time(self) -> float | None:
+        """Seconds that the rest of the run is expected to take; None: not known."""
+        if self.total_iters <= 0 or not self._times.recent_s:
+            return None
+        return self._times.expected_s(max(0, self.total_iters - self._count.done))
+
+    @property
+    def save_ckpt_time(self) -> float:
+        """Seconds to leave for a save into the most durable tier."""
+        return self._monitor.tiers()[0].bound.seconds
+
+    @property
+    def save_times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """By tier, how long the newest saves took, in seconds, oldest first."""
+        return self._saves.times_s
+
+    def summary(self) -> str:
+        """What has been seen so far, in lines for people."""
+        of = f" of {self.total_iters}" if self.total_iters > 0 else ""
+        lines = [f"iterations: {self._count.done}{of}, {self._times.summary()}"]
+        if self.remaining_time is not None:
+            lines.append(f"rest of the run: {timedelta(seconds=int(self.remaining_time))}")
+        lines += [*self._saves.summary(), *self._monitor.summary()]
+        if self.given_up_s is not None:
+            lines.append(f"given up: {self.given_up_s:.1f} s were left when the save was done")
+        return "\n".join(lines)
 
     # --- between incarnations -----------------------------------------------------------------------------------------
 
@@ -270,7 +328,7 @@ class IterManager(RunFigures):
         if state is None:
             return False
         if not self._is_counting:
-            self._iter_count = state.completed_iters
+            self._count.begun = state.completed_iters
             log.info("counting on from iteration %d, as %s says", state.completed_iters, self.velastic_state_path)
         self._is_counting = True
         self._saves.remember(state.save_times_s)
@@ -286,8 +344,8 @@ class IterManager(RunFigures):
             return
         self._is_closed = True
         close_all(self._sources)
-        self._complain_at = self._calls + 1
-        if self._calls:
+        self._complain_at = self._count.calls + 1
+        if self._count.calls:
             self._report(self._clock())
 
     def cleanup(self) -> None:
@@ -299,11 +357,11 @@ class IterManager(RunFigures):
             CheckpointError: the file cannot be removed.
         """
         self.close()
-        if self.should_stop and not 0 < self.total_iters <= self._iter_count:
+        if self.should_stop and not 0 < self.total_iters <= self._count.begun:
             log.info("the run is not over: %s stays for its next incarnation", self.velastic_state_path)
             return
         self._is_over = True
-        if self._calls:
+        if self._count.calls:
             self._report(self._clock())
         if self._monitor.is_first:
             remove_state(self.velastic_dir)
@@ -311,19 +369,19 @@ class IterManager(RunFigures):
     # ------------------------------------------------------------------------------------------------------------------
 
     def _check(self, now_s: float, is_new_group: bool) -> None:
-        done = self._monitor.check(self._iter_count - 1, self._calls)
+        done = self._monitor.check(self._count.begun - 1, self._count.calls)
         if is_new_group:
-            self._iter_count = done + 1  # a new rank counts with the others
-        if self._resumed_step is None:
-            self._resumed_step = self._done()
+            self._count.begun = done + 1  # a new rank counts with the others
+        if self._count.resumed is None:
+            self._count.resumed = self._count.done
         if self._progress.is_due(now_s):
             self._report(now_s)
-        if 0 < self.total_iters < self._iter_count - 1 and not self._is_past_end:
+        if 0 < self.total_iters < self._count.begun - 1 and not self._is_past_end:
             self._is_past_end = True
             log.warning(
                 "iteration %d begins, and total_iters is %d: end the loop there, or give the iterations of all "
                 "incarnations; if %s is left from another run, remove it (`cleanup` does at the end)",
-                self._iter_count,
+                self._count.begun,
                 self.total_iters,
                 self.velastic_state_path,
             )
@@ -338,11 +396,10 @@ class IterManager(RunFigures):
             log.warning("%s", error)
 
     def _save_has_ended(self, now_s: float) -> None:
-        """A save that was not measured: it took at most what this iteration took more than a usual one."""
+        """A save that was not measured, if there was one, took at most what the iteration took more than usual."""
         if self._save_began_s is not None:
-            took_s = max(0.0, now_s - self._save_began_s - self._times.usual_s)
-            self._apart_s = took_s
-            self.save_took(took_s)
+            self._apart_s = max(0.0, now_s - self._save_began_s - self._times.usual_s)
+            self.save_took(self._apart_s)
 
     def _tier(self) -> str:
         stop = self._monitor.stop
@@ -353,12 +410,12 @@ class IterManager(RunFigures):
         """Warns once of training after the end."""
         self._complain_at = math.inf
         if self._is_closed:
-            log.warning("iteration %d begins after close(): deadlines are no longer detected", self._iter_count)
+            log.warning("iteration %d begins after close(): deadlines are no longer detected", self._count.begun)
         elif self._answered is not None and self._answered is self._monitor.stop:
             log.warning(
                 "iteration %d begins after the save before the deadline: what is trained now will be lost; leave the "
                 "loop when should_stop is true",
-                self._iter_count,
+                self._count.begun,
             )
 
     def _report(self, now_s: float) -> None:
@@ -369,12 +426,12 @@ class IterManager(RunFigures):
         """
         if not self._monitor.is_first:
             return
-        done, total = self._done(), self.total_iters
-        if self._is_closed and not self.should_stop and self._iter_count == total:
+        done, total = self._count.done, self.total_iters
+        if self._is_closed and not self.should_stop and self._count.begun == total:
             done = total  # there is no iter() after the last iteration
         is_unfinished = (self._is_closed and not self._is_over) or self.should_stop
         says_total = total > 0 and (is_unfinished or done >= total)
-        self._progress.report(Steps(self._resumed_step, done, self._saved_step, total if says_total else None), now_s)
+        self._progress.report(Steps(self._count.resumed, done, self._count.saved, total if says_total else None), now_s)
 
     def _save_state(self) -> None:
         self._report(self._clock())
@@ -382,3 +439,18 @@ class IterManager(RunFigures):
             self.save_manager_state()
         except CheckpointError as error:
             log.warning("the next incarnation of this job will count its iterations anew: %s", error)
+
+    def _state(self) -> ManagerState:
+        remaining_s = self.remaining_time
+        return ManagerState(
+            avg_iter_time=self.avg_iter_time,
+            total_iters=self.total_iters,
+            iter_count=self._count.begun,
+            remaining_time=-1.0 if remaining_s is None else remaining_s,
+            save_ckpt_time=self.save_ckpt_time,
+            completed_iters=self._count.done,
+            world_size=self._monitor.world_size,
+            save_times_s=self._saves.times_s,
+            is_step_tried=self._monitor.is_step_tried,
+            iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
+        )

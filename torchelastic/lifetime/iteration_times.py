@@ -259,6 +259,11 @@ class IterationTimes:
             slower_s=_slower(recent, limit_s),
         )
 
+    def summary(self) -> str:
+        """What was measured, in a line for people."""
+        first = ", ".join(f"{seconds:.3g}" for seconds in self._set_apart) or "none"
+        return f"{self.average_s():.3g} s each, the longest {self.longest_s:.3g} s, set apart at the start: {first} s"
+
     def _own_rhythm(self, limit_s: float) -> Rhythm | None:
         """That of this incarnation, if it has one already: it need not continue that of the one before."""
         own = tuple(self._window)

@@ -1,18 +1,16 @@
-"""The figures of an `IterManager`, and the state that it leaves for the next incarnation: one small JSON file."""
+"""The state that an `IterManager` leaves for the next incarnation of its job: one small JSON file."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -20,10 +18,6 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
-from torchelastic.lifetime.iteration_times import IterationTimes
-
-if TYPE_CHECKING:
-    from torchelastic.lifetime.group_monitor import GroupMonitor
 
 #: The layout of the file; a reader refuses a newer one.
 SCHEMA = 1
@@ -154,106 +148,13 @@ class SaveTimes:
             raise ValueError(f"there is no tier {tier!r}: the tiers are {', '.join(self._times)}")
         self._times[tier].append(real_number("seconds", seconds, remedy="give seconds, 0 or more"))
 
+    def summary(self) -> list[str]:
+        """What was measured, in lines for people."""
+        return [
+            f"saves to {tier!r}: {len(times)}, the longest {max(times, default=0.0):.3g} s"
+            for tier, times in self.times_s.items()
+        ]
+
     def remember(self, times_s: Mapping[str, Sequence[float]]) -> None:
         """Saves of earlier incarnations, before those of this one; those to removed tiers are left out."""
         self._earlier = times_s
-
-
-class RunFigures:
-    """The figures of a run, which `IterManager` measures.
-
-    Attributes:
-        total_iters: of the run; -1: not known.
-        velastic_dir: folder of the state file.
-        given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
-    """
-
-    total_iters: int
-    velastic_dir: Path
-    given_up_s: float | None = None
-    _times: IterationTimes
-    _saves: SaveTimes
-    _monitor: GroupMonitor
-    _iter_count = 0  # the iteration that has begun, over all incarnations
-    _calls = 0  # of `iter`, in this one
-
-    @property
-    def velastic_state_path(self) -> Path:
-        """The file with the state for the next incarnation of the job."""
-        return self.velastic_dir / FILE_NAME
-
-    @property
-    def iter_times(self) -> tuple[float, ...]:
-        """The iterations that count, in seconds, oldest first."""
-        return self._times.recent_s
-
-    @property
-    def avg_iter_time(self) -> float:
-        """Seconds of a usual iteration: the mean of the newest, without pauses and without the first; 0: not known."""
-        return self._times.average_s()
-
-    @property
-    def max_iter_time(self) -> float:
-        """Seconds of the longest of the newest iterations, without the first; 0: not known."""
-        return self._times.longest_s
-
-    @property
-    def remaining_time(self) -> float | None:
-        """Seconds that the rest of the run is expected to take; None: not known."""
-        if self.total_iters <= 0 or not self._times.recent_s:
-            return None
-        return self._times.expected_s(max(0, self.total_iters - self._done()))
-
-    @property
-    def save_ckpt_time(self) -> float:
-        """Seconds to leave for a save into the most durable tier."""
-        return self._monitor.tiers()[0].bound.seconds
-
-    @property
-    def save_times_s(self) -> Mapping[str, tuple[float, ...]]:
-        """By tier, how long the newest saves took, in seconds, oldest first."""
-        return self._saves.times_s
-
-    def summary(self) -> str:
-        """What has been seen so far, in lines for people."""
-        of = f" of {self.total_iters}" if self.total_iters > 0 else ""
-        first = ", ".join(f"{seconds:.3g}" for seconds in self._times.set_apart) or "none"
-        lines = [
-            f"iterations: {self._done()}{of}, {self.avg_iter_time:.3g} s each, the longest {self.max_iter_time:.3g} s, "
-            f"set apart at the start: {first} s"
-        ]
-        if self.remaining_time is not None:
-            lines.append(f"rest of the run: {timedelta(seconds=int(self.remaining_time))}")
-        for tier, times in self.save_times_s.items():
-            lines.append(f"saves to {tier!r}: {len(times)}, the longest {max(times, default=0.0):.3g} s")
-        left_s, decision = self._left_s(), self._monitor.decision
-        lines.append(f"deadline: {self._monitor.deadline_text()}" + ("" if left_s is None else f", in {left_s:.1f} s"))
-        if decision is not None and decision.stops:
-            lines.append(f"decision: {decision}")
-        if self.given_up_s is not None:
-            lines.append(f"given up: {self.given_up_s:.1f} s were left when the save was done")
-        return "\n".join(lines)
-
-    def _left_s(self) -> float | None:
-        """Seconds until the deadline; None: none is known."""
-        left_s = self._monitor.remaining_s()
-        return None if left_s == math.inf else left_s
-
-    def _done(self) -> int:
-        """Iterations of the run that are done: the present one is not."""
-        return self._iter_count - 1 if self._calls else self._iter_count
-
-    def _state(self) -> ManagerState:
-        remaining_s = self.remaining_time
-        return ManagerState(
-            avg_iter_time=self.avg_iter_time,
-            total_iters=self.total_iters,
-            iter_count=self._iter_count,
-            remaining_time=-1.0 if remaining_s is None else remaining_s,
-            save_ckpt_time=self.save_ckpt_time,
-            completed_iters=self._done(),
-            world_size=self._monitor.world_size,
-            save_times_s=self._saves.times_s,
-            is_step_tried=self._monitor.is_step_tried,
-            iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
-        )

@@ -38,6 +38,27 @@ class Steps:
     total_steps: Count | None = None
 
 
+class StepCount:
+    """Counts the steps of a run, on from where the incarnation of the job before this one has ended.
+
+    Attributes:
+        begun: the step that has begun, from 1; before the first one of this incarnation, how many are done.
+        calls: how many have begun in this incarnation.
+        resumed: how many were done when it had begun; None: not known yet.
+        saved: how many were done at the newest save; None: there was none.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.calls = 0
+        self.resumed: int | None = None
+        self.saved: int | None = None
+
+    @property
+    def done(self) -> int:
+        """How many steps of the run are done: the present one is not."""
+        return self.begun - 1 if self.calls else self.begun
+
+
 class ProgressFile:
     """The file. If it cannot be written, there is one warning, and training goes on.
 
