@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torchelastic.agent.events import (
     WorkerLeaves,
 )
 from torchelastic.rendezvous.client import AgentClient, AgentError
-from torchelastic.rendezvous.records import Member, Round, RoundState
+from torchelastic.rendezvous.records import JoinRequest, Member, Round, RoundState, StateStatus
 
 Scenario = Callable[["Host"], Awaitable[None]]
 
@@ -426,3 +427,64 @@ def test_a_worker_that_gives_up_waiting_for_its_agents_answer_hangs_up(tmp_path:
             connection.settimeout(5.0)
             assert json.loads(connection.makefile("rb").readline())["op"] == "hello"
             assert connection.recv(1) == b"", "it has hung up, so that no member comes of it"
+
+
+ASKED = JoinRequest("h:1", 3, StateStatus.COMPLETE, False, 2.0)
+
+
+async def client_of(host: Host) -> AgentClient:
+    return await asyncio.to_thread(AgentClient, str(host.path), connect_timeout_s=5.0, on_round=lambda _round: None)
+
+
+def tell(host: Host, *rounds: Round) -> None:
+    """The agent hears of all of them in one go, and so does the worker."""
+    for round_ in rounds:
+        host.connections.on_event(RoundChanged(round_))
+
+
+def test_a_worker_gets_its_round_though_it_broke_before_its_thread_could_look(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        client = await client_of(host)
+        for number in range(1, 60, 2):
+            asked = len(host.declared)
+            joining = asyncio.create_task(asyncio.to_thread(client.join, ASKED))
+            await until(lambda asked=asked: len(host.declared) > asked)  # type: ignore[misc]  # bound at once
+            runs = Round(number, RoundState.RUNNING, (client.member_id,), "h:1")
+            tell(host, runs, replace(runs, state=RoundState.BROKEN))
+            assert (await asyncio.wait_for(joining, 5.0)).number == number, "else it waits, and is taken for hung"
+        client.close()
+
+    with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["runs", "broke at once"])
+def test_a_worker_that_has_finished_takes_the_round_in_which_it_is_needed_once_more(
+    tmp_path: Path, is_broken: bool
+) -> None:
+    async def scenario(host: Host) -> None:
+        for _ in range(20):
+            client = await client_of(host)
+            first = Round(1, RoundState.RUNNING, (client.member_id,), "h:1")
+            asked = len(host.declared)
+            joining = asyncio.create_task(asyncio.to_thread(client.join, ASKED))
+            await until(lambda asked=asked: len(host.declared) > asked)  # type: ignore[misc]  # bound at once
+            tell(host, first)
+            await joining
+            tell(host, replace(first, state=RoundState.GATHERING))
+            await asyncio.to_thread(client.done, 4, 5.0)
+            closing = asyncio.create_task(asyncio.to_thread(client.wait_closed, 5.0))
+            tell(host, replace(first, state=RoundState.CLOSING))
+            again = replace(first, number=2)
+            tell(host, again, *[replace(again, state=RoundState.BROKEN)] * is_broken)
+            assert await asyncio.wait_for(closing, 5.0) is False, "else it goes home, and with it the last step"
+            asked = len(host.declared)
+            joining = asyncio.create_task(asyncio.to_thread(client.join, ASKED))
+            if is_broken:
+                await until(lambda asked=asked: len(host.declared) > asked)  # type: ignore[misc]  # bound at once
+                assert host.declared[-1].ready_for == 3
+                tell(host, replace(first, number=3))
+            assert (await asyncio.wait_for(joining, 5.0)).number == (3 if is_broken else 2)
+            assert is_broken or len(host.declared) == asked, "who asks for a round that it has breaks it for the others"
+            client.close()
+
+    with_host(tmp_path, scenario)

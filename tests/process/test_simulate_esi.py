@@ -51,7 +51,9 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A simulator whose job ignores SIGTERM and has started everything that it starts."""
     with (tmp_path / "stderr").open("wb") as stderr:
         command = [*SIMULATOR, "--cmd", job("ignore", tmp_path), *FOREVER, "--report", str(tmp_path / "report")]
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which a child inherits
         process = subprocess.Popen(command, stderr=stderr)
+        signal.signal(signal.SIGHUP, before)
     try:
         wait_until((tmp_path / "pids").exists, what="the job starts")
         yield process

@@ -15,7 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from torchelastic.processes.death_notice import leave_notice, notice_path
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, round_from_dict
-from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for
+from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for, is_replaced
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class AgentClient:
         self._on_round = on_round
         self._changed = threading.Condition()
         self._round = NO_ROUND
+        self._after: int | None = None  # the last round of this member, while it waits for the next; else None
+        self._granted: Round | None = None  # that one: it may be no more before the thread that waits has looked
         self._fatal: AgentError | None = None
         self._noted = 0
         self._welcomed = False
@@ -79,19 +81,24 @@ class AgentClient:
     def join(self, request: JoinRequest) -> Round:
         """Ask for the next round and wait until this member is on the roster of one; returns that round.
 
+        The round may be no more by then: who joins it notices, and asks again. One that this member was given after it
+        had finished, to synchronize the others, is its next round without being asked for.
+
         The wait has no bound here: the agent ends it by the run's time-out, which does not count for spares.
 
         Raises:
             AgentError: the run is closed, nobody came in time, this worker was to leave and may go, etcd is out of
                 reach, or the agent is gone.
         """
-        after = self._round.number if self.member_id in self._round.members else 0
         step = request.step
-        self._send({"op": "join", **msgspec.to_builtins(request)})
-        self._wait_for(lambda: self.is_over_for(step) or self._is_on_roster_after(after), None, "")
-        if self.is_over_for(step):
+        if self._granted is None or is_replaced(self._granted, self._round):
+            self._expect_a_round()
+            self._send({"op": "join", **msgspec.to_builtins(request)})
+            self._wait_for(lambda: self.is_over_for(step) or self._granted is not None, None, "")
+        granted, self._granted, self._after = self._granted, None, None
+        if granted is None or self.is_over_for(step):
             raise AgentError("closed", self._round.because or "the run is closed")
-        return self._round
+        return granted
 
     def tell(self, op: str) -> None:
         """Say something that has no more words to it ("leave", "stop", "fail_for_good"; see `wire`); from any thread.
@@ -111,6 +118,7 @@ class AgentClient:
     def done(self, step: int, timeout_s: float) -> None:
         """Say that this member has finished; returns when the store has it, or after `timeout_s`."""
         expected = self._noted + 1
+        self._expect_a_round()
         try:
             self._send({"op": "done", "step": step})
             self._wait_for(lambda: self._noted >= expected, timeout_s, "etcd did not note the end in time")
@@ -122,13 +130,12 @@ class AgentClient:
 
         Wait until all are (True), or until one more round is needed to synchronize somebody (False).
         """
-        number = self._round.number
-        is_settled = lambda: self._round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice
+        is_settled = lambda: self._round.state is RoundState.CLOSED or self._granted is not None  # noqa: E731 - one line
         try:
             self._wait_for(is_settled, timeout_s, "the others did not finish in time")
         except AgentError as error:
             log.warning("%s: this worker ends all the same", error)
-        return not self._is_on_roster_after(number)
+        return self._granted is None
 
     def close(self) -> None:
         """Hang up; the agent withdraws the member unless it is done. Idempotent."""
@@ -140,8 +147,11 @@ class AgentClient:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _is_on_roster_after(self, number: int) -> bool:
-        return is_granted(self._round, self.member_id, number)
+    def _expect_a_round(self) -> None:
+        """From now on the first round that this member is given is kept, however soon it is no more."""
+        with self._changed:
+            self._after = self._round.number if self.member_id in self._round.members else 0
+            self._granted = None
 
     def _send(self, message: wire.Message) -> None:
         try:
@@ -195,6 +205,8 @@ class AgentClient:
     def _take_round(self, round_: Round) -> None:
         with self._changed:
             self._round = round_
+            if self._after is not None and is_granted(round_, self.member_id, self._after):
+                self._granted, self._after = round_, None
             self._changed.notify_all()
         self._on_round(round_)
 
