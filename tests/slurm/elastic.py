@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,18 @@ class ElasticJob(Job):
 
     def output(self) -> str:
         return "".join(self.slurm.output(job_id) for job_id in self.ids)
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether the run's etcd answers, and says that its workers are asked to stop."""
+        (rendezvous,) = self.runs_folder.glob("*/rendezvous")
+        name, port = rendezvous.read_text().split()[0].split(":")
+        host = self.slurm.lab[name]
+        where = [f"--rdzv-endpoint={host.address}:{port}", f"--rdzv-id={rendezvous.parent.name}"]
+        try:
+            told = host.run(sys.executable, "-m", "torchelastic.launch", "status", "--json", *where)
+        except RuntimeError:
+            return False  # it is out of reach
+        return bool(json.loads(told)["round"]["state"] == "gathering")
 
     def wait_for_end(self, job_id: str = "", restarts: int = 0) -> None:
         """Wait until a job, the first of all by default, is COMPLETED; it must have been requeued so often."""

@@ -53,8 +53,9 @@ def elastic(hosts: SlurmHosts, tmp_path: Path) -> MakeElasticJob:
 
 
 def wait_until_told(job: ElasticJob) -> None:
-    """Wait until both agents have SIGTERM, and let their workers leave."""
+    """Wait until both agents have SIGTERM, and let their workers leave; SLURM may have ended the etcd meanwhile."""
     wait_until(lambda: job.output().count("SIGTERM") >= 2, PATIENCE_S, "the nodes are told", job.output)
+    wait_until(job.is_asked_to_stop, PATIENCE_S, "the workers are asked to stop", job.output, every_s=POLL_S)
 
 
 def assert_each_step_once(job: ElasticJob) -> None:
