@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,37 @@ def test_a_worker_that_fails_after_training_makes_the_launcher_fail_with_its_err
     last_words = job.output()[job.output().rindex(first) :]
     assert ("ValueError: injected" in last_words) == (verb == "crash")
     assert "worker 2" not in last_words
+
+
+LOST_FIRST = """
+import os, signal, time, torch, torchelastic
+
+model = torch.nn.Linear(2, 1)
+state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+coordinator = torchelastic.CoordinatorP2P("gloo")
+
+
+def train_step(state):
+    if state.step == 1:
+        if coordinator.rank == LOST:
+            time.sleep(0.3)  # the other one has finished by then, and waits
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise StopIteration
+    state.model(torch.ones(1, 2)).sum().backward()
+    state.optimizer.step()
+
+
+torchelastic.train(coordinator, train_step, state)
+print("RANK", coordinator.rank)
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_launcher_fails_if_rank_0_is_lost_while_the_others_finish(jobs: MakeJob, tmp_path: Path, lost: int) -> None:
+    job, script = jobs(), tmp_path / "script.py"
+    script.write_text(LOST_FIRST.replace("LOST", str(lost)))
+    job.start_launcher("--standalone", "--nproc-per-node=2", str(script))
+    assert job.wait() == [1 - lost], job.output()[-3000:]
+    assert f"RANK {1 - lost}" in job.output(), "the other one has finished"
+    last_line = job.output().rstrip().splitlines()[-1]
+    assert ("killed by SIGKILL as rank 0 while the others finished" in last_line) == (lost == 0)

@@ -169,7 +169,7 @@ def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they
         (103.0, "DEBUG", "worker 0 (rank 0, round 4, step 12): saved step 12, training stopped for 0 s"),
         (104.0, "WARNING", "worker 1 (start 2, rank 1, round 4, step 12): lost, signal 9: killed by SIGKILL"),
         (105.0, "WARNING", "worker 0 (rank 0, round 4, step 12): the step after 12 was undone, 0 s of work: reset"),
-        (106.0, "WARNING", "etcd is unreachable, training goes on"),
+        (106.0, "WARNING", "etcd is unreachable, training goes on as long as no worker is lost"),
     ]
     log.flush()
     assert len(records) == 6, "each is told once"

@@ -295,7 +295,7 @@ class Agent:
             await self._leave_in_order(self._options.url.timeout_s)
             return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
         await self._leave_in_order(self._options.url.timeout_s)
-        failed = self._failures.after_end()
+        failed = self._failures.after_end(self.membership.host.round)
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}

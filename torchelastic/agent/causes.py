@@ -24,6 +24,8 @@ from torchelastic.rendezvous.loss import loss_from_error
 SAME_FAILURE_S = 30.0
 #: Of a worker that has said nothing of its end so many of its last lines are shown.
 LAST_LINES = 20
+#: What the end of rank 0 means where the others have finished: nobody takes its place any more.
+LOST_RESULTS = " as rank 0 while the others finished: what a script saves there after training is missing"
 #: Of an error so many characters stand in a line.
 _MOST_ERROR = 300
 
@@ -58,6 +60,7 @@ class FailedWorker:
         gave_up: whether it is not started again.
         is_hang: whether it was ended because it hung.
         had_finished: whether it had finished the run before, which was closed by then.
+        was_first: whether it was rank 0 of the group in which the others finished.
         lines: the last lines of its standard error.
         log: path of its log; empty: there is none.
     """
@@ -70,6 +73,7 @@ class FailedWorker:
     gave_up: bool = True
     is_hang: bool = False
     had_finished: bool = False
+    was_first: bool = False
     lines: tuple[str, ...] = ()
     log: str = ""
 
@@ -81,7 +85,7 @@ class FailedWorker:
     @property
     def how(self) -> str:
         """How it ended."""
-        after = " after it had finished training" if self.had_finished else ""
+        after = " after it had finished training" if self.had_finished else LOST_RESULTS if self.was_first else ""
         return "hung, and was ended" if self.is_hang else describe_exit(self.exit_code) + after
 
     @property

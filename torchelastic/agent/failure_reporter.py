@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torchelastic.agent.causes import FailedWorker, FailureReport, LostElsewhere, Trouble, Undone, report_of
 from torchelastic.agent.event_log import events_log
@@ -59,6 +60,7 @@ class FailureReporter:
         self._troubles: list[Trouble] = []
         self._gave_up: list[FailedWorker] = []
         self._after_end: list[FailedWorker] = []
+        self._first: FailedWorker | None = None
         self._opened_s = self._newest_s = self._joined_s = 0.0
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -103,6 +105,8 @@ class FailureReporter:
             self._after_end.append(failed)
         elif failed.gave_up:
             self._gave_up.append(failed)
+        if failed.position.rank == 0:
+            self._first = failed
         self._add(failed)
 
     # --- what is said -------------------------------------------------------------------------------------------------
@@ -134,10 +138,21 @@ class FailureReporter:
         self._troubles = []
         return report_of(list(troubles), is_over=True)
 
-    def after_end(self) -> FailureReport | None:
-        """What of this host failed after it had finished the run; None: nothing. What is in it is not said again."""
-        self._troubles = [trouble for trouble in self._troubles if trouble not in self._after_end]
-        return report_of(self._after_end, is_over=True)
+    def after_end(self, last: Round) -> FailureReport | None:
+        """What of this host failed after it had finished the run, or as rank 0 while the others finished.
+
+        Args:
+            last: the run's last round.
+
+        Returns:
+            None: nothing. What is in it is not said again.
+        """
+        failed, first = self._after_end, self._first
+        said = [*failed]
+        if first is not None and first not in failed and last.is_over and first.position.round == last.number:
+            failed, said = [*failed, replace(first, was_first=True)], [*failed, first]
+        self._troubles = [trouble for trouble in self._troubles if trouble not in said]
+        return report_of(failed, is_over=True)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

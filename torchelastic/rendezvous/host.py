@@ -59,6 +59,8 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 #: A session that lasted this long was a good one.
 GOOD_SESSION_S = 5.0
+#: What it means for the run that a host does not reach the store.
+FROZEN = "membership is frozen, training goes on as long as no worker is lost"
 
 
 class Host:
@@ -182,11 +184,11 @@ class Host:
             except StartOverError as error:
                 log.info("starting over: %s", error)
             except StoreAccessError as error:
-                log.warning("etcd refuses this agent (%s): membership is frozen, training goes on", error)
+                log.warning("etcd refuses this agent (%s): %s", error, FROZEN)
             except StoreError as error:
                 # once at each outage: the attempts go on every second, however long it takes
                 level = logging.WARNING if self.in_reach else logging.DEBUG
-                log.log(level, "etcd is out of reach (%s): membership is frozen, training goes on", error)
+                log.log(level, "etcd is out of reach (%s): %s", error, FROZEN)
                 self.in_reach = False
             await self._end_session()
             pause_s = FIRST_PAUSE_S if self._clock() - began_s > GOOD_SESSION_S else min(2 * pause_s, LONGEST_PAUSE_S)

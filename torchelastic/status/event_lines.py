@@ -184,14 +184,14 @@ def _text(event: LedgerEvent) -> str:
             tier = f" to {event.tier}" if event.tier else ""
             return f"saved step {event.step}{tier}, training stopped for {duration(event.stall_ns)}"
         case Drain():
-            return f"left the run in order after step {event.step}"
+            return "left the run in order" + (f" after step {event.step}" if event.step >= 0 else ", in no group yet")
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
         case StoreOutage():
             return (
                 f"etcd is back after {duration(event.away_ns)}"
                 if event.is_over
-                else "etcd is unreachable, training goes on"
+                else "etcd is unreachable, training goes on as long as no worker is lost"
             )
     return ""
 
