@@ -157,6 +157,46 @@ def test_a_class_of_your_own_is_stored_by_its_attributes_unless_some_would_be_lo
         encode(Slotted(torch.ones(2)), RecurringLayout())
 
 
+class CopiedAndRestored(Named):
+    """What NVRx uses of a state of which it makes no replicas, and nothing else; its own unit tests have such a one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.contents = [tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def is_hollow(self) -> bool:  # type: ignore[override]  # a method in the place of a property, as it is there
+        raise NotImplementedError
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        self.devices = [tensor.device for tensor in self.contents]
+        for place, tensor in enumerate(self.contents):
+            self.contents[place] = tensor.to("cpu", non_blocking=non_blocking)
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        for place, (tensor, device) in enumerate(zip(self.contents, self.devices, strict=True)):
+            self.contents[place] = tensor.to(device, non_blocking=non_blocking)
+
+
+class Unasked(CopiedAndRestored):
+    @property
+    def is_hollow(self) -> bool:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [CopiedAndRestored, Unasked])
+def test_a_class_of_your_own_that_can_only_be_copied_and_restored_is_stored(kind: type[CopiedAndRestored]) -> None:
+    state = kind(torch.ones(2))
+    header, sources = encode(state, RecurringLayout())
+    assert not hasattr(state, "devices")  # the state itself was left alone
+    decoded = decode(header, {"contents/0": sources[0].clone()}, allow_pickles=False)
+    decoded.restore_tensor_device()
+    assert isinstance(decoded, kind)
+    assert [tensor.tolist() for tensor in decoded.contents] == [[1.0, 1.0]]
+
+
 def test_what_is_no_state_or_makes_none_is_refused() -> None:
     hollow = BasicTensorAwareStateDict(state())
     hollow.pop_tensors()

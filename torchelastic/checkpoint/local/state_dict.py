@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, TypeVar
@@ -130,7 +131,9 @@ class TensorAwareStateDict(ABC):
     def to_tree(self) -> Any:
         """The state as dicts, lists, tuples, plain values and tensors; it shares the tensors with this object.
 
-        Without a method of its own a class gives its attributes. What else is in there is pickled, if that is allowed.
+        Without a method of its own a class gives its attributes, as they are after its `copy_tensors_to_cpu`: that may
+        note for `restore_tensor_device` where the tensors were. It is called for a copy, which shares with this object
+        what is no dict, list or tuple. What else is in there is pickled, if that is allowed.
 
         Raises:
             TypeError: the class has attributes in `__slots__` too, and so has to write this method and `from_tree`.
@@ -138,7 +141,10 @@ class TensorAwareStateDict(ABC):
         slotted = [kind.__qualname__ for kind in type(self).__mro__ if getattr(kind, "__slots__", ()) not in ((), [])]
         if slotted:
             raise TypeError(f"{self.class_name()} has __slots__: write its to_tree and from_tree")
-        return dict(self.__dict__)
+        shadow = object.__new__(type(self))
+        shadow.__dict__.update(mapped(lambda leaf: leaf, self.__dict__))
+        shadow.copy_tensors_to_cpu()
+        return dict(shadow.__dict__)
 
     @classmethod
     def from_tree(cls: type[Self], tree: Any, devices: Sequence[torch.device]) -> Self:
@@ -329,9 +335,14 @@ def encode(state: TensorAwareStateDict, layout: RecurringLayout) -> tuple[Header
         raise TypeError(
             f"a {type(state).__qualname__} was given to be saved: wrap a state dict in BasicTensorAwareStateDict first"
         )
-    if state.is_hollow:
-        raise RuntimeError("the tensors of this state were taken out: insert_tensors() before it is saved")
-    meta = {_CLASS: state.class_name(), _DEVICES: _encode_devices([tensor.device for tensor in state.tensors])}
+    # NVRx asks neither of these of a state of which it makes no replicas
+    with suppress(NotImplementedError):
+        if state.is_hollow is True:  # and not a method, in the place of the property
+            raise RuntimeError("the tensors of this state were taken out: insert_tensors() before it is saved")
+    devices: list[torch.device] = []
+    with suppress(NotImplementedError):
+        devices += [tensor.device for tensor in state.tensors]
+    meta = {_CLASS: state.class_name(), _DEVICES: _encode_devices(devices)}
     return layout.lay_out(state.to_tree(), meta)
 
 
