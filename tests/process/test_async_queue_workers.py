@@ -220,3 +220,20 @@ def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "ended with exit code 1 before the call was done, before it was ready" in done.stderr
+
+
+def test_a_worker_that_hangs_before_it_is_ready_is_named_with_the_likely_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # as in a script without that guard, whose copy in the worker waits for the other ranks at its top
+    monkeypatch.setattr("torchelastic.checkpoint.async_ckpt.worker_process._READY_S", 0.0)
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(AsyncRequest(os.getpid, (), []))
+        (worker,) = psutil.Process().children(recursive=False)[-1:]
+        worker.suspend()
+        wait_until(lambda: bool(caplog.messages), PATIENCE_S, "a warning")
+        worker.resume()
+    assert caplog.messages == [
+        f"the checkpoint worker {worker.pid} is not ready after 0 s: see what it has printed (scripts need an "
+        '`if __name__ == "__main__":`)'
+    ]

@@ -41,8 +41,11 @@ log = logging.getLogger(__name__)
 _DEATH_S = 5.0
 #: A forgotten queue, or an interpreter that ends, waits no longer than this for a worker to heed SIGTERM.
 UNTIDY_END_S = 2.0
+#: A worker imports torch and the main module before it is ready; whoever waits for longer is told what it may hang in.
+_READY_S = 30.0
 #: A descendant of the worker may keep its pipes open; its end is looked for this often all the same.
 _LIVENESS_S = 1.0
+_HINT = ': see what it has printed (scripts need an `if __name__ == "__main__":`)'
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class WorkerProcess:
         self.process.start()
         theirs.close()
         self._was_ready = False
+        self._told_s = time.monotonic() + _READY_S
         # of two threads that ask at once how a process ended, one is not told; reentrant, for `__del__` of a caller
         self._lock = threading.RLock()
         self._thread = DaemonExecutor("async-checkpoint-worker")
@@ -171,6 +175,9 @@ class WorkerProcess:
                     self._was_ready = True
                 elif is_dead:
                     return None
+                elif not self._was_ready and time.monotonic() >= self._told_s:
+                    self._told_s = math.inf
+                    log.warning("the checkpoint worker %d is not ready after %.0f s%s", self.process.pid, _READY_S, _HINT)
             except (EOFError, OSError):
                 self.exit_code(math.inf)  # it has ended, or is about to
                 return None
@@ -180,11 +187,7 @@ class WorkerProcess:
         self._listen()  # whether it was ready
         code = self.exit_code(math.inf) or 0
         ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = (
-            ""
-            if self._was_ready
-            else ', before it was ready: see what it has printed (scripts need an `if __name__ == "__main__":`)'
-        )
+        hint = "" if self._was_ready else f", before it was ready{_HINT}"
         return BrokenExecutor(f"the worker process {self.process.pid} {ending} before the call was done{hint}")
 
 
