@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.pure.managed_loops import START_S, Job
-from torchelastic.lifetime import STOPPED_EARLY, IterManager
+from torchelastic.lifetime import STOPPED_EARLY, IterManager, nearest, time_limit_s
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,19 @@ def test_at_a_notice_that_does_not_say_when_it_saves_at_once_and_goes_on_and_sav
     job.run(0.1, save_s=0.3)
     assert (len(job.went_on_at), len(job.saved_at)) == (1, 1)
     assert 28.0 < job.saved_s[0] + START_S - came_s <= 30.0
+
+
+def test_a_save_on_trial_does_not_answer_a_notice_that_comes_after_it(folder: Path) -> None:
+    notice = Sigterm()
+    job = Job(folder, nearest([time_limit_s(600.0, began_s=START_S), notice]))
+    job.run(0.1, steps=30, save_s=0.3)
+    assert job.went_on_at == [2], "to measure a save"
+    came_s = job.clock()
+    notice.at_s = came_s + 30.0
+    job.run(0.1, steps=2, save_s=0.3)
+    assert job.went_on_at == [2, 31], "docker stop gives 10 s: what was trained since the trial would be lost"
+    job.run(0.1, steps=100, save_s=0.3)
+    assert job.went_on_at == [2, 31], "once"
 
 
 def test_at_such_a_notice_the_tier_is_one_that_fits_into_the_shortest_grace_there_is(folder: Path) -> None:

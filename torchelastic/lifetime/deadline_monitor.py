@@ -27,8 +27,8 @@ CHECK_S = 0.1
 _VALID_NEAR_S = 0.05
 #: for such a fraction of the time that is left while it is far, within these limits; never after a longer iteration.
 _VALID_FRACTION, _MIN_VALID_S, _MAX_VALID_S = 0.02, 1.0, 30.0
-#: Schedulers signal every process of a job, and not all ranks receive it at once: a save also answers notices that come
-#: so much later.
+#: Schedulers signal every process of a job, and not all ranks receive it at once: a save that answers a notice also
+#: answers those that come so much later.
 _SAME_NOTICE_S = 5.0
 #: The only tier where there is none.
 _NO_TIER = "nothing: there is no checkpoint manager"
@@ -216,7 +216,7 @@ class DeadlineMonitor:
             self._saved_at = common.lived
             if common.may_try_step:
                 self._tried_at, self.is_step_tried = common.lived, True
-            self._answered_s = self._clock() + _SAME_NOTICE_S
+            self._answered_s = self._clock() + (_SAME_NOTICE_S if common.at_once_s < math.inf else 0.0)
             self._tried.update(() if plan.decision.tier is None else (plan.decision.tier,))
         return plan
 
