@@ -41,3 +41,13 @@ class Job:
             if self.manager.should_stop:
                 return
             self.clock.advance(took_s)
+
+    def run_into_save(self, step_s: float, error: Exception | None = None) -> None:
+        """Until it is killed in the last save, or that fails."""
+        while not (self.manager.should_save_ckpt() and self.manager.should_stop):
+            self.clock.advance(step_s)
+            self.manager.iter()
+        self._unfinished = self.manager.saving()  # kept: if it was deleted it would end
+        self._unfinished.__enter__()
+        if error is not None:
+            self._unfinished.__exit__(type(error), error, None)

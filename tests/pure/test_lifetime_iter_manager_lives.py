@@ -40,11 +40,34 @@ def test_the_next_life_counts_on_and_knows_how_long_a_save_takes(folder: Path) -
     assert second.saved_s[0] > 36.0, "a save takes 2 s, so 3 s are left for it"
 
 
+def test_saves_that_have_become_slower_cost_one_life_and_not_all(folder: Path) -> None:
+    """It is killed in the last save: who starts it again has a file that says how little time that was."""
+    Job(folder, 100.0, redundant_time=5).run(0.5, save_s=2.0)
+    killed = Job(folder, 100.0, redundant_time=5)
+    killed.run_into_save(0.5)
+    job = Job(folder, 100.0, redundant_time=5)
+    job.run(0.5, save_s=20.0)
+    assert job.saved_s[0] <= 100.0
+    assert job.manager.save_times_s == {"checkpoint": (2.0, 2.0, 20.0)}, "what was measured, and no guess"
+    after = Job(folder, 100.0, redundant_time=5)
+    after.run(0.5, save_s=20.0)
+    assert 85.0 < after.saved_s[0] <= 100.0, "the guess is forgotten"
+
+
+def test_a_last_save_that_fails_is_not_taken_for_one_that_was_killed(folder: Path) -> None:
+    Job(folder, 100.0).run(0.5, save_s=2.0)
+    failed = Job(folder, 100.0)
+    failed.run_into_save(0.5, OSError("full"))
+    job = Job(folder, 100.0)
+    job.run(0.5, save_s=2.0)
+    assert job.saved_s[0] > 95.0
+
+
 def test_a_file_of_an_earlier_version_has_no_iterations(folder: Path) -> None:
     first = Job(folder, 30.0)
     first.run(1.0)
     state = state_in(folder)
-    del state["iter_times_s"]
+    del state["iter_times_s"], state["unfinished_save_s"]
     (folder / "manager_state.json").write_text(json.dumps(state))
     second = Job(folder, None)
     assert second.manager.load_manager_state()
@@ -90,6 +113,7 @@ def test_the_file_is_for_others_too(folder: Path) -> None:
         "save_times_s": {"checkpoint": []},
         "iter_times_s": [0.5] * 9,
         "is_step_tried": False,
+        "unfinished_save_s": {},
     }
     assert sorted(path.name for path in folder.iterdir()) == ["manager_state.json"], "and nothing is pickled"
 

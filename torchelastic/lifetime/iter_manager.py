@@ -117,7 +117,7 @@ class IterManager:
         self._monitor = GroupMonitor(
             nearest([deadline]),
             self._times,
-            lambda: self._saves.times_s,
+            lambda: self._saves.expected_s,
             Lifetime(reserve_s=reserve_s, confidence=confidence, unknown_save_s=save_s or None),
             least_save_s=save_s,
             timeout_s=real_number("timeout_s", timeout_s, above=0.0, remedy="give seconds, above 0"),
@@ -205,8 +205,13 @@ class IterManager:
         tier = self._tier() if tier is None else tier
         began_s, step = self._clock(), self._count.done
         self._save_began_s = None
+        self._last_save_begins(tier)
         try:
             yield
+        except Exception:
+            self._saves.ends(tier)
+            self._save_state()
+            raise
         finally:
             took_s = max(0.0, self._clock() - began_s)
             self._apart_s += took_s
@@ -331,7 +336,7 @@ class IterManager:
             self._count.begun = state.completed_iters
             log.info("counting on from iteration %d, as %s says", state.completed_iters, self.velastic_state_path)
         self._is_counting = True
-        self._saves.remember(state.save_times_s)
+        self._saves.remember(state.save_times_s, state.unfinished_save_s)
         self._monitor.remember(state)
         return True
 
@@ -401,6 +406,13 @@ class IterManager:
             self._apart_s = max(0.0, now_s - self._save_began_s - self._times.usual_s)
             self.save_took(self._apart_s)
 
+    def _last_save_begins(self, tier: str) -> None:
+        """If the process is killed in the last save, the next incarnation is to know how little time that was."""
+        stop, left_s = self._monitor.stop, self._monitor.remaining_s()
+        if stop is not None and 0.0 < left_s < math.inf:
+            self._saves.begins(tier, min(left_s, stop.numbers.get("at_once_s", left_s)))
+            self._save_state()
+
     def _tier(self) -> str:
         stop = self._monitor.stop
         asked = self._asked_tier if stop is None else stop.tier
@@ -452,5 +464,6 @@ class IterManager:
             world_size=self._monitor.world_size,
             save_times_s=self._saves.times_s,
             is_step_tried=self._monitor.is_step_tried,
+            unfinished_save_s=self._saves.unfinished_s,
             iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
         )

@@ -24,6 +24,8 @@ SCHEMA = 1
 FILE_NAME = "manager_state.json"
 #: How many of the newest saves of each tier are remembered.
 MAX_SAVES = 200
+#: A save that was killed is expected to take so many times what it had: it took longer, and nobody knows how long.
+_UNFINISHED_FACTOR = 2.0
 _MAX_BYTES = 1 << 20
 
 
@@ -42,6 +44,7 @@ class ManagerState:
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
         is_step_tried: an iteration was begun only to know how long others than the first take.
+        unfinished_save_s: by tier, how long to expect of a save after one before the deadline that was not finished.
     """
 
     avg_iter_time: Amount = 0.0
@@ -54,10 +57,12 @@ class ManagerState:
     save_times_s: Mapping[str, tuple[Amount, ...]] = field(default_factory=dict)
     iter_times_s: tuple[Amount, ...] = ()
     is_step_tried: bool = False
+    unfinished_save_s: Mapping[str, Amount] = field(default_factory=dict)
 
 
 #: A file of an earlier version lacks the others.
-_NEEDED = [one.name for one in fields(ManagerState) if one.name not in ("iter_times_s", "is_step_tried")]
+_LATER = ("iter_times_s", "is_step_tried", "unfinished_save_s")
+_NEEDED = [one.name for one in fields(ManagerState) if one.name not in _LATER]
 
 
 def write_state(folder: Path, state: ManagerState) -> None:
@@ -126,6 +131,9 @@ class SaveTimes:
     Args:
         tiers: their names, the most durable first.
 
+    Attributes:
+        unfinished_s: by tier, what to expect after a save that was not finished.
+
     Raises:
         ValueError: there are no tiers, one has no name, or two have the same.
     """
@@ -136,17 +144,33 @@ class SaveTimes:
         self.first_tier = tiers[0]
         self._times: dict[str, deque[float]] = {tier: deque(maxlen=MAX_SAVES) for tier in tiers}
         self._earlier: Mapping[str, Sequence[float]] = {}
+        self.unfinished_s: dict[str, float] = {}
 
     @property
     def times_s(self) -> Mapping[str, tuple[float, ...]]:
         """By tier, how long the newest saves took, oldest first."""
         return {tier: (*self._earlier.get(tier, ()), *times)[-MAX_SAVES:] for tier, times in self._times.items()}
 
+    @property
+    def expected_s(self) -> Mapping[str, tuple[float, ...]]:
+        """The same, and what is expected after a save that was not finished, until another one is measured."""
+        unfinished = {tier: (self.unfinished_s[tier],) for tier in self._times if tier in self.unfinished_s}
+        return {tier: (*times, *unfinished.get(tier, ())) for tier, times in self.times_s.items()}
+
+    def begins(self, tier: str, left_s: float) -> None:
+        """One begins, and so much is left for it: if the process is killed, it took longer."""
+        self.unfinished_s[tier] = _UNFINISHED_FACTOR * left_s
+
+    def ends(self, tier: str) -> None:
+        """One has ended, however: it was not killed."""
+        self.unfinished_s.pop(tier, None)
+
     def took(self, tier: str, seconds: float) -> None:
         """One more save. Raises ValueError: no such tier, or the time is negative, infinite or NaN."""
         if tier not in self._times:
             raise ValueError(f"there is no tier {tier!r}: the tiers are {', '.join(self._times)}")
         self._times[tier].append(real_number("seconds", seconds, remedy="give seconds, 0 or more"))
+        self.ends(tier)
 
     def summary(self) -> list[str]:
         """What was measured, in lines for people."""
@@ -155,6 +179,6 @@ class SaveTimes:
             for tier, times in self.times_s.items()
         ]
 
-    def remember(self, times_s: Mapping[str, Sequence[float]]) -> None:
+    def remember(self, times_s: Mapping[str, Sequence[float]], unfinished_s: Mapping[str, float]) -> None:
         """Saves of earlier incarnations, before those of this one; those to removed tiers are left out."""
-        self._earlier = times_s
+        self._earlier, self.unfinished_s = times_s, dict(unfinished_s)

@@ -177,7 +177,9 @@ class WorkerProcess:
                     return None
                 elif not self._was_ready and time.monotonic() >= self._told_s:
                     self._told_s = math.inf
-                    log.warning("the checkpoint worker %d is not ready after %.0f s%s", self.process.pid, _READY_S, _HINT)
+                    log.warning(
+                        "the checkpoint worker %d is not ready after %.0f s%s", self.process.pid, _READY_S, _HINT
+                    )
             except (EOFError, OSError):
                 self.exit_code(math.inf)  # it has ended, or is about to
                 return None
