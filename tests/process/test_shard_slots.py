@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -200,4 +201,59 @@ def test_a_change_after_the_copy_does_not_reach_the_shard(tmp_path: Path, at_onc
     stage.seal(header.with_checksums(checksums) if checksums else header)
     pool.publish(stage, tmp_path / "0")
     assert all(bool((tensor == 1).all()) for tensor in load_tree(tmp_path / "0").values())
+    pool.close()
+
+
+def test_slots_that_are_dropped_with_their_pool_let_their_files_go(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    for number in range(5):
+        pool = SlotPool(tmp_path)
+        save(pool, tmp_path / str(number), state(number))
+        pool.give_back(filled(pool, state(9)))
+        taken = filled(pool, state(9))
+        del pool, taken
+        gc.collect()
+    assert names(tmp_path) == [str(number) for number in range(5)]
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_forked_child_that_drops_a_pool_leaves_its_parents_slots(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    stage = filled(pool, state(0))
+    child = os.fork()
+    if not child:
+        try:
+            del pool, stage
+            gc.collect()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    pool.publish(stage, tmp_path / "0")
+    assert load_tree(tmp_path / "0")["n"] == 0
+    pool.close()
+
+
+def test_a_pool_gives_back_what_is_far_too_large_for_the_states_of_now(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    for number in range(6):
+        save(pool, tmp_path / str(number), state(number, 2**22 if number < 3 else 1000))
+        if number:
+            pool.retire(tmp_path / str(number - 1))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2**20
+    pool.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 30])
+def test_a_pool_gives_back_what_it_needed_for_a_while_and_no_more(tmp_path: Path, at_once: int) -> None:
+    pool, inodes = SlotPool(tmp_path), set()
+    for stage in [filled(pool, state(0)) for _ in range(2 * at_once + 3)]:
+        pool.give_back(stage)
+    for number in range(12 if at_once > 1 else 60):
+        for part in range(at_once):
+            save(pool, tmp_path / f"{number}-{part}", state(number))
+        inodes |= {path.stat().st_ino for path in tmp_path.iterdir()}
+        for path in tmp_path.glob(f"{number - 1}-*"):
+            pool.retire(path)
+    assert len(names(tmp_path)) == 2 * at_once
+    assert len(inodes) == 2 * at_once + 3, "nothing was allocated anew"
     pool.close()

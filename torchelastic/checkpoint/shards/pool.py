@@ -1,7 +1,7 @@
 """The slots of one folder: taken for a save, published as a checkpoint, and free again when that is removed.
 
 A folder that keeps n checkpoints comes to n + 1 slots, or n + 2 where a save may begin while the one before is still
-being finished; after that nothing is allocated any more.
+being finished; after that nothing is allocated any more. What more there was for a while goes back to the system.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from torchelastic.checkpoint.shards.writing import HIDDEN, hidden_path
 from torchelastic.processes.file_locks import lock_of_nobody
 
 log = logging.getLogger(__name__)
+
+#: How much longer than what it is taken for a slot may be, beside as long again: small states differ.
+_SPARE_BYTES = 4 * 2**20
+#: After so many slots were taken, and two for each that the pool has, those that were never needed are given back.
+_LEAST_ROUND = 16
 
 
 class SlotPool:
@@ -44,6 +49,7 @@ class SlotPool:
         self._free: list[Stage] = []
         self._published: dict[Path, Stage] = {}
         self._closed = False
+        self._taken, self._unneeded = 0, 0
 
     def take(self, header: Header) -> Stage:
         """Returns a stage for tensors of this layout, hidden and not in use; a warm one where there is one.
@@ -58,7 +64,16 @@ class SlotPool:
             if stage is None:
                 path = hidden_path(self.folder) if self.folder else None
                 stage = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
+            self._give_back_unneeded()
             return stage
+
+    def _give_back_unneeded(self) -> None:
+        self._taken, self._unneeded = self._taken + 1, min(self._unneeded, len(self._free))
+        if self._taken > _LEAST_ROUND + 2 * (len(self._free) + len(self._published)):
+            for stage in self._free[: self._unneeded]:
+                self._drop(stage)
+            del self._free[: self._unneeded]
+            self._taken, self._unneeded = 0, len(self._free)
 
     def _warm(self, header: Header) -> Stage | None:
         self._free = [stage for stage in self._free if not _is_gone(stage.slot)]
@@ -67,16 +82,18 @@ class SlotPool:
             if stage.fits(header):
                 self._free.remove(stage)
                 return stage
-        roomy = [stage for stage in self._free if stage.slot.capacity_bytes >= capacity_for(header)]
+        needed_bytes = capacity_for(header)
+        most_bytes = 2 * needed_bytes + _SPARE_BYTES
+        roomy = [stage for stage in self._free if needed_bytes <= stage.slot.capacity_bytes <= most_bytes]
         if roomy:
             chosen = min(roomy, key=lambda stage: stage.slot.capacity_bytes)
             self._free.remove(chosen)
             return Stage.prepare(chosen.slot, header)
-        self._drop_free()  # too small for what is saved now: their memory is better given back
+        self._drop_free()  # too small for what is saved now, or far too large: their memory is better given back
         return None
 
     def is_warm(self, header: Header) -> bool:
-        """Whether `take` would allocate nothing for tensors of this layout."""
+        """Whether `take` needs no more memory than there is for tensors of this layout."""
         return self.largest_free_bytes() >= capacity_for(header) or any(
             stage.fits(header) for stage in list(self._free)
         )

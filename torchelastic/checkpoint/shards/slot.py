@@ -10,20 +10,48 @@ import contextlib
 import fcntl
 import mmap
 import os
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
-from torchelastic.checkpoint.shards.writing import share_lock
+from torchelastic.checkpoint.shards.writing import HIDDEN, share_lock
 from torchelastic.processes.file_locks import is_file_at, lock_file
+
+
+@dataclass(eq=False)
+class _SlotFile:
+    """The file of a slot, apart from it: somebody has to let it go when the slot is gone."""
+
+    path: Path | None
+    disk: Disk
+    descriptor: int = -1
+    pid: int = field(default_factory=os.getpid)
+
+    def close(self) -> None:
+        """Closes it, and so lets its lock go; the file stays."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def let_go(self) -> None:
+        """Of a slot that was dropped without `close`: a hidden file is of no use, but to the parent of a fork."""
+        is_open = self.descriptor >= 0
+        self.close()
+        if is_open and self.path is not None and self.path.name.startswith(HIDDEN) and self.pid == os.getpid():
+            with contextlib.suppress(CheckpointError):
+                self.disk.remove(self.path)
 
 
 class Slot:
     """A writable memory map: of a file, or of anonymous memory where `path` is None. Used by one thread at a time.
+
+    One that is dropped with whoever had it lets its file go: a hidden one is removed, one that was published stays.
 
     Args:
         capacity_bytes: how long it is; rounded up to pages. On a file the space is reserved at once, so a full disk is
@@ -33,7 +61,6 @@ class Slot:
         disk: what touches files.
 
     Attributes:
-        path: where the file is now; `None` for anonymous memory.
         capacity_bytes: its length.
         memory: all of it as a uint8 tensor; writing to it writes to the file.
 
@@ -45,14 +72,14 @@ class Slot:
         self, capacity_bytes: int, path: Path | None = None, *, pinned: bool = False, disk: Disk = REAL_DISK
     ) -> None:
         self.capacity_bytes = max(align(capacity_bytes, PAGE_BYTES), PAGE_BYTES)
-        self.path = path
         self.disk = disk
+        self._file = _SlotFile(path, disk)
         self._pinned = False
-        self._descriptor = -1
         self._map: mmap.mmap | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         if path is not None:
-            self._descriptor = self.disk.create(path)
+            self._file.descriptor = self.disk.create(path)
+            weakref.finalize(self, self._file.let_go).atexit = False
         try:
             self._map = self._allocate()
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -67,9 +94,9 @@ class Slot:
 
     def _allocate(self) -> mmap.mmap:
         if self.path is not None:
-            self.disk.allocate(self._descriptor, self.capacity_bytes, self.path)
+            self.disk.allocate(self._file.descriptor, self.capacity_bytes, self.path)
             with explained("map memory for the checkpoint", self.path):
-                return mmap.mmap(self._descriptor, self.capacity_bytes)
+                return mmap.mmap(self._file.descriptor, self.capacity_bytes)
         with explained("map memory for the checkpoint", Path("anonymous memory")):
             memory = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them
@@ -77,9 +104,14 @@ class Slot:
         return memory
 
     @property
+    def path(self) -> Path | None:
+        """Where the file is now; `None` for anonymous memory."""
+        return self._file.path
+
+    @property
     def is_gone(self) -> bool:
         """Whether somebody else has removed its file, or put another one in its place."""
-        return self.path is not None and not is_file_at(self.path, self._descriptor)
+        return self.path is not None and not is_file_at(self.path, self._file.descriptor)
 
     def view(self) -> memoryview:
         """All of it as bytes, without a copy."""
@@ -96,14 +128,14 @@ class Slot:
         if self.path is None:
             raise ValueError("anonymous memory has no name")
         # shared as long as the slot lives: it keeps others from taking the file for a left-over
-        share_lock(self._descriptor, self.path)
+        share_lock(self._file.descriptor, self.path)
         self.disk.publish(self.path, target)
-        self.path = target
+        self._file.path = target
 
     def was_published(self, target: Path) -> None:
         """Somebody else has given the file its name: another process, on behalf of this one."""
-        share_lock(self._descriptor, target)
-        self.path = target
+        share_lock(self._file.descriptor, target)
+        self._file.path = target
 
     def withdraw(self, hidden: Path) -> bool:
         """Hides a published file, so that it can be written again; false if somebody may still be reading it.
@@ -114,10 +146,10 @@ class Slot:
         if self.path is None:
             raise ValueError("anonymous memory has no name")
         self.disk.rename(self.path, hidden)
-        self.path = hidden
+        self._file.path = hidden
         with explained("lock the checkpoint", hidden):
             try:
-                return lock_file(self._descriptor, fcntl.LOCK_EX)
+                return lock_file(self._file.descriptor, fcntl.LOCK_EX)
             except BlockingIOError:
                 return False
 
@@ -137,9 +169,7 @@ class Slot:
             _cudart().cudaHostUnregister(self.memory.data_ptr())
             self._pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
         self._map = None  # the memory goes with the last view of it: a place of a stage, a shard that is being sent
 
     def _pin(self) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -69,6 +70,7 @@ class OwnerLock:
 
     The lock belongs to the open file, which a fork shares: the run lives until the process that holds it and all its
     forks (the workers of a data loader, say) have ended or released theirs. The kernel sees to that, however they end.
+    Dropping this object releases it too.
 
     Args:
         path: of the file, in the folder; created where it is missing.
@@ -77,6 +79,7 @@ class OwnerLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
+        self._close: Callable[[], object] = lambda: None
 
     def hold(self) -> bool:
         """Holds the folder, until `release` or the end of this process; what is held already stays so.
@@ -92,6 +95,8 @@ class OwnerLock:
             with explained("open a lock in the folder of checkpoints", self._path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._descriptor = os.open(self._path, flags, 0o666)
+            closing = weakref.finalize(self, os.close, self._descriptor)  # no LOCK_UN: forks keep their share
+            closing.atexit, self._close = False, closing
         return self._lock(fcntl.LOCK_SH)
 
     def hold_alone(self) -> bool:
@@ -112,9 +117,8 @@ class OwnerLock:
 
     def release(self) -> None:
         """This process does not use the folder any more; doing it again does nothing. Forks keep their share."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)  # no LOCK_UN: that would take the lock away from forks too
-            self._descriptor = -1
+        self._close()
+        self._descriptor = -1
 
 
 @contextmanager
