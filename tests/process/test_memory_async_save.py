@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor as executor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -147,3 +148,45 @@ def test_ranks_save_beside_the_training(crew: Crew, root: Path, hosts: str, kind
         assert len(answer["slots"][-1]) == len(answer["slots"][-2])
         if hosts == "a":
             assert answer["slots"][-1] == answer["slots"][-2]
+
+
+def overlapping(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -> list[Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
+    with saving(root, hosts) as one:
+        states = {step: sharded(step) for step in range(1, 9)}
+        futures = [one.async_save(state, step, async_checkpointer_type=kind) for step, state in states.items()]
+        under_way = sum(not future.done() for future in futures)
+        for future in futures:
+            future.result(WAIT_S)
+        one.replication.all_gather("saved", None)
+        answer = [under_way <= 1, one.latest(), len(one.inodes())]
+        one.replication.all_gather("done", None)
+    if kind is PROCESS:
+        executor._CHECKPOINT_PROCESS = None
+    return answer
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "slots"), [(THREAD, 7), (PROCESS, 8)], ids=["thread", "process"])
+def test_a_save_waits_for_the_one_before_it(crew: Crew, root: Path, kind: AsyncCheckpointerType, slots: int) -> None:
+    answers = succeeded(crew.run(overlapping, str(root), "ab", kind, *unused_ports("127.0.0.1"), ranks=2))
+    for is_alone, latest, held in answers:
+        assert (is_alone, latest) == (True, 8)
+        assert held <= slots
+
+
+def test_a_failed_save_that_is_not_looked_at_holds_up_no_later_one(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no plan")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(alone.saver, "prepare_local_plan", fail)
+        failed = [alone.async_save(state_of(step), step) for step in (1, 2)]
+        with pytest.raises(CheckpointException, match="no plan"):
+            failed[1].result(WAIT_S)
+    alone.async_save(state_of(3), 3).result(WAIT_S)
+    assert alone.latest() == 3
+    assert failed[0].exception() is not None

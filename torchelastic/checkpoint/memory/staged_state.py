@@ -158,8 +158,22 @@ class StagedState(dict[str, Any]):
     def __init__(self, skeleton: Any, stage: Stage | None, content: dict[str, Any]) -> None:
         super().__init__(content)
         self.skeleton, self.stage = skeleton, stage
+        self._made_on = threading.current_thread()
+        self._written_on: threading.Thread | None = None
+
+    def is_written_here(self) -> None:
+        """This thread writes it, or has another process write it; DCP has a thread of its own for each save."""
+        thread = threading.current_thread()
+        if self._written_on is None and thread is not self._made_on:
+            self._written_on = thread
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its save has ended, although somebody still has it: the error of a save, say."""
+        return self._written_on is not None and not self._written_on.is_alive()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.is_written_here()
         stage = self.stage
         if stage is None:
             return _without_data, (self.skeleton, next(key for key in self if key.startswith(_REFUSED)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
@@ -27,13 +30,16 @@ _ON_FAILURE = ("skip", "raise")
 _EXECUTOR = "torch.distributed.checkpoint._async_process_executor"
 _NAME = "_CHECKPOINT_PROCESS"
 _DEATH_S = 10.0
+#: How often `async_save` looks whether the save before it has ended, when it says that it waits, and when it gives up.
+_POLL_S, _PATIENCE_S, _LONGEST_S = 0.002, 10.0, 1800.0
 
 
 class MemoryStorageWriter(AsyncStager, StorageWriter):
     """Saves into memory for `torch.distributed.checkpoint.save` and `async_save`; any planner, any number of ranks.
 
     When `save` returns, every shard has its replicas on other hosts, and the checkpoint is complete on all of them. Its
-    values are those at the call, for `async_save` too. All ranks name the same checkpoint, each in the container of the
+    values are those at the call, for `async_save` too; that waits for the `async_save` before it, so that one is under
+    way at a time. All ranks name the same checkpoint, each in the container of the
     job on its own host: `CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(20))`.
 
     A save for which a host has no memory, or a shard no replica, is left out on all ranks: with a warning and a metric,
@@ -74,6 +80,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
             raise ValueError(f"thread_count is {thread_count}: give 1 or more, or None")
         self._saver = checkpoint_saver
         self._on_failure = on_failure
+        self._last: weakref.ref[StagedState] | None = None
         checkpoint_saver.configure(threads=thread_count, allow_pickles=allow_pickles)
 
     @property
@@ -88,11 +95,24 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         if checkpoint_id is None:
             raise ValueError("MemoryStorageWriter needs to know where to: give dcp.save a checkpoint_id")
         self._saver.initialize_checkpoint(checkpoint_id)
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            last.is_written_here()
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
-        """Copies a state for `async_save`, in one pass; when this returns, it may change. Raises: TypeError."""
+        """Copies a state for `async_save`, in one pass; when this returns, it may change.
+
+        Waits for the `async_save` before: two would send their collectives in another order on each rank.
+
+        Raises:
+            TypeError: the state holds a tensor that is not stored; names it.
+            CheckpointError: the one before does not end within half an hour.
+        """
+        self._wait_for_last()
         replace_dead_helpers(self._saver.gather)
-        return self._saver.stage_data(None, state_dict)
+        staged = self._saver.stage_data(None, state_dict)
+        self._last = weakref.ref(staged)
+        return staged
 
     def synchronize_staging(self) -> None:
         """Called by DCP after `stage`, which has copied everything when it returns."""
@@ -141,6 +161,23 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Names the checkpoint."""
         return StorageMeta(str(self._saver.save.id))
+
+    def _wait_for_last(self) -> None:
+        began_s, has_told = time.monotonic(), False
+        while self._last is not None and (last := self._last()) is not None and not last.is_over:
+            del last  # nobody else may have it any more
+            waited_s = time.monotonic() - began_s
+            if waited_s > _LONGEST_S:
+                raise CheckpointError(
+                    f"the async_save before this one has not ended within {_LONGEST_S:g} s: a rank hangs or is lost"
+                )
+            if waited_s > _PATIENCE_S and not has_told:
+                has_told = True
+                log.warning("async_save has waited for %d s for the one before it: save less often", waited_s)
+            time.sleep(_POLL_S)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
