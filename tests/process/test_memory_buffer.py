@@ -61,3 +61,15 @@ def test_a_damaged_object_is_not_read(container: Container) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="checksum"):
         BufferIO.open(object_id(container))
+
+
+def test_sizes_and_positions_that_make_no_sense_are_named(container: Container) -> None:
+    with written(container, 8) as buffer:
+        buffer.write(b"abcd")
+        for ask in (buffer.next_buffer_slice, buffer.resize):
+            with pytest.raises(ValueError, match="give 0 or more"):
+                ask(-1)
+        with pytest.raises(ValueError, match="whence is 7"):
+            buffer.seek(0, 7)
+        assert buffer.tell() == 4
+    assert BufferIO.open(object_id(container)).read() == b"abcd"

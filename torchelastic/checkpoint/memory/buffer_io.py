@@ -107,10 +107,16 @@ class BufferIO:
         self.next_buffer_slice(source.nbytes)[:] = source
         return source.nbytes
 
-    def next_buffer_slice(self, size_bytes: int) -> memoryview:
-        """The next bytes to write into, of which the position is behind afterwards; valid until the object grows."""
+    def next_buffer_slice(self, size: int) -> memoryview:
+        """The next bytes to write into, of which the position is behind afterwards; valid until the object grows.
+
+        Raises:
+            ValueError: the size is negative.
+        """
         self._require_writable()
-        end = self._position + size_bytes
+        if size < 0:
+            raise ValueError(f"{size} bytes of {self.object_id}: give 0 or more")
+        end = self._position + size
         if end > self._open_content().nbytes:
             self.resize(max(int(self._open_content().nbytes * _GROWTH), end + _LEAST_GROWTH_BYTES))
         view = self._open_content()[self._position : end]
@@ -118,29 +124,36 @@ class BufferIO:
         self._length = max(self._length, end)
         return view
 
-    def resize(self, size_bytes: int) -> None:
-        """Makes room for so many bytes, or cuts what is behind them. Raises: CheckpointError if there is no room."""
+    def resize(self, new_size: int) -> None:
+        """Makes room for so many bytes, or cuts what is behind them.
+
+        Raises:
+            ValueError: the size is negative.
+            CheckpointError: there is no room.
+        """
         self._require_writable()
-        if size_bytes > self._open_content().nbytes:
+        if new_size < 0:
+            raise ValueError(f"the size of {self.object_id} is {new_size}: give 0 or more bytes")
+        if new_size > self._open_content().nbytes:
             old, stage = self._open_content()[: self._length], self._keep
-            self._reserve(size_bytes)
+            self._reserve(new_size)
             self._open_content()[: self._length] = old
             old.release()
             if self._container is not None:
                 self._container.pool.give_back(stage)
-        self._length = min(self._length, size_bytes)
-        self._position = min(self._position, size_bytes)
+        self._length = min(self._length, new_size)
+        self._position = min(self._position, new_size)
 
-    def read(self, size_bytes: int = -1) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         """The next bytes; all that follow if the size is negative."""
         rest = self._open_content()[self._position : self._length]
-        data = bytes(rest if size_bytes < 0 else rest[:size_bytes])
+        data = bytes(rest if size < 0 else rest[:size])
         self._position += len(data)
         return data
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:
+    def readinto(self, b: bytearray | memoryview) -> int:
         """Fills a buffer with the next bytes; returns how many there were."""
-        target = memoryview(buffer).cast("B")
+        target = memoryview(b).cast("B")
         source = self._open_content()[self._position : min(self._length, self._position + target.nbytes)]
         target[: source.nbytes] = source
         self._position += source.nbytes
@@ -149,7 +162,10 @@ class BufferIO:
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Moves the position within what was written. Raises: ValueError if it would be outside."""
         self._open_content()
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}
+        if whence not in bases:
+            raise ValueError(f"whence is {whence}: give one of {', '.join(map(str, bases))}")
+        base = bases[whence]
         if not 0 <= base + offset <= self._length:
             raise ValueError(f"{base + offset} is outside of the {self._length} bytes of {self.object_id}")
         self._position = base + offset

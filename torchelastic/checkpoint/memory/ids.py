@@ -33,14 +33,14 @@ class CheckpointId(UserString):
     """A path below the root; slashes at its end are dropped.
 
     Args:
-        path: begins with a slash; no part of it is empty or ends with a dot.
+        string: begins with a slash; no part of it is empty or ends with a dot.
 
     Raises:
         ValueError: it is not such a path, or the root itself.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | UserString) -> None:
-        text = str(path) if isinstance(path, UserString) else os.fspath(path)
+    def __init__(self, string: str | os.PathLike[str] | UserString) -> None:
+        text = str(string) if isinstance(string, UserString) else os.fspath(string)
         if not text.startswith("/"):
             raise ValueError(f"{text!r} is no id of a checkpoint: give an absolute path, such as /dev/shm/jobs/145")
         stripped = text.rstrip("/")
@@ -104,17 +104,17 @@ class CheckpointContainerId(CheckpointId):
         return _STEP
 
     @staticmethod
-    def create_child(parent: CheckpointContainerId, child: str) -> CheckpointContainerId:
+    def create_child(parent_container_id: CheckpointContainerId, child_id: str) -> CheckpointContainerId:
         """The container of this name inside another one; the other one itself for an empty name.
 
         Raises:
             TypeError: the parent is no `CheckpointContainerId`.
             ValueError: the name cannot be part of an id.
         """
-        if not isinstance(parent, CheckpointContainerId):
-            raise TypeError(f"the parent is a {type(parent).__name__}: give a CheckpointContainerId")
-        child = child.strip("/")
-        return CheckpointContainerId(f"{parent}/{child}") if child else parent
+        if not isinstance(parent_container_id, CheckpointContainerId):
+            raise TypeError(f"the parent is a {type(parent_container_id).__name__}: give a CheckpointContainerId")
+        child = child_id.strip("/")
+        return CheckpointContainerId(f"{parent_container_id}/{child}") if child else parent_container_id
 
 
 def parts_of(checkpoint_id: str | os.PathLike[str] | CheckpointId) -> tuple[CheckpointContainerId, int]:
@@ -137,19 +137,19 @@ class CheckpointObjectId(CheckpointId):
     """What lies in a container; a file."""
 
     @staticmethod
-    def from_container(parent: CheckpointContainerId, name: str) -> CheckpointObjectId:
+    def from_container(parent_container_id: CheckpointContainerId, object_name: str) -> CheckpointObjectId:
         """The object of this name in a container.
 
         Raises:
             TypeError: the parent is no `CheckpointContainerId`.
             ValueError: the name is empty, or cannot be part of an id.
         """
-        if not isinstance(parent, CheckpointContainerId):
-            raise TypeError(f"the parent is a {type(parent).__name__}: give a CheckpointContainerId")
-        name = name.strip().strip("/")
+        if not isinstance(parent_container_id, CheckpointContainerId):
+            raise TypeError(f"the parent is a {type(parent_container_id).__name__}: give a CheckpointContainerId")
+        name = object_name.strip().strip("/")
         if not name:
-            raise ValueError(f"an object in {parent} needs a name")
-        return CheckpointObjectId(f"{parent}/{name}")
+            raise ValueError(f"an object in {parent_container_id} needs a name")
+        return CheckpointObjectId(f"{parent_container_id}/{name}")
 
 
 # --- shards and objects -----------------------------------------------------------------------------------------------

@@ -255,10 +255,10 @@ class DefaultCheckpointLoader(CheckpointLoader):
         ]
 
     def get_checkpoint_objects_by_rank(
-        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId
+        self, checkpoint_container_id: str | os.PathLike[str] | CheckpointContainerId
     ) -> dict[int, list[CheckpointObjectId]]:
         """Of each rank, which shards of a checkpoint are on its host; the last one is the commit. Collective."""
-        base, step = parts_of(checkpoint_id)
+        base, step = parts_of(checkpoint_container_id)
         found = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
         saves = [candidate for candidate in reversed(found.candidates) if candidate.save.step == step]
         return {

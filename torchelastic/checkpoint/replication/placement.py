@@ -122,22 +122,23 @@ class PairwiseReplicationStrategy:
     the three. A single host has no partner.
 
     Args:
-        addresses: of the replica servers ("host:port"), by rank; the ranks of a host are neighbours.
+        replication_service_addresses: of the replica servers ("host:port"), by rank; those of a host are neighbours.
         processes_per_node: how many ranks a host has.
 
     Raises:
         ValueError: there are no addresses, or their number is no multiple of `processes_per_node`.
     """
 
-    def __init__(self, addresses: Sequence[str], processes_per_node: int) -> None:
-        if not addresses:
-            raise ValueError("addresses is empty: give the address of each rank's server")
-        if processes_per_node < 1 or len(addresses) % processes_per_node:
+    def __init__(self, replication_service_addresses: Sequence[str], processes_per_node: int) -> None:
+        number = len(replication_service_addresses)
+        if not number:
+            raise ValueError("replication_service_addresses is empty: give the address of each rank's server")
+        if processes_per_node < 1 or number % processes_per_node:
             raise ValueError(
-                f"{len(addresses)} addresses are no multiple of processes_per_node={processes_per_node}: every host "
+                f"{number} addresses are no multiple of processes_per_node={processes_per_node}: every host "
                 "has to have as many ranks as the others; without repl_strategy that is not needed"
             )
-        self._addresses = list(addresses)
+        self._addresses = list(replication_service_addresses)
         self._per_host = processes_per_node
 
     def get_replication_service_addresses(self) -> list[str]:
