@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -18,7 +20,7 @@ from tests.process.memory_ranks import JOB, Member
 from tests.waiting import pause
 from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.replication import ReplicationError, ReplicationRetryConfig
+from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.errors import AuthenticationError, ReplicaRefusedError
 from torchelastic.checkpoint.store.received import sealed_bytes
@@ -45,6 +47,26 @@ def in_turn(each: Member, rank: int, function: Any) -> Any:
 
 
 # --- pushes -----------------------------------------------------------------------------------------------------------
+
+
+def drop_and_count(root: str) -> list[int]:
+    """How many descriptors there are when a manager was dropped with all that it had, and another one, and so on."""
+    counts = []
+    for _ in range(4):
+        objects, replication = CheckpointObjectManager(), ReplicationManager()
+        replication.initialize(objects)
+        objects.container(Path(root) / JOB)
+        replication.all_gather("met", None)
+        del objects, replication
+        gc.collect()
+        dist.barrier()
+        counts.append(psutil.Process().num_fds())
+    return counts
+
+
+def test_managers_that_are_dropped_leave_nothing_open(crew: Crew, root: Path) -> None:
+    for counts in succeeded(crew.run(drop_and_count, str(root), ranks=2)):
+        assert len(set(counts[1:])) == 1, counts
 
 
 # --- who may not ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -49,14 +50,15 @@ class ReplicationManager:
     """Pushes objects to partners on other hosts, and fetches them back; calls may come from any thread.
 
     Before `initialize`, and in a job of one rank, it has no partners. It pickles to what a process beside the trainer
-    needs to push and fetch: addresses, partners and the token; the server stays where it is.
+    needs to push and fetch: addresses, partners and the token; the server stays where it is. One that is dropped stops
+    serving.
     """
 
     def __init__(self) -> None:
         self._topology: PeerTopology | None = None
         self._objects: ObjectManager | None = None
         self._ranks = RankGroup(None, _WAIT_S)
-        self._server: ReplicaServer | None = None
+        self._let_go: Callable[[], object] = self._ranks.close
         self._has_warned = False
 
     def initialize(
@@ -105,12 +107,13 @@ class ReplicationManager:
             raise ValueError(f"copies is {copies} and timeout_s {timeout_s}: give 0 or more, and more than 0 s")
         self.shutdown()
         self._objects, self._ranks = checkpoint_object_manager, RankGroup(process_group, timeout_s)
+        self._let_go = self._ranks.close
         shelf = checkpoint_object_manager.shelf
 
         def choose(met: PeerTopology) -> list[int]:
             return destinations(repl_strategy, met, copies) if len(met.hosts) > 1 else []
 
-        met, self._server, _ = meet(
+        met, server, _ = meet(
             self._ranks,
             "ReplicationManager.initialize()",
             lambda: shelf,
@@ -121,6 +124,8 @@ class ReplicationManager:
             replica_host=replica_host,
         )
         self._topology = met
+        dropped = weakref.finalize(self, _close, server, self._ranks)
+        dropped.atexit, self._let_go = False, dropped
         if len(met.hosts) > 1 and len(met.partners) < copies and repl_strategy is None and met.rank == 0:
             few = "each object gets %d replica(s) and not %d: there are too few hosts"
             log.warning(few, len(met.partners), copies)
@@ -319,11 +324,8 @@ class ReplicationManager:
 
     def shutdown(self) -> None:
         """Stops serving and forgets the others. Not a collective; `initialize` may follow."""
-        server = self._server
-        self._server = self._topology = None
-        if server is not None:
-            server.close()
-        self._ranks.close()
+        let_go, self._let_go, self._topology = self._let_go, self._ranks.close, None
+        let_go()
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
@@ -381,7 +383,14 @@ class ReplicationManager:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._topology, self._objects, timeout_s = state
-        self._ranks, self._server, self._has_warned = RankGroup(None, timeout_s), None, False
+        self._ranks, self._has_warned = RankGroup(None, timeout_s), False
+        self._let_go = self._ranks.close
+
+
+def _close(server: ReplicaServer | None, ranks: RankGroup) -> None:
+    if server is not None:
+        server.close()
+    ranks.close()
 
 
 def _made(one: Made | None) -> Made:
