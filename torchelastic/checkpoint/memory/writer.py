@@ -215,7 +215,7 @@ def replace_dead_helpers(gather: Callable[[str, Any], Sequence[Any]]) -> None:
     """If the helper of any rank has died, has torch start new ones on all ranks; they form a group, so none is of use.
 
     Called by all ranks on the training thread before a save is given to the helpers. Does nothing where there are none,
-    or where torch keeps them in another way than in its releases 2.7 to 2.11.
+    or where torch keeps them in another way than in its releases 2.7 to 2.13.
 
     Args:
         gather: tells all ranks a value and returns what each says; collective. Called only where there are helpers,
