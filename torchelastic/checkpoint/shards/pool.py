@@ -60,12 +60,23 @@ class SlotPool:
         with self._lock:
             if self._closed:
                 raise ValueError("the pool of slots is closed")
-            stage = self._warm(header)
-            if stage is None:
-                path = hidden_path(self.folder) if self.folder else None
-                stage = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
+            stage = self._stage(header)
             self._give_back_unneeded()
             return stage
+
+    def keep_warm(self, header: Header) -> None:
+        """Has a stage free for the next `take` of tensors of this layout; not after `close`. Raises: as `take`."""
+        with self._lock:
+            if not self._closed:
+                stage = self._stage(header)
+                self._free.append(stage)
+
+    def _stage(self, header: Header) -> Stage:
+        stage = self._warm(header)
+        if stage is not None:
+            return stage
+        path = hidden_path(self.folder) if self.folder else None
+        return Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
 
     def _give_back_unneeded(self) -> None:
         self._taken, self._unneeded = self._taken + 1, min(self._unneeded, len(self._free))

@@ -22,7 +22,7 @@ class Background:
     """Runs jobs one after the other, beside the training thread; there is room for a few.
 
     Made and used on the training thread of one process, never in a child of fork. The thread starts with the first job
-    and ends with the process: wait for what must not be lost.
+    and ends with the process, or behind `close`: wait for what must not be lost.
 
     Args:
         slots: how many jobs that hold a slot may be there at once, the running one included.
@@ -36,6 +36,7 @@ class Background:
         self._jobs: deque[tuple[Job, bool]] = deque()
         self._held = 0
         self._busy = False
+        self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -97,10 +98,19 @@ class Background:
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
 
+    def close(self) -> None:
+        """The thread ends when it has nothing to do, also one that a later job starts. From any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs)
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    self._thread = None
+                    return
                 job, holds_slot = self._jobs.popleft()
                 self._busy = True
             try:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,7 +30,7 @@ from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.epoch import agree_on_epoch
 from torchelastic.checkpoint.tiered.finishing import Failures, Finisher, TieredSave
 from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0
-from torchelastic.checkpoint.tiered.replicas import replicas_of
+from torchelastic.checkpoint.tiered.replicas import Replicas, replicas_of
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.checkpoint.tiered.streams import (
     STREAMS,
@@ -127,7 +128,8 @@ class TieredCheckpointManager(CheckpointManager):
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
-        self._warm: Stage | None = None
+        self._dropped = weakref.finalize(self, _let_go, self._background, self._replicas, self.tiers, self._pool)
+        self._dropped.atexit = False
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -320,11 +322,6 @@ class TieredCheckpointManager(CheckpointManager):
 
     def _stage_for(self, header: Header) -> Stage:
         """Memory for a share; the background has it ready, but for the first time and where the state has changed."""
-        stage, self._warm = self._warm, None
-        if stage is not None and stage.header.entries == header.entries:
-            return stage
-        if stage is not None:
-            self._pool.give_back(stage)
         if not self._are_prepared.wait(self._slot_wait_s):
             raise CheckpointError(
                 f"the tiers are not prepared after {self._slot_wait_s:g} s: does one of these not answer: "
@@ -336,9 +333,9 @@ class TieredCheckpointManager(CheckpointManager):
 
     def _finish(self, save: TieredSave) -> None:
         self._finisher.run(save)
-        if self._warm is None and not self._background.is_full:
+        if not self._background.is_full:
             try:
-                self._warm = self._pool.take(save.header)
+                self._pool.keep_warm(save.header)
             except CheckpointError as error:
                 self.failures.add("taking memory for the next save", error)
 
@@ -376,11 +373,7 @@ class TieredCheckpointManager(CheckpointManager):
     def close(self) -> None:
         """Wait as `wait` does, and let go of memory and locks; what is stored stays. The manager is of no use then."""
         self.wait()
-        if self._replicas is not None:
-            self._replicas.close()
-        for tier in self.tiers:
-            tier.close()
-        self._pool.close()
+        self._dropped()
 
     # --- as a manager of 0.1 ------------------------------------------------------------------------------------------
 
@@ -417,3 +410,13 @@ class TieredCheckpointManager(CheckpointManager):
         )
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
+
+
+def _let_go(background: Background, replicas: Replicas | None, tiers: Sequence[Tier], pool: SlotPool) -> None:
+    """What a manager holds that ends with it, closed or dropped."""
+    background.close()
+    if replicas is not None:
+        replicas.close()
+    for tier in tiers:
+        tier.close()
+    pool.close()
