@@ -13,6 +13,7 @@ import torch
 import torchelastic
 from tests.contracts.facades import FACADES, Model, weights_at
 from tests.contracts.faults import in_child
+from tests.waiting import wait_until
 from torchelastic.checkpoint import BCPState, MemoryTier, TieredCheckpointManager
 from torchelastic.group.peers import Alone
 
@@ -26,7 +27,8 @@ def closed(name: str, folder: Path, life: int) -> None:
 
 def tiered(folder: Path, life: int) -> None:
     manager = TieredCheckpointManager([MemoryTier(folder)])
-    state = torchelastic.ModelState(torch.nn.Linear(4, 4), None)
+    model = torch.nn.Linear(4, 4)
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     manager.save_step(state, life, Alone())
     assert manager.wait(30)
 
@@ -42,11 +44,11 @@ DROPPED: Mapping[str, Callable[[Path, int], None]] = {"tiered": tiered, "trainin
 
 
 def held(folder: Path) -> dict[str, int]:
-    """What is counted after a life."""
+    """What is counted after a life, when its threads have ended."""
     gc.collect()
+    wait_until(lambda: threading.active_count() == 1, 30, "the threads of the manager end")
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-        "threads": threading.active_count(),
         "files": sum(path.is_file() for path in folder.rglob("*")),
     }
 

@@ -34,7 +34,8 @@ def test_claims_at_the_same_time_take_different_epochs_and_all_can_join_the_last
 def test_another_run_that_is_alive_is_named_and_one_that_has_ended_is_not_in_the_way(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib; from torchelastic.checkpoint.store.fence import Fence\n"
-        "Fence(pathlib.Path(sys.argv[1])).claim('theirs', 'node-7'); print('claimed', flush=True); sys.stdin.read()"
+        "fence = Fence(pathlib.Path(sys.argv[1])); fence.claim('theirs', 'node-7')\n"
+        "print('claimed', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:

@@ -151,16 +151,12 @@ class Planning:
         is_recurring: take the last plan as long as the structure of the state is the same on all ranks. What each rank
             wants to write is made out and compared for every save, so nothing new is ever left out; what is spared is
             sending all of it to rank 0 and back, and rank 0's work on it.
-
-    Attributes:
-        new_plans: how many plans were made anew.
     """
 
     def __init__(self, ranks: Ranks, *, is_recurring: bool) -> None:
         self._ranks = ranks
         self._is_recurring = is_recurring
         self._kept: _CachedPlan | None = None
-        self.new_plans = 0
 
     def plan(self, step: str, writer: MemoryStorageWriter, begin: Callable[[], dict[str, Any]]) -> Planned:
         """What each rank writes. Collective.
@@ -201,6 +197,5 @@ class Planning:
             plan = replace(kept.plan, storage_data=plan.storage_data)
             return Planned(planner.finish_plan(plan), planner, copy.copy(kept.metadata))
         plan = planner.finish_plan(plan)
-        self.new_plans += 1
         self._kept = _CachedPlan(own, plan, metadata) if self._is_recurring else None
         return Planned(plan, planner, copy.copy(metadata))

@@ -83,11 +83,6 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         return self._ranks
 
     @property
-    def plans_made(self) -> int:
-        """How many saves were planned anew, rather than as the one before."""
-        return self._planning.new_plans
-
-    @property
     def can_handle_sharded_objects(self) -> bool:
         """Yes: objects lie beside the tensors of their rank."""
         return True

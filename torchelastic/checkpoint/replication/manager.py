@@ -173,11 +173,6 @@ class ReplicationManager:
         """By rank, who receives its objects; empty if nobody does."""
         return self._topology.partners_of if self._topology is not None else ()
 
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """The ranks on this host."""
-        return tuple(rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank])
-
     def host_of(self, rank: int) -> str:
         """The host of a rank."""
         return self.hosts[rank]

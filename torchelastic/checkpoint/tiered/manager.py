@@ -128,7 +128,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
-        self._dropped = weakref.finalize(self, _let_go, self._background, self._replicas, self.tiers, self._pool)
+        self._dropped = weakref.finalize(self, _let_go, self._background, self._replicas, *self.tiers, self._pool)
         self._dropped.atexit = False
 
     # --- a group ------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class TieredCheckpointManager(CheckpointManager):
         return header, stage
 
     def _stage_for(self, header: Header) -> Stage:
-        """Memory for a share; the background has it ready, but for the first time and where the state has changed."""
+        """Memory for a share; kept ready by the background, but for the first one and where the state has changed."""
         if not self._are_prepared.wait(self._slot_wait_s):
             raise CheckpointError(
                 f"the tiers are not prepared after {self._slot_wait_s:g} s: does one of these not answer: "
@@ -412,11 +412,8 @@ class TieredCheckpointManager(CheckpointManager):
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
 
 
-def _let_go(background: Background, replicas: Replicas | None, tiers: Sequence[Tier], pool: SlotPool) -> None:
-    """What a manager holds that ends with it, closed or dropped."""
-    background.close()
-    if replicas is not None:
-        replicas.close()
-    for tier in tiers:
-        tier.close()
-    pool.close()
+def _let_go(*held: Background | Replicas | Tier | SlotPool | None) -> None:
+    """What a manager holds ends with it, closed or dropped."""
+    for one in held:
+        if one is not None:
+            one.close()
