@@ -116,7 +116,7 @@ def _finish(view: View, _now_s: float) -> tuple[Action, ...]:
         return ()
     first = min(view.done)
     step = max(view.members[name].step for name in view.done)
-    because = f"{first} finished after {step} steps"
+    because = f"{first} has finished"  # its steps are those since the run has begun here, a checkpoint may have more
     return (Publish(_amended(view, state=RoundState.CLOSING, step=step, waiting=0, because=because)),)
 
 
