@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -35,7 +34,7 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
-from torchelastic.group.rank_group import RankGroup
+from torchelastic.processes.dropped import let_go, let_go_when_dropped
 from torchelastic.text import listed
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._entered = 0  # which of the formations has its epoch and round
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._checked: tuple[ShardId, _Tensors] | None = None  # what `find_latest` has read, for the `load` after it
-        self._dropped = _when_dropped(self, self._ranks)
+        self._dropped = let_go_when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
     @property
@@ -182,7 +181,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         self._dropped.detach()
         self._checked = None
-        _let_go(self._server, self._folder)
+        let_go(self._server, self._folder)
         self._server = self._folder = self._epoch = None
         super().close()
 
@@ -209,7 +208,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             replica_host=self._replica_host,
         )
         self._dropped.detach()
-        self._dropped = _when_dropped(self, self._server, self._folder, self._ranks)
+        self._dropped = let_go_when_dropped(self, self._server, self._folder, self._ranks)
         hosts, partners = self._peers.hosts, self._peers.partners
         elsewhere = tuple(  # one host has one copy
             tuple(other for other in partners if self._roots[other] != self._roots[rank])
@@ -397,21 +396,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _pull(self, shard: ShardId, holder: int, destination: Destination) -> Transferred:
         return self._peers.client(holder, self._peers.retry.timeout_seconds).pull(str(shard), destination)
-
-
-def _when_dropped(
-    manager: LocalCheckpointManager, *held: ReplicaServer | HostFolder | RankGroup | None
-) -> weakref.finalize[Any, LocalCheckpointManager]:
-    """Lets everything go with the last reference to a manager; not when the interpreter ends, which frees it all."""
-    dropped = weakref.finalize(manager, _let_go, *held)
-    dropped.atexit = False
-    return dropped
-
-
-def _let_go(*held: ReplicaServer | HostFolder | RankGroup | None) -> None:
-    for one in held:
-        if one is not None:
-            one.close()
 
 
 def _verified(reader: ShardReader) -> ShardReader:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from torchelastic.checkpoint.memory.room import NotSaved, measure, refused_for
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
 from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.processes.dropped import when_dropped
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.container import Container
@@ -126,7 +126,7 @@ class Slots:
 
     def hold(self, held: HeldSlot, owner: Any) -> None:
         """Names the owner of a slot."""
-        weakref.finalize(owner, self._over.append, held).atexit = False
+        when_dropped(owner, self._over.append, held)
 
     def warm_bytes(self, needed_bytes: int) -> int:
         """How large the largest free slot is; what newer checkpoints have replaced is removed if that is needed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -20,7 +19,6 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred, pull_into
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.replication.topology import (
     FAILURE_DOMAIN_ENV,
     DestinationStrategy,
@@ -33,6 +31,7 @@ from torchelastic.checkpoint.replication.topology import (
 from torchelastic.group.rank_group import Answer, RankGroup
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.background import in_background
+from torchelastic.processes.dropped import let_go_when_dropped
 from torchelastic.processes.identity import host_id
 
 Made = TypeVar("Made")
@@ -124,8 +123,7 @@ class ReplicationManager:
             replica_host=replica_host,
         )
         self._topology = met
-        dropped = weakref.finalize(self, _close, server, self._ranks)
-        dropped.atexit, self._let_go = False, dropped
+        self._let_go = let_go_when_dropped(self, server, self._ranks)
         if len(met.hosts) > 1 and len(met.partners) < copies and repl_strategy is None and met.rank == 0:
             few = "each object gets %d replica(s) and not %d: there are too few hosts"
             log.warning(few, len(met.partners), copies)
@@ -380,12 +378,6 @@ class ReplicationManager:
         self._topology, self._objects, timeout_s = state
         self._ranks, self._has_warned = RankGroup(None, timeout_s), False
         self._let_go = self._ranks.close
-
-
-def _close(server: ReplicaServer | None, ranks: RankGroup) -> None:
-    if server is not None:
-        server.close()
-    ranks.close()
 
 
 def _made(one: Made | None) -> Made:

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
 from torchelastic.checkpoint.shards.writing import HIDDEN, share_lock
+from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
 
 
@@ -79,7 +79,7 @@ class Slot:
         self.memory = torch.empty(0, dtype=torch.uint8)
         if path is not None:
             self._file.descriptor = self.disk.create(path)
-            weakref.finalize(self, self._file.let_go).atexit = False
+            when_dropped(self, self._file.let_go)
         try:
             self._map = self._allocate()
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)

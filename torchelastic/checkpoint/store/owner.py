@@ -9,13 +9,13 @@ import json
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
+from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
 
 FENCE_NAME = ".fence.json"
@@ -95,8 +95,7 @@ class OwnerLock:
             with explained("open a lock in the folder of checkpoints", self._path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._descriptor = os.open(self._path, flags, 0o666)
-            closing = weakref.finalize(self, os.close, self._descriptor)  # no LOCK_UN: forks keep their share
-            closing.atexit, self._close = False, closing
+            self._close = when_dropped(self, os.close, self._descriptor)  # no LOCK_UN: forks keep their share
         return self._lock(fcntl.LOCK_SH)
 
     def hold_alone(self) -> bool:

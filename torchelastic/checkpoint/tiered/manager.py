@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -30,7 +29,7 @@ from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.epoch import agree_on_epoch
 from torchelastic.checkpoint.tiered.finishing import Failures, Finisher, TieredSave
 from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0
-from torchelastic.checkpoint.tiered.replicas import Replicas, replicas_of
+from torchelastic.checkpoint.tiered.replicas import replicas_of
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.checkpoint.tiered.streams import (
     STREAMS,
@@ -44,6 +43,7 @@ from torchelastic.checkpoint.tiered.streams import (
 from torchelastic.group.notes import Notes
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.dropped import let_go_when_dropped
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
-        self._dropped = weakref.finalize(self, _let_go, self._background, self._replicas, *self.tiers, self._pool)
-        self._dropped.atexit = False
+        self._dropped = let_go_when_dropped(self, self._background, self._replicas, *self.tiers, self._pool)
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -410,10 +409,3 @@ class TieredCheckpointManager(CheckpointManager):
         )
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
-
-
-def _let_go(*held: Background | Replicas | Tier | SlotPool | None) -> None:
-    """What a manager holds ends with it, closed or dropped."""
-    for one in held:
-        if one is not None:
-            one.close()
