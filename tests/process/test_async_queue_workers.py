@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -227,12 +228,16 @@ def test_a_worker_that_hangs_before_it_is_ready_is_named_with_the_likely_reason(
 ) -> None:
     # as in a script without that guard, whose copy in the worker waits for the other ranks at its top
     monkeypatch.setattr("torchelastic.checkpoint.async_ckpt.worker_process._READY_S", 0.0)
+    others = set(multiprocessing.active_children())
     with AsyncCallsQueue() as queue:
         queue.schedule_async_request(AsyncRequest(os.getpid, (), []))
-        (worker,) = psutil.Process().children(recursive=False)[-1:]
+        (pid,) = (child.pid for child in multiprocessing.active_children() if child not in others)
+        worker = psutil.Process(pid)
         worker.suspend()
-        wait_until(lambda: bool(caplog.messages), PATIENCE_S, "a warning")
-        worker.resume()
+        try:
+            wait_until(lambda: bool(caplog.messages), PATIENCE_S, "a warning")
+        finally:
+            worker.resume()
     assert caplog.messages == [
         f"the checkpoint worker {worker.pid} is not ready after 0 s: see what it has printed (scripts need an "
         '`if __name__ == "__main__":`)'
