@@ -48,7 +48,7 @@ class Member:
 
 def pull_of(each: Member) -> Pull:
     """Fetches shards of the container from other ranks."""
-    return lambda one, holder, destination: each.replication.fetch(object_of(JOB, one), holder, destination)
+    return lambda one, source, destination: each.replication.fetch(object_of(JOB, one), source.rank, destination)
 
 
 def base_of(root: str | Path, host: str) -> Path:

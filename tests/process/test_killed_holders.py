@@ -29,6 +29,7 @@ from torchelastic.checkpoint.replication.client import ReplicaClient, Transferre
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.restore import fetch
+from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.stage import image_of
 from torchelastic.checkpoint.shards.tree import flatten
@@ -94,24 +95,24 @@ def test_a_holder_that_is_killed_while_it_gives_a_shard_is_named_and_another_one
 ) -> None:
     tier = MemoryTier(root / "mine")
 
-    def pull(shard: ShardId, holder: int, destination: Destination) -> Transferred:
+    def pull(shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
         def begun(size_bytes: int) -> Any:
-            if holder == 0:
+            if source.rank == 0:
                 holders[0].process.kill()
                 holders[0].process.join()
             return destination(size_bytes)
 
-        return ReplicaClient(holders[holder].address, TOKEN, retry_s=0.2).pull(str(shard), begun)
+        return ReplicaClient(holders[source.rank].address, TOKEN, retry_s=0.2).pull(str(shard), begun)
 
     named = f"rank 0: 127.0.0.1:{holders[0].address[1]}"
     if others:
-        assert fetch(tier, SHARD, [0, *others], pull) > 4 * LENGTH
+        assert fetch(tier, SHARD, list(map(ShardSource, [0, *others])), pull) > 4 * LENGTH
         with tier.open(SHARD.name, SHARD.rank) as shard:
             assert torch.equal(shard.read_one("w"), weights())
         assert named in caplog.text.replace("at rank 0", "rank 0")
     else:
         with pytest.raises(CorruptCheckpointError, match=named):
-            fetch(tier, SHARD, [0], pull)
+            fetch(tier, SHARD, [ShardSource(0)], pull)
         assert not tier.path_of(SHARD).exists()
 
 

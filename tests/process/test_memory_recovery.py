@@ -15,6 +15,7 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.restore import fetch
+from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
@@ -101,7 +102,7 @@ def fetch_from_several(root: str, hosts: str, shard: ShardId, damaged: list[str]
         if rank == 2:
             path.unlink()
             try:
-                fetch(each.container, shard, [0, 1], ranks.pull_of(each))
+                fetch(each.container, shard, [ShardSource(0), ShardSource(1)], ranks.pull_of(each))
             except CorruptCheckpointError as error:
                 outcome = str(error)
         each.meet()

@@ -13,11 +13,11 @@ from torchelastic.checkpoint.restore_plan import (
     Held,
     ShardSource,
     candidates,
-    holders_elsewhere,
     kept,
     lost_copies,
     nearness,
     plan_reads,
+    sources_elsewhere,
 )
 
 
@@ -33,8 +33,8 @@ def test_a_copy_on_the_own_host_is_read_first_then_those_of_the_others_in_turn()
         return [source.rank for source in plan[reader][0]]
 
     assert (order(1), order(2)) == ([0, 1, 2, 3], [2, 3, 0, 1])
-    assert holders_elsewhere(sources, 0, 1, folders) == [2, 3]
-    assert holders_elsewhere(sources, 0, 2, folders) == [3, 0, 1]
+    assert [source.rank for source in sources_elsewhere(sources, 0, 1, folders)] == [2, 3]
+    assert [source.rank for source in sources_elsewhere(sources, 0, 2, folders)] == [3, 0, 1]
 
 
 def test_what_a_rank_fetches_all_ranks_of_its_folder_can_read() -> None:

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 #: A save in the store, and who can read its shards, by the ranks that wrote them.
 StoredCandidate = Candidate[SaveId, int]
-#: Fetches a shard of a rank that has it; see `ReplicaClient.pull`.
-Pull = Callable[[ShardId, int, Destination], Transferred]
+#: Fetches a shard from where it is; see `ReplicaClient.pull`.
+Pull = Callable[[ShardId, ShardSource, Destination], Transferred]
 
 Got = TypeVar("Got")
 
@@ -96,8 +96,8 @@ def first_good_copy(shard: object, sources: Sequence[ShardSource], take: Callabl
         try:
             return take(source)
         except (CorruptCheckpointError, ReplicationError) as error:
-            failures.append(f"rank {source.rank}: {error}")
-            log.warning("%s is of no use at rank %d: %s", shard, source.rank, error)
+            failures.append(f"{source}: {error}")
+            log.warning("%s is of no use at %s: %s", shard, source, error)
     raise CorruptCheckpointError(f"no good copy of {shard} is left ({'; '.join(failures) or 'nobody holds one'})")
 
 
@@ -112,20 +112,20 @@ def shards_of(candidate: StoredCandidate) -> list[ShardId]:
 def fetch(
     tier: MemoryTier,
     shard: ShardId,
-    holders: Sequence[int],
+    sources: Sequence[ShardSource],
     pull: Pull,
     *,
     instead_of: CheckpointError | None = None,
 ) -> int:
     """Fetches a shard into a tier of this host, where it counts like one that was put there. From any thread.
 
-    One process of a host fetches it; the others find it there. The holders are asked until a copy is good: a holder's
+    One process of a host fetches it; the others find it there. The sources are tried until a copy is good: a holder's
     disk may have gone bad since it verified its copy.
 
     Args:
         tier: where it goes.
         shard: which.
-        holders: the ranks that may give it, best first.
+        sources: where it may be, best first.
         pull: asks one.
         instead_of: why what lay there under its name is of no use; it is replaced. None: that is as good.
 
@@ -138,7 +138,7 @@ def fetch(
     """
 
     def take(source: ShardSource) -> int:
-        return pull_into(tier.shelf.fetching(), str(shard), partial(pull, shard, source.rank), check)
+        return pull_into(tier.shelf.fetching(), str(shard), partial(pull, shard, source), check)
 
     def check(view: memoryview) -> None:
         where = f"the copy of {shard}"
@@ -153,7 +153,7 @@ def fetch(
         disk.make_folder(root)  # somebody may have removed it, with all that was in it
         with locked(lock, FETCHING_ELSEWHERE_S):
             is_wanted = instead_of is not None or not tier.path_of(shard).exists()
-            came = first_good_copy(shard, [ShardSource(rank) for rank in holders], take) if is_wanted else 0
+            came = first_good_copy(shard, sources, take) if is_wanted else 0
             disk.remove(lock)  # who waits for it has it open
             return came
     except CheckpointError as error:
@@ -211,7 +211,7 @@ def fetched_into_memory(shard: ShardId, pull: Callable[[Destination], Any]) -> S
 
 def make_copies(
     tier: MemoryTier,
-    copies: Iterable[tuple[ShardId, Sequence[int]]],
+    copies: Iterable[tuple[ShardId, Sequence[ShardSource]]],
     pull: Pull,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> bool:
@@ -219,19 +219,19 @@ def make_copies(
 
     Args:
         tier: where they go.
-        copies: what this rank fetches, and who has it, best first.
-        pull: asks a holder.
+        copies: what this rank fetches, and where it is, best first.
+        pull: asks one of these.
         is_wanted: whether the checkpoint still is the one to keep.
 
     Returns:
         Whether they are there, or not wanted any more.
     """
     failed = False
-    for shard, holders in copies:
+    for shard, sources in copies:
         if not is_wanted():
             break
         try:
-            came = fetch(tier, shard, holders, pull)
+            came = fetch(tier, shard, sources, pull)
         except Exception as error:  # noqa: BLE001 - training goes on
             if not is_wanted():
                 break

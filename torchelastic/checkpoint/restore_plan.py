@@ -34,11 +34,14 @@ class ShardSource:
 
     Attributes:
         rank: who reads it there, and gives it to others; counted in the group that restores.
-        place: which of the places of this rank: the name of a tier, or a folder.
+        place: which of the places of this rank: the name of a tier.
     """
 
     rank: int
     place: str = ""
+
+    def __str__(self) -> str:
+        return self.place or f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,16 @@ def own_first(reader: int, shard: Any, source: ShardSource) -> bool:  # noqa: AR
 
 
 def nearness(folders: Sequence[str]) -> Distance[Any]:
-    """How far a copy is: in the rank's own folder, or with one of the others, each starting anew.
+    """How far a copy is: in the rank's own folder, with one of the others, each starting anew, or in a place of all.
 
     Args:
-        folders: of each rank, what identifies the folder that it uses; ranks of one host may share one.
+        folders: of each rank, what identifies the folder that it uses; ranks of one host may share one. A source with a
+            place does not lie there, but where every rank can read it.
     """
 
     def distance(reader: int, _: Any, source: ShardSource) -> int:
+        if source.place:
+            return 1 + len(folders)
         if folders[source.rank] == folders[reader]:
             return 0
         return 1 + (source.rank - reader) % len(folders)  # so that not everybody asks the lowest rank first
@@ -192,10 +198,10 @@ def plan_reads(
 # --- where each rank keeps what it fetches ----------------------------------------------------------------------------
 
 
-def holders_elsewhere(
+def sources_elsewhere(
     sources: Mapping[Id, Collection[ShardSource]], shard: Id, rank: int, folders: Sequence[str]
-) -> list[int]:
-    """The ranks with other folders that can read a shard, in the order in which a rank is to ask them.
+) -> list[ShardSource]:
+    """Where a shard can be read but in a rank's own folder, in the order in which that is to try.
 
     Args:
         sources: by shard, where it can be read.
@@ -204,7 +210,7 @@ def holders_elsewhere(
         folders: see `nearness`.
     """
     nearest = plan_reads(sources, {rank: [shard]}, distance=nearness(folders))[rank][shard]
-    return [source.rank for source in nearest if folders[source.rank] != folders[rank]]
+    return [source for source in nearest if source.place or folders[source.rank] != folders[rank]]
 
 
 def kept(
@@ -243,7 +249,8 @@ def lost_copies(
         By rank, what it is to fetch.
     """
     lost: dict[int, list[int]] = {}
-    for shard, there in sources.items():
+    for shard, everywhere in sources.items():
+        there = [source for source in everywhere if not source.place]
         has_it, safe = {folders[source.rank] for source in there}, {hosts[source.rank] for source in there}
         keepers = partners_of[shard % len(folders)] if partners_of else ()
         for keeper in keepers:

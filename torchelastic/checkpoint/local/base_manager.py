@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
+from torchelastic.checkpoint.durable_copies import DurableCopies, DurableInventory
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
@@ -45,6 +46,7 @@ class BaseCheckpointManager(ABC):
         timeout_s: for how long a rank that does not come is waited for.
         process_group: whose ranks save together; None: the default one, as it is at each call. Without one, this
             process is rank 0 of 1.
+        copies: in durable storage, where parts are read too; None: there are none.
 
     Attributes:
         latest_iteration: of the newest complete checkpoint that this object knows of; -1 before that.
@@ -58,6 +60,7 @@ class BaseCheckpointManager(ABC):
         *,
         timeout_s: float = 600.0,
         process_group: dist.ProcessGroup | None = None,
+        copies: DurableCopies | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}: give seconds, more than 0")
@@ -65,6 +68,8 @@ class BaseCheckpointManager(ABC):
         self.repl_strategy = repl_strategy
         self.latest_iteration = -1
         self.globally_available_ids: dict[int, list[CkptID]] = {}
+        self._copies = copies
+        self._durable = DurableInventory()
         self._timeout_s = timeout_s
         self._ranks = RankGroup(process_group, timeout_s)
         self._world: object = _NOBODY
@@ -271,10 +276,16 @@ class BaseCheckpointManager(ABC):
             self._look(call)
 
     def _look(self, call: str) -> None:
-        """Has all ranks tell what they hold."""
-        reports = self._ranks.run_on_all(f"{call}, looking", lambda: list(map(str, self._my_ckpt_ids())))
-        known = [list(map(ShardId.parse, each)) for each in reports]
+        """Has all ranks tell what they hold, and rank 0 what is in durable storage."""
+
+        def tell() -> tuple[list[str], Any]:
+            return list(map(str, self._my_ckpt_ids())), DurableInventory.tell(self._copies, self.rank)
+
+        reports = self._ranks.run_on_all(f"{call}, looking", tell)
+        known = [list(map(ShardId.parse, each)) for each, _ in reports]
         held = [[Held(one.name, range(one.world_size), [one.rank]) for one in each] for each in known]
+        self._durable = DurableInventory.of(self._copies, reports[0][1])
+        held.append([*self._durable.held])
         self._found = {candidate.save: candidate for candidate in candidates(held)}
         self._generation = max([self._generation, *(save.generation for save in self._found)])
         self._complete = {save for save in self._found if self._is_loadable(save)}
@@ -328,9 +339,13 @@ class BaseCheckpointManager(ABC):
 
         self._faults = {save: why for save, why in self._damaged.items() if save in self._found}
         found = newest_readable(self._found.values(), read, partial(log.warning, "%s"), self._faults)
+        if found is None:
+            self._durable.require()
         self._damaged |= {save: why for save, why in self._faults.items() if self._found[save].is_complete}
         self._complete -= self._faults.keys()
         self.latest_iteration = -1 if found is None else found[0].save.step
+        if self._copies is not None and found is not None:
+            self._copies.restored(found[0].save.step)
         return None if found is None else (found[0].save, found[1])
 
     def _nothing_to_load(self) -> str:

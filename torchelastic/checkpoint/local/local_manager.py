@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
+from torchelastic.checkpoint.durable_copies import DurableCopies
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
@@ -25,7 +26,7 @@ from torchelastic.checkpoint.replication.client import Transferred
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.restore import fetch, fetched_into_memory, first_good_copy, make_copies, shards_of
-from torchelastic.checkpoint.restore_plan import ShardSource, holders_elsewhere, lost_copies
+from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.strategies import ReplicationStrategy
+    from torchelastic.checkpoint.store.durable import DurableTier
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         session_id: tells the checkpoints of several jobs in one folder apart.
         repl_strategy: which ranks keep copies of each other's parts; None: nobody does.
         keep: how many complete checkpoints stay, or a policy that says which.
+        durable: where checkpoints are copied to in the background, of this session alone; each or, with its `every`,
+            some of them, the next one when the copy before is done. What no host has any more is read there. None:
+            nowhere.
         timeout_s: for how long a rank that does not come is waited for.
         process_group: see `BaseCheckpointManager`.
         allow_pickles: store and load what is neither plain nor a tensor as pickles, which can run any code.
@@ -95,13 +100,15 @@ class LocalCheckpointManager(BaseCheckpointManager):
         repl_strategy: ReplicationStrategy | None = None,
         *,
         keep: int | KeepPolicy = 1,
+        durable: DurableTier | None = None,
         timeout_s: float = 600.0,
         process_group: dist.ProcessGroup | None = None,
         allow_pickles: bool = False,
         replica_host: str | None = None,
         disk: Disk = REAL_DISK,
     ) -> None:
-        super().__init__(session_id, repl_strategy, timeout_s=timeout_s, process_group=process_group)
+        copies = DurableCopies(durable, Kind.LOCAL) if durable is not None else None
+        super().__init__(session_id, repl_strategy, timeout_s=timeout_s, process_group=process_group, copies=copies)
         self._root = Path(root_local_ckpt_dir).absolute() / session_id
         self._keep = keep if isinstance(keep, KeepPolicy) else KeepLast(keep)
         self._allow_pickles, self._replica_host, self._disk = allow_pickles, replica_host, disk
@@ -174,6 +181,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._begin("load_resharded()", look=True)
         return self._first_loadable("load_resharded()", lambda _: None, attempt)
 
+    def wait_for_durable(self, timeout_s: float) -> bool:
+        """Waits until no copy to the durable place is under way; whether that is so. Before the last rank ends, say.
+
+        Not a collective. Rank 0 knows whether the others have copied their parts too.
+        """
+        return self._copies is None or self._copies.wait(timeout_s)
+
     def close(self) -> None:
         """Stops serving copies, gives memory back, calls off what is being written. Not a collective.
 
@@ -181,7 +195,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         self._dropped.detach()
         self._checked = None
-        let_go(self._server, self._folder)
+        let_go(self._server, self._folder, self._copies)
         self._server = self._folder = self._epoch = None
         super().close()
 
@@ -236,14 +250,20 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if self._entered != self._formation:
             files, own = self._files, self._epoch
 
+            def known_epoch() -> int:
+                durable = self._copies.known_epoch(self.session_id) if self._copies and self.rank == 0 else 0
+                return max(durable, files.known_epoch(self.session_id))
+
             def told() -> tuple[int | None, int, int]:
-                return own, self._round, files.known_epoch(self.session_id) if own is None else 0
+                return own, self._round, known_epoch() if own is None else 0
 
             epochs, rounds, known = zip(*self._ranks.run_on_all(f"{call}, entering", told), strict=True)
             self._epoch = agree_epoch(max((one for one in epochs if one is not None), default=None), known)
             self._round = max(rounds) + 1
             context = TierContext(self.session_id, self._epoch, self._round, self.rank, self.world_size)
             self._ranks.run_on_all(f"{call}, preparing", lambda: files.prepare(context))
+            if self._copies is not None:
+                self._copies.enter(context)
             self._entered = self._formation
         assert self._epoch is not None
         return self._epoch, self._round
@@ -288,10 +308,25 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _commit(self, save: SaveId, saved_s: float) -> None:
         files, own = self._files, ShardId(save, self.rank, self.world_size)
         files.settle()
-        told = self._ranks.run_on_all(f"committing {save}", lambda: astuple(files.record_of(own)))
-        records = tuple(ShardRecord(*record) for record in told)
+        copies = self._copies
+
+        def tell() -> tuple[tuple[Any, ...], bool]:
+            return astuple(files.record_of(own)), copies is not None and copies.is_free()
+
+        told = self._ranks.run_on_all(f"committing {save}", tell)
+        records = tuple(ShardRecord(*record) for record, _ in told)
         manifest = Manifest(save, self.session_id, self.world_size, records, saved_s=saved_s)
-        self._ranks.run_on_all(f"publishing {save}", lambda: files.commit(manifest))
+        can_copy = all(is_free for _, is_free in told)
+
+        def publish() -> bool:
+            files.commit(manifest)
+            return copies is not None and can_copy and self.rank == 0 and copies.is_due(save.step)
+
+        is_copied, *_ = self._ranks.run_on_all(f"publishing {save}", publish)
+        if copies is not None and is_copied:
+            copies.take(own, files.open(save, self.rank))
+            if self.rank == 0:
+                copies.publish(manifest)
 
     def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest, or older and superfluous
         self._files.tidy(set(self._damaged), set(self._pending))
@@ -386,16 +421,18 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return own()
         return first_good_copy(
             described(shard),
-            [ShardSource(other) for other in others],
-            lambda source: opened(fetched_into_memory(shard, partial(self._pull, shard, source.rank))),
+            others,
+            lambda source: opened(fetched_into_memory(shard, partial(self._pull, shard, source))),
         )
 
-    def _others(self, shard: ShardId) -> list[int]:
-        """The ranks with other folders that have a shard, nearest first."""
-        return holders_elsewhere(self._found[shard.name].sources, shard.rank, self.rank, self._roots)
+    def _others(self, shard: ShardId) -> list[ShardSource]:
+        """Where a shard is but in this rank's folder, nearest first."""
+        return sources_elsewhere(self._found[shard.name].sources, shard.rank, self.rank, self._roots)
 
-    def _pull(self, shard: ShardId, holder: int, destination: Destination) -> Transferred:
-        return self._peers.client(holder, self._peers.retry.timeout_seconds).pull(str(shard), destination)
+    def _pull(self, shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
+        if self._copies is not None and source.place:
+            return self._copies.pull(shard, destination)
+        return self._peers.client(source.rank, self._peers.retry.timeout_seconds).pull(str(shard), destination)
 
 
 def _verified(reader: ShardReader) -> ShardReader:

@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchelastic.checkpoint.durable_copies import DurableInventory
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import (
@@ -45,11 +46,11 @@ from torchelastic.checkpoint.restore_plan import (
     Held,
     ShardSource,
     candidates,
-    holders_elsewhere,
     kept,
     lost_copies,
     nearness,
     plan_reads,
+    sources_elsewhere,
 )
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -90,11 +91,13 @@ class _Survey:
         container: on this host.
         folders: of each rank, what identifies the folder that it uses.
         candidates: all saves, newest first; each rank of a folder can read what is in it.
+        durable: what is in durable storage.
     """
 
     container: Container
     folders: tuple[str, ...]
     candidates: list[StoredCandidate]
+    durable: DurableInventory = field(default_factory=DurableInventory)
 
     @property
     def firsts(self) -> set[int]:
@@ -240,6 +243,10 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
         tell = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
         newest = newest_readable(found.candidates, read, tell, {})
+        if newest is None:
+            found.durable.require()
+        elif self._objects.copies is not None:
+            self._objects.copies.restored(newest[0].save.step)
         return None if newest is None else newest[1]
 
     def get_candidate_checkpoints(
@@ -299,15 +306,18 @@ class DefaultCheckpointLoader(CheckpointLoader):
         folders = tuple(
             self._replication.run_on_all(f"{call}, looking", lambda: root_id(self._objects.container(base).root))
         )
-        found = _Survey(self._objects.container(base), folders, [])
+        found, copies = _Survey(self._objects.container(base), folders, []), self._objects.copies
 
         def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
             is_first = self._replication.rank in found.firsts
-            return [one.as_plain() for one in found.container.noted_inventory()] if is_first else []
+            here = [one.as_plain() for one in found.container.noted_inventory()] if is_first else []
+            return [here, DurableInventory.tell(copies, self._replication.rank)]
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
-        held = [[TierEntry.from_plain(told).held("") for told in each] for each in lists]
-        return replace(found, candidates=candidates([held[folders.index(folder)] for folder in folders]))
+        by_first = [[TierEntry.from_plain(told).held("") for told in here] for here, _ in lists]
+        held = [by_first[folders.index(folder)] for folder in folders]
+        durable = DurableInventory.of(copies, lists[0][1])
+        return replace(found, candidates=candidates([*held, durable.held]), durable=durable)
 
     def _verified(self, found: _Survey, candidate: StoredCandidate, call: str) -> StoredCandidate:
         """The same with the good copies alone. Raises: CorruptCheckpointError if there are too few."""
@@ -321,7 +331,9 @@ class DefaultCheckpointLoader(CheckpointLoader):
         good: dict[str, list[int]] = defaultdict(list)
         for folder, each in zip(folders, told, strict=True):
             good[folder] += each
-        (verified,) = candidates([[Held(candidate.save, candidate.whole, good[folder])] for folder in folders])
+        held = [[Held(candidate.save, candidate.whole, good[folder])] for folder in folders]
+        durable = [one for one in found.durable.held if one.save == candidate.save]
+        (verified,) = candidates([*held, durable])
         if verified.missing:
             raise CorruptCheckpointError(verified.fault)
         return verified
@@ -338,10 +350,10 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
         def fetch_own() -> None:
             for shard, sources in reads.items():
-                if found.folders[sources[0].rank] == found.folders[rank]:
+                if not sources[0].place and found.folders[sources[0].rank] == found.folders[rank]:
                     continue
                 try:
-                    came = fetch(container, shards[shard], [one.rank for one in sources], self._pull(container))
+                    came = fetch(container, shards[shard], sources, self._pull(container))
                 except CheckpointError as error:  # without room for it, there may be some for an older one
                     raise CorruptCheckpointError(f"could not fetch {shards[shard]}: {error}") from error
                 publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", came)
@@ -362,37 +374,39 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._known = {(container.name, save): (candidate, folders)}
         there = kept(candidate.sources, found.wanted(candidate), folders)
         lost = lost_copies(there, folders, hosts, self._replication.partners_of).get(rank, [])
-        own = [(shards[one], holders_elsewhere(there, one, rank, folders)) for one in lost]
+        own = [(shards[one], sources_elsewhere(there, one, rank, folders)) for one in lost]
         is_wanted = partial(container.has_committed, save)
         self._making = in_background(
             partial(make_copies, container, own, self._pull(container), is_wanted), "replica-copies"
         )
 
     def _fetch(self, container: Container, shard: ShardId, instead_of: CheckpointError | None = None) -> None:
-        fetch(container, shard, self._holders(container, shard), self._pull(container), instead_of=instead_of)
+        fetch(container, shard, self._sources(container, shard), self._pull(container), instead_of=instead_of)
 
     def _pull(self, container: Container) -> Pull:
-        def pull(shard: ShardId, holder: int, destination: Destination) -> Transferred:
-            return self._replication.fetch(object_of(container.name, shard), holder, destination)
+        def pull(shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
+            if self._objects.copies is not None and source.place:
+                return self._objects.copies.pull(shard, destination)
+            return self._replication.fetch(object_of(container.name, shard), source.rank, destination)
 
         return pull
 
-    def _holders(self, container: Container, shard: ShardId) -> list[int]:
-        """Who may have a shard: those known to have it, else one rank of each other host; not all ask the same."""
+    def _sources(self, container: Container, shard: ShardId) -> list[ShardSource]:
+        """Where a shard may be: where it is known to be, else one rank of each other host; not all ask the same."""
         rank, hosts = self._replication.rank, self._replication.hosts
         candidate, folders = self._known.get((container.name, shard.name), (None, hosts))
         known = candidate.sources.get(shard.rank) if candidate is not None else None
         sources = known or [ShardSource(hosts.index(host)) for host in sorted(set(hosts))]
-        return holders_elsewhere({shard.rank: sources}, shard.rank, rank, folders)
+        return sources_elsewhere({shard.rank: sources}, shard.rank, rank, folders)
 
     def _commit_elsewhere(self, container: Container, step: int) -> ShardId:
         """The commit of the newest save of a step that another host has. Raises: CorruptCheckpointError."""
         found = []
-        for holder in self._holders(container, ShardId(SaveId(0, 0, 0, step), 0, 1)):
+        for source in self._sources(container, ShardId(SaveId(0, 0, 0, step), 0, 1)):
             try:
-                found += newest_of_step(self._replication.ids(holder), container.name, step)[-1:]
+                found += newest_of_step(self._replication.ids(source.rank), container.name, step)[-1:]
             except ReplicationError as error:
-                log.warning("rank %d does not tell what it has of step %d: %s", holder, step, error)
+                log.warning("%s does not tell what it has of step %d: %s", source, step, error)
         if not found:
             folder = container.folder_of(step)
             raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")

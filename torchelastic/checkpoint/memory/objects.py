@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torchelastic.checkpoint.durable_copies import DurableCopies
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.memory.buffer_io import BufferIO
@@ -27,6 +28,8 @@ from torchelastic.checkpoint.memory.received import ReceivedObjects
 from torchelastic.checkpoint.memory.registry import ContainerRegistry
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.store.durable import DurableTier
+from torchelastic.processes.dropped import let_go
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +42,21 @@ class CheckpointObjectManager:
 
     Args:
         pool_config: accepted for code written for ML Flashpoint; slots need no configuration.
+        durable: where complete checkpoints are copied to in the background, of this job alone; all of them or, with its
+            `every`, some, the next one when the copy before is done. What no host has any more is read there. None:
+            nowhere.
         disk: what touches files.
 
     Attributes:
+        copies: what goes to the durable place.
         shelf: the objects of all containers that this process and those that it was pickled to use; see `ReplicaStore`.
     """
 
-    def __init__(self, pool_config: object = None, *, disk: Disk = REAL_DISK) -> None:
+    def __init__(
+        self, pool_config: object = None, *, durable: DurableTier | None = None, disk: Disk = REAL_DISK
+    ) -> None:
         self._pool_config = pool_config
+        self._durable = durable
         self._disk = disk
         self._registry = ContainerRegistry()
         self._prepare()
@@ -55,6 +65,7 @@ class CheckpointObjectManager:
         self._lock = threading.RLock()
         self._containers: dict[str, Container] = {}
         self.shelf = ReceivedObjects(self._find, self._registry.names)
+        self.copies = DurableCopies(self._durable, Kind.MEMORY) if self._durable is not None else None
 
     def container(self, base: str | os.PathLike[str] | CheckpointContainerId) -> Container:
         """The container of a job; the same object each time. From now on its objects can be received and given away.
@@ -75,6 +86,13 @@ class CheckpointObjectManager:
             require_own_folder(root, Kind.MEMORY)
             container = self._containers[root.name] = Container(root, disk=self._disk, registry=self._registry)
             return container
+
+    def wait_for_durable(self, timeout_s: float) -> bool:
+        """Waits until no copy to the durable place is under way; whether that is so. Before the job ends, say.
+
+        Not a collective; in the process that saves. The coordinator knows whether the others have copied theirs too.
+        """
+        return self.copies is None or self.copies.wait(timeout_s)
 
     def names_of(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> str:
         """What the other hosts call a shard. Raises: ValueError if it is none that lies in a container."""
@@ -163,11 +181,14 @@ class CheckpointObjectManager:
             for container in list(self._containers.values()):
                 self._forget(container)
                 container.close()
+        let_go(self.copies)
 
     # --- what other processes of this host use ------------------------------------------------------------------------
 
     def _check_free(self, root: Path) -> None:
         other = self._registry.root_of(root.name)
+        if self._durable is not None and (others := set(self._registry.names()) - {root.name}):
+            raise ValueError(f"{self._durable.where} is for one container: {root} is another one than {min(others)!r}")
         if other is not None and other != root:
             raise ValueError(
                 f"the container {root} has the same name as {other}, which is in use: containers are known to other "
@@ -192,10 +213,16 @@ class CheckpointObjectManager:
             return self.container(root) if root is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
+        return {
+            "pool_config": self._pool_config,
+            "durable": self._durable,
+            "disk": self._disk,
+            "registry": self._registry,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]
+        self._pool_config, self._durable = state["pool_config"], state["durable"]
+        self._disk, self._registry = state["disk"], state["registry"]
         self._prepare()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torchelastic.checkpoint.durable_copies import DurableCopies
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import (
     CoordinatorDecision,
@@ -53,7 +54,9 @@ class PlannedSave:
         return f"{self.base.name}/{self.id.name}"
 
 
-def with_report(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str, group: str) -> SavePlan:
+def with_report(
+    save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str, group: str, copies: DurableCopies | None
+) -> SavePlan:
     """The plan of one rank with a `RankReport` of what that knows.
 
     Args:
@@ -63,6 +66,7 @@ def with_report(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host
         rank: among those that save.
         host: see `RankReport`.
         group: names the ranks that save.
+        copies: in durable storage.
 
     Raises:
         FencedError: these ranks were replaced.
@@ -70,25 +74,37 @@ def with_report(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host
     slots.reclaim()
     refused = refused_in(item.index.fqn for item in plan.items)
     needed_bytes = tensor_bytes(plan)
+    joined, known = slots.container.epochs(group)
+    if copies is not None and not joined and rank == 0:
+        known = max(known, copies.known_epoch(slots.container.run_id))
     report = RankReport(
         save.about,
         rank,
         host,
         max([slots.generation, *(known.name.generation for known in slots.container.inventory())]),
-        slots.container.epochs(group),
+        (joined, known),
         needed_bytes,
         copied_bytes(),
         slots.warm_bytes(needed_bytes),
         measure(slots.container.root),
         replace(refused[1], rank=rank) if refused is not None else None,
+        copies is not None and copies.is_free(),
     )
     deliver(report)
     items = plan.items if refused is None else [item for item in plan.items if item.index.fqn != refused[0]]
     return replace(plan, items=items, storage_data=report)
 
 
-def with_decisions(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], SaveId]:
+def with_decisions(
+    save: PlannedSave, plans: list[SavePlan], slots: Slots, copies: DurableCopies | None
+) -> tuple[list[SavePlan], SaveId]:
     """The plans of all ranks with a `CoordinatorDecision` in each; and the name of the save.
+
+    Args:
+        save: which.
+        plans: of all ranks.
+        slots: of the container.
+        copies: in durable storage.
 
     Raises:
         RuntimeError: a rank saves something else.
@@ -97,6 +113,10 @@ def with_decisions(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tu
     generation = slots.next_generation(max(report.newest for report in reports))
     name = SaveId(epoch_of(reports), 0, generation, save.step, secrets.token_hex(4))
     skipped = refusal(reports, shares_bytes(plans))
-    decisions = [CoordinatorDecision(save.about, rank, len(plans), name, skipped) for rank in range(len(plans))]
+    can_copy = skipped is None and all(report.can_copy for report in reports)
+    is_copied = copies is not None and can_copy and copies.is_due(save.step)
+    decisions = [
+        CoordinatorDecision(save.about, rank, len(plans), name, skipped, is_copied) for rank in range(len(plans))
+    ]
     deliver(decisions[0])  # for a save without collectives; with them, each rank's own arrives
     return [replace(plan, storage_data=decision) for plan, decision in zip(plans, decisions, strict=True)], name

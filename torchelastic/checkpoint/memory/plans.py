@@ -64,6 +64,7 @@ class RankReport(_Message):
         warm_bytes: how large a slot is that is free.
         free: what more there is on the host.
         refused: why this rank cannot save.
+        can_copy: whether this rank can begin a durable copy.
     """
 
     about: str
@@ -76,6 +77,7 @@ class RankReport(_Message):
     warm_bytes: int
     free: Free
     refused: NotSaved | None = None
+    can_copy: bool = False
 
     def allocates_bytes(self, share_bytes: int | None) -> int:
         """How much this rank has to allocate.
@@ -98,6 +100,7 @@ class CoordinatorDecision(_Message):
         world_size: how many ranks save.
         save: the name of this save.
         skipped: why nobody saves.
+        is_copied: whether each rank makes a durable copy of its shard.
     """
 
     about: str
@@ -105,6 +108,7 @@ class CoordinatorDecision(_Message):
     world_size: int
     save: SaveId
     skipped: NotSaved | None = None
+    is_copied: bool = False
 
 
 def epoch_of(reports: Sequence[RankReport]) -> int:

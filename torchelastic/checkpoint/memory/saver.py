@@ -31,7 +31,9 @@ from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart,
 from torchelastic.checkpoint.memory.staging import StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import TierContext
 from torchelastic.processes.background import in_background
 
 if TYPE_CHECKING:
@@ -186,7 +188,8 @@ class DefaultCheckpointSaver:
         """
         save = self.save
         rank = self._rank() if save.rank is None else save.rank
-        return with_report(save, plan, self._containers.at(save.base), rank, self._host(), self._group())
+        slots = self._containers.at(save.base)
+        return with_report(save, plan, slots, rank, self._host(), self._group(), self._manager.copies)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decides under which name is saved, and whether at all; on the coordinator.
@@ -198,7 +201,7 @@ class DefaultCheckpointSaver:
             RuntimeError: a rank saves something else.
         """
         save = self.save
-        plans, name = with_decisions(save, plans, self._containers.at(save.base))
+        plans, name = with_decisions(save, plans, self._containers.at(save.base), self._manager.copies)
         self._saves[name] = save
         while len(self._saves) > _REMEMBERED:
             self._saves.pop(next(iter(self._saves)))
@@ -229,6 +232,10 @@ class DefaultCheckpointSaver:
             raise NotSavedError(decision.skipped)
         slots = self._containers.at(save.base)
         slots.container.join(self._group(), decision.save.epoch)
+        copies = self._manager.copies if decision.is_copied else None
+        if copies is not None:
+            run_id, epoch = slots.container.run_id, decision.save.epoch
+            copies.enter(TierContext(run_id, epoch, 0, decision.rank, decision.world_size))
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", decision.rank))
@@ -238,6 +245,7 @@ class DefaultCheckpointSaver:
             slots,
             owner=None if is_own else save,
             replication=self._replication,
+            copies=copies,
             threads=self._threads,
             with_checksums=with_checksums,
         )
@@ -338,6 +346,9 @@ class DefaultCheckpointSaver:
             if self._replication is not None:  # hosts that do not take it are logged
                 with ShardReader(path) as shard, shard.view() as content:
                     self._replication.spread(object_of(container.name, commit.shard), content)
+            if self._manager.copies is not None and decision.is_copied:
+                self._manager.copies.take(commit.shard, ShardReader(path))
+                self._manager.copies.publish(commit.manifest(record_in(path, commit.shard.rank)))
             container.tidy()
         return commit
 

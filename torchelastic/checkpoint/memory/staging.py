@@ -25,12 +25,14 @@ from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
+from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage, read_header, seal
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_of, require_shard
 from torchelastic.checkpoint.store.save_id import ShardId
 
 if TYPE_CHECKING:
+    from torchelastic.checkpoint.durable_copies import DurableCopies
     from torchelastic.checkpoint.replication.manager import ReplicationManager
 
 _REASONS = {errno.ENOSPC: "tmpfs", errno.EDQUOT: "tmpfs", errno.ENOMEM: "ram"}
@@ -54,6 +56,7 @@ class StagedItems:
         threads: how many compute checksums.
         replication: sends it to the partners; None: nobody does.
         held: the slot, in the process that owns it.
+        copies: where it is copied to besides, there.
     """
 
     results: list[WriteResult]
@@ -66,10 +69,17 @@ class StagedItems:
     threads: int = DEFAULT_THREADS
     replication: ReplicationManager | None = None
     held: HeldSlot | None = field(default=None, repr=False)
+    copies: DurableCopies | None = field(default=None, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "held": None, "_pid": -1, "header": replace(self.header, meta=dict(self.header.meta))}
+        return {
+            **self.__dict__,
+            "held": None,
+            "copies": None,
+            "_pid": -1,
+            "header": replace(self.header, meta=dict(self.header.meta)),
+        }
 
     def write(self) -> None:
         """Computes checksums, sends the shard to the partners, and gives it its name; when this returns, they have it.
@@ -116,6 +126,8 @@ class StagedItems:
             record = record_of(view, self.shard.rank, self.target.name)
         require_shard(self.shard, written.meta, str(self.target))
         held.publish(self.target)
+        if self.copies is not None:
+            self.copies.take(self.shard, ShardReader(self.target))
         self.results.append(result_of(record))
 
     def abandon(self) -> None:
@@ -143,6 +155,7 @@ def stage_items(
     *,
     owner: Any,
     replication: ReplicationManager | None,
+    copies: DurableCopies | None,
     threads: int,
     with_checksums: bool,
 ) -> StagedItems:
@@ -156,6 +169,7 @@ def stage_items(
         slots: of the container.
         owner: when it is gone the save is over; None: that is the object that is returned.
         replication: sends the shard to the partners.
+        copies: where it is copied to besides; None: nowhere.
         threads: how many copy.
         with_checksums: compute them on the way: for a caller that waits for them anyway.
 
@@ -183,6 +197,7 @@ def stage_items(
         threads,
         replication,
         held,
+        copies,
     )
     if is_new and owner is None:
         slots.hold(held, staged)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
+from torchelastic.checkpoint.background import Background
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
@@ -25,7 +26,6 @@ from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
 from torchelastic.checkpoint.tiered.api import ElasticState, Observe
-from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.epoch import agree_on_epoch
 from torchelastic.checkpoint.tiered.finishing import Failures, Finisher, TieredSave
 from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0

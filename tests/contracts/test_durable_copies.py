@@ -1,0 +1,98 @@
+"""Contract: checkpoints in the memory of hosts are copied to durable storage, and read there after the hosts' loss."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.contracts import durable_ranks
+from tests.process.forked_ranks import run_ranks, values
+
+pytestmark = pytest.mark.parametrize("kind", sorted(durable_ranks.KINDS))
+
+
+def _lose(root: Path, *hosts: int) -> None:
+    for host in hosts:
+        shutil.rmtree(root / f"host-{host}")
+
+
+def _copies(root: Path) -> list[int]:
+    """The steps that are published in the store."""
+    manifests = root.glob("store/step-*/manifest.json")
+    return sorted(int(path.parent.name.split(".")[0].removeprefix("step-")) for path in manifests)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_that_has_lost_all_hosts_goes_on_with_the_copy(tmp_path: Path, kind: str, ranks: int) -> None:
+    values(run_ranks(durable_ranks.save, kind, tmp_path, [3, 7], ranks=ranks))
+    assert _copies(tmp_path) == [3, 7]
+    _lose(tmp_path, *range(ranks))
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, 9, ranks=ranks)) == [7] * ranks
+    assert _copies(tmp_path) == [7, 9], "the job that went on has copied its save, and pruned"
+    _lose(tmp_path, *range(ranks))
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=ranks)) == [9] * ranks
+
+
+def test_copies_are_as_rare_as_they_are_wanted_and_the_newer_save_on_the_hosts_is_taken(
+    tmp_path: Path, kind: str
+) -> None:
+    values(run_ranks(durable_ranks.save, kind, tmp_path, list(range(1, 10)), 4, ranks=2))
+    assert _copies(tmp_path) == [4, 8]
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [9, 9]
+    _lose(tmp_path, 0, 1)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [8, 8]
+
+
+def test_what_a_process_of_its_own_has_saved_is_copied_too(tmp_path: Path, kind: str) -> None:
+    values(run_ranks(durable_ranks.save_aside, kind, tmp_path, 4, ranks=2))
+    _lose(tmp_path, 0, 1)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [4, 4]
+
+
+def test_saves_go_on_while_a_copy_is_made_and_it_is_what_it_was(tmp_path: Path, kind: str) -> None:
+    values(run_ranks(durable_ranks.save_on, kind, tmp_path, [1, 2, 3, 4, 5], ranks=2))
+    assert _copies(tmp_path) == [1, 5], "none of those between, and the next one when the first was done"
+    shutil.rmtree(next(tmp_path.glob("store/step-000000005.*")))
+    _lose(tmp_path, 0, 1)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [1, 1]
+
+
+def test_what_is_damaged_on_all_hosts_is_read_in_the_store(tmp_path: Path, kind: str) -> None:
+    values(run_ranks(durable_ranks.save, kind, tmp_path, [5], ranks=2))
+    damaged = list(tmp_path.glob("host-*/**/shard-00001-of-*.shard"))
+    assert len(damaged) == 2, "the own one and the copy of the partner"
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [5, 5]
+
+
+def test_an_incomplete_copy_counts_for_nothing_and_is_removed(tmp_path: Path, kind: str) -> None:
+    values(run_ranks(durable_ranks.save, kind, tmp_path, [5, 6], ranks=2))
+    (newest,) = tmp_path.glob("store/step-000000006.*")
+    (newest / "manifest.json").unlink()
+    _lose(tmp_path, 0, 1)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, 8, ranks=2)) == [5, 5]
+    assert not newest.exists()
+    assert _copies(tmp_path) == [5, 8]
+
+
+def test_a_store_that_does_not_answer_costs_the_copies_and_is_not_taken_for_an_empty_one(
+    tmp_path: Path, kind: str
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        store = f"http://127.0.0.1:{unused.getsockname()[1]}/store"
+        ((found, then),) = values(run_ranks(durable_ranks.save_without_a_store, kind, tmp_path, store))
+    assert found == 1
+    assert "durable storage does not answer" in then
+    assert store in then
+
+
+def test_a_job_that_was_replaced_copies_nothing_any_more(tmp_path: Path, kind: str) -> None:
+    assert values(run_ranks(durable_ranks.save_while_replaced, kind, tmp_path)) == [7], "its own is older than that"
+    assert _copies(tmp_path) == [5, 7], "the first job has published after the second one"

@@ -1,0 +1,228 @@
+"""Copies in durable storage of checkpoints that lie in the memory of the hosts, made beside the training.
+
+A checkpoint there has the name, the shards and the manifest that it has in memory, so both places count as one: what
+one of them lacks is read in the other. Each rank uploads its own shard; rank 0 publishes the manifest when all shards
+are there, which it sees at the storage itself: nobody waits for another rank, and nothing stops training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tenacity
+
+from torchelastic.checkpoint.background import Background
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.kinds import Kind
+from torchelastic.checkpoint.replication.client import Transferred
+from torchelastic.checkpoint.replication.receive import Destination, digest_of
+from torchelastic.checkpoint.restore_plan import Held
+from torchelastic.checkpoint.schedule import TierSchedules
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.durable import DurableTier
+from torchelastic.checkpoint.store.manifest import Manifest
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import SealedShard, TierContext, TierEntry
+from torchelastic.metrics import publish_metric
+from torchelastic.processes.dropped import let_go_when_dropped
+
+log = logging.getLogger(__name__)
+
+#: For how long rank 0 waits for the shards of the others.
+SHARDS_S = 600.0
+#: It looks for them first after this time, and then ever more rarely.
+_FIRST_LOOK_S, _RAREST_LOOK_S = 0.05, 5.0
+
+
+class DurableCopies:
+    """What one rank does for the durable copies of a manager's checkpoints. A failure costs a copy, and no save.
+
+    Used on the training thread, but for `take`, `inventory` and `pull`, which may be called on any.
+
+    Args:
+        tier: where they go; of this run alone.
+        kind: of the checkpoints.
+        shards_s: for how long rank 0 waits for the shards of the others.
+        monotonic: a clock in seconds that never goes back.
+    """
+
+    def __init__(
+        self,
+        tier: DurableTier,
+        kind: Kind,
+        *,
+        shards_s: float = SHARDS_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        tier.kind = kind
+        self._tier = tier
+        self._shards_s = shards_s
+        self._schedules = TierSchedules({tier.name: tier.every}, monotonic)
+        self._background = Background(monotonic=monotonic)
+        self._context: TierContext | None = None
+        self._is_prepared: TierContext | None = None
+        self._replaced = threading.Event()
+        self._lock = threading.Lock()
+        let_go_when_dropped(self, self._background)
+
+    @property
+    def place(self) -> str:
+        """The name of the tier."""
+        return self._tier.name
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def known_epoch(self, run_id: str) -> int:
+        """See `Tier`; 0, with a warning, where the storage does not answer: then nothing is copied until it does."""
+        try:
+            self._tier.require_own()
+            return self._tier.known_epoch(run_id)
+        except CheckpointError as error:
+            log.warning("it is unknown what other jobs have saved: %s", error)
+            return 0
+
+    def enter(self, context: TierContext) -> None:
+        """A group saves from now on; what older ones have not completed is given up. Again with the same: nothing."""
+        with self._lock:
+            if context == self._context:
+                return
+            self._context = context
+            self._replaced.set()
+            self._replaced = threading.Event()
+
+    def is_free(self) -> bool:
+        """Whether nothing is being copied."""
+        return self._background.wait(0.0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this checkpoint is to be copied, by the policy of the tier. On rank 0, if `is_free` on all ranks."""
+        return bool(self._schedules.due(step))
+
+    def take(self, shard: ShardId, reader: ShardReader) -> None:
+        """Copies a shard; see `enter`.
+
+        Args:
+            shard: which.
+            reader: of it, which is closed at the end; until then nobody writes into its memory.
+        """
+        self._submit(f"{shard}", partial(self._upload, shard, reader))
+
+    def publish(self, manifest: Manifest) -> None:
+        """Makes a copy count when all shards are there. On rank 0, after `take`."""
+        self._submit(f"{manifest.name}", partial(self._publish, manifest, time.monotonic()))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until nothing is being copied; whether that is so. Not a collective."""
+        return self._background.wait(timeout_s)
+
+    def close(self) -> None:
+        """The thread ends when nothing is being copied; it can be used on."""
+        self._background.close()
+
+    def _submit(self, what: str, copy: Callable[[TierContext, threading.Event], None]) -> None:
+        context, replaced = self._context, self._replaced
+        if context is None:
+            raise ValueError("there is no group that saves: call enter first")
+
+        def run() -> None:
+            try:
+                copy(context, replaced)
+            except CheckpointError as error:
+                publish_metric("torchelastic", "checkpoint.failed", 1)
+                log.warning("%s has no durable copy; training goes on: %s", what, error)
+
+        self._background.submit(run, holds_slot=False)
+
+    def _prepare(self, context: TierContext) -> None:
+        if self._is_prepared != context:
+            self._tier.prepare(context)
+            self._is_prepared = context
+
+    def _upload(self, shard: ShardId, reader: ShardReader, context: TierContext, _: threading.Event) -> None:
+        with reader:
+            self._prepare(context)
+            with reader.view() as view:
+                self._tier.put(SealedShard(shard.name, shard.rank, shard.world_size, view))
+
+    def _publish(self, manifest: Manifest, began_s: float, context: TierContext, replaced: threading.Event) -> None:
+        self._prepare(context)
+        try:
+            tenacity.Retrying(
+                retry=tenacity.retry_if_exception_type(CorruptCheckpointError),  # a shard is missing
+                stop=tenacity.stop_after_delay(self._shards_s) | tenacity.stop_when_event_set(replaced),
+                wait=tenacity.wait_exponential(_FIRST_LOOK_S, _RAREST_LOOK_S),
+                sleep=tenacity.sleep_using_event(replaced),
+                reraise=True,
+            )(self._tier.commit, manifest)
+        except CheckpointError:
+            self._tier.abandon(manifest.name)
+            raise
+        tier, copied_s = self._tier, time.monotonic() - began_s
+        publish_metric("torchelastic", f"checkpoint.durable.{tier.name}.duration.ms", 1000 * copied_s)
+        log.info("%s is durable in the %s tier after %.2f s", manifest.name, tier.name, copied_s)
+        tier.prune()
+
+    # --- restoring ----------------------------------------------------------------------------------------------------
+
+    def inventory(self) -> list[Any]:
+        """What is published there, newest first, for sending. Rank 0 reads it for all. Raises: CheckpointError."""
+        self._tier.require_own()
+        return [entry.as_plain() for entry in self._tier.inventory()]
+
+    def restored(self, step: int) -> None:
+        """Training goes on from this step."""
+        self._schedules.begin(step)
+
+    def pull(self, shard: ShardId, destination: Destination) -> Transferred:
+        """Downloads a shard into memory that `destination` returns for its size.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or not what was stored.
+            CheckpointError: the storage does not answer.
+        """
+        with self._tier.open(shard.name, shard.rank) as reader, reader.view() as view:
+            destination(view.nbytes)[:] = view
+            return Transferred(view.nbytes, digest_of(view), view.nbytes)
+
+
+@dataclass(frozen=True)
+class DurableInventory:
+    """What all ranks know of the durable copies when they look for a checkpoint.
+
+    Attributes:
+        held: what can be read there, by every rank.
+        unreadable: why nobody knows that; None: it is known.
+    """
+
+    held: tuple[Held[SaveId, int], ...] = ()
+    unreadable: str | None = None
+
+    @classmethod
+    def tell(cls, copies: DurableCopies | None, rank: int) -> tuple[list[Any], str | None]:
+        """What a rank says, for sending; rank 0 reads it for all. `of` is the inverse, given what rank 0 said."""
+        if copies is None or rank != 0:
+            return [], None
+        try:
+            return copies.inventory(), None
+        except CheckpointError as error:
+            log.warning("it is unknown what is in durable storage: %s", error)
+            return [], str(error)
+
+    @classmethod
+    def of(cls, copies: DurableCopies | None, told: tuple[list[Any], str | None]) -> DurableInventory:
+        """See `tell`."""
+        if copies is None:
+            return cls()
+        entries, unreadable = told
+        return cls(tuple(TierEntry.from_plain(entry).held(copies.place) for entry in entries), unreadable)
+
+    def require(self) -> None:
+        """Nothing was found elsewhere. Raises: CheckpointError: then it is unknown whether there is anything."""
+        if self.unreadable is not None:
+            raise CheckpointError(f"no host has a checkpoint, and durable storage does not answer: {self.unreadable}")
