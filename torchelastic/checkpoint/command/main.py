@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.screen import complain
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   torchelastic checkpoint ls /mnt/checkpoints
+  torchelastic checkpoint ls s3://bucket/run
   torchelastic checkpoint show /mnt/checkpoints --tensors
   torchelastic checkpoint verify /mnt/checkpoints
   torchelastic checkpoint prune /mnt/checkpoints --keep-last 3 --keep-every 10000 --dry-run
@@ -29,7 +31,10 @@ EXAMPLES = """examples:
 
 exit codes: 0 done and intact, 1 verify has found damage, 2 cannot be done or read (one line on stderr says why)
 """
-_PATH_HELP = "a folder of checkpoints, one of them, or a shard file; which of them is recognized by its content"
+_PATH_HELP = (
+    "a folder of checkpoints, one of them, or a shard file, or a URL of these (s3://, gs://); which of them is "
+    "recognized by its content"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -144,28 +149,52 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(execute=_convert)
 
 
-def _path(text: str) -> Path:
-    """A path with a name: that of `.` says what is in the folder."""
+def _path(text: str) -> Path | str:
+    """A path with a name: that of `.` says what is in the folder; or a URL, as it is."""
+    if "://" in text:
+        return text
     path = Path(text)
     return path.resolve() if path.name in ("", "..") else path
+
+
+@contextmanager
+def _files_at(place: Path | str, wanted: Literal["listed_at", "whole_at", "newest_at"]) -> Iterator[Path]:
+    """What is there as files of this host; see `remote`."""
+    if isinstance(place, Path):
+        yield place
+        return
+    from torchelastic.checkpoint.command import remote
+
+    with getattr(remote, wanted)(place) as path:
+        yield path
+
+
+def _folder(place: Path | str | None, why_not_a_url: str) -> Path:
+    """A path, and no URL. Raises: CheckpointCommandError."""
+    if isinstance(place, Path):
+        return place
+    raise CheckpointCommandError(f"{place} is a URL: {why_not_a_url}")
 
 
 def _ls(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.listing import ls
 
-    return ls(options.path, as_json=options.json, now_s=time.time())
+    with _files_at(options.path, "listed_at") as path:
+        return ls(path, as_json=options.json, now_s=time.time())
 
 
 def _show(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.showing import show
 
-    return show(options.path, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
+    with _files_at(options.path, "newest_at") as path:
+        return show(path, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
 
 
 def _verify(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.listing import verify
 
-    return verify(options.path, as_json=options.json)
+    with _files_at(options.path, "whole_at") as path:
+        return verify(path, as_json=options.json)
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -180,7 +209,8 @@ def _prune(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.pruning import prune
 
     policy = _policy(options)
-    return prune(options.path, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
+    path = _folder(options.path, "what is kept there says the run's own policy, as in DurableTier(url, KeepLast(3))")
+    return prune(path, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
 
 
 def _prune_dead(options: argparse.Namespace) -> int:
@@ -191,7 +221,7 @@ def _prune_dead(options: argparse.Namespace) -> int:
     if options.older_than is not None and not options.older_than >= 0:
         raise CheckpointCommandError(f"--older-than {options.older_than:g}: give seconds, 0 or more")
     return prune_dead(
-        options.path,
+        options.path and _folder(options.path, "give a folder of this host's memory"),
         older_than_s=options.older_than,
         dry_run=options.dry_run,
         yes=options.yes,
@@ -203,8 +233,9 @@ def _prune_dead(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.converting import convert
 
-    pickles = options.allow_pickles
-    return convert(options.source, options.target, options.to, part=options.part, allow_pickles=pickles)
+    target, pickles = _folder(options.target, "write a file or folder, and copy it there"), options.allow_pickles
+    with _files_at(options.source, "newest_at") as source:
+        return convert(source, target, options.to, part=options.part, allow_pickles=pickles)
 
 
 def _policy(options: argparse.Namespace) -> KeepPolicy:

@@ -8,28 +8,52 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import printable
+
+#: What a folder with a copy is called instead.
+_names: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def shown_as(folder: str, name: str) -> Iterator[None]:
+    """Meanwhile a folder with a copy is called by the name of the place that it is a copy of, also in errors."""
+    _names[folder] = name
+    try:
+        yield
+    except (CheckpointError, CheckpointCommandError) as error:
+        raise CheckpointCommandError(_renamed(str(error))) from error
+    finally:
+        del _names[folder]
+
+
+def _renamed(text: str) -> str:
+    for folder, name in _names.items():
+        text = text.replace(folder, name)
+    return text
 
 
 def say(text: str) -> None:
     """One or more lines of the answer."""
-    print(printable(text))  # noqa: T201 - what the command is for
+    print(printable(_renamed(text)))  # noqa: T201 - what the command is for
 
 
 def complain(text: str) -> None:
     """One line beside the answer."""
-    print(printable(text), file=sys.stderr)  # noqa: T201 - the last word on the screen
+    print(printable(_renamed(text)), file=sys.stderr)  # noqa: T201 - the last word on the screen
 
 
 def say_json(document: Any) -> None:
     """One line for programs."""
-    print(json.dumps(document, sort_keys=True, allow_nan=False, default=str))  # noqa: T201 - what the command is for
+    line = json.dumps(document, sort_keys=True, allow_nan=False, default=str)
+    print(_renamed(line))  # noqa: T201 - what the command is for
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Columns; with rich on a terminal, else aligned by blanks, uncut, so that other programs can read them."""
-    shown = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
+    shown = [[printable(_renamed(cell)).replace("\n", " ") for cell in row] for row in rows]
     if sys.stdout.isatty():
         _rich_table(titles, shown)
         return

@@ -52,6 +52,15 @@ def without_credentials(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) if parts.scheme else url
 
 
+def without_secrets(error: Exception, url: str) -> str:
+    """An error of the packages behind fsspec as it may be logged: without what `without_credentials` leaves out."""
+    text = f"{type(error).__name__}: {error}".replace(url, without_credentials(url))
+    user = urlsplit(url).netloc.rpartition("@")[0]
+    for secret in filter(None, [user, *user.split(":"), urlsplit(url).query]):
+        text = text.replace(secret, "***")
+    return text
+
+
 class DurableTier(Tier):
     """Checkpoints below a URL.
 
@@ -94,7 +103,7 @@ class DurableTier(Tier):
         try:
             self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
         except ValueError as error:
-            raise ValueError(f"{self.where} is no URL for fsspec: {self._redacted(error)}") from None
+            raise ValueError(f"{self.where} is no URL for fsspec: {without_secrets(error, url)}") from None
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             raise self._error("reach the storage", error) from None
 
@@ -296,11 +305,4 @@ class DurableTier(Tier):
             raise self._error(action, error) from None
 
     def _error(self, action: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"could not {action} at {self.where}: {self._redacted(error)}")
-
-    def _redacted(self, error: Exception) -> str:
-        text = f"{type(error).__name__}: {error}".replace(self._url, self.where)
-        user = urlsplit(self._url).netloc.rpartition("@")[0]
-        for secret in filter(None, [user, *user.split(":"), urlsplit(self._url).query]):
-            text = text.replace(secret, "***")
-        return text
+        return CheckpointError(f"could not {action} at {self.where}: {without_secrets(error, self._url)}")

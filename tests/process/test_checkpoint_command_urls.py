@@ -1,0 +1,94 @@
+"""`torchelastic checkpoint` and what lies in object storage: fsspec's `memory://`, and a server that nobody runs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from tests.process.command_checkpoints import Capture, lines_of, run
+from torchelastic.checkpoint import DurableTier, KeepAll
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+
+#: Of a tensor: its shard is too long to be downloaded for a list.
+LENGTH = 2**19
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Two checkpoints at a URL."""
+    files, place = fsspec.filesystem("memory"), "memory://bucket/run"
+    manager = LocalCheckpointManager(tmp_path / "host", durable=DurableTier(place, KeepAll()))
+    for step in (1, 2):
+        manager.save(BasicTensorAwareStateDict({"weights": torch.full((LENGTH,), float(step))}), step)
+        assert manager.wait_for_durable(30)
+    manager.close()
+    yield place
+    files.rm("/bucket", recursive=True)
+
+
+def test_checkpoints_at_a_url_are_listed_by_their_headers(
+    url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[str] = []
+    kind = type(fsspec.filesystem("memory"))
+    fetch = kind.get_file
+
+    def get_file(self: Any, name: str, *rest: Any, **options: Any) -> Any:
+        whole.append(name.rpartition("/")[2])
+        return fetch(self, name, *rest, **options)
+
+    monkeypatch.setattr(kind, "get_file", get_file)
+    code, out, err = run(capsys, "ls", url)
+    assert (code, err) == (0, "")
+    assert [line.split()[1:3] for line in out.splitlines()[1:]] == [["2", "1"], ["1", "1"]]
+    assert "complete" in out
+    assert "manifest.json" in whole
+    assert not any(name.endswith(".shard") for name in whole)
+    newest = lines_of(capsys, "ls", url)[0]
+    assert newest["path"].startswith(f"{url}/step-000000002.")
+    assert newest["size_bytes"] > 4 * LENGTH
+
+
+def test_one_at_a_url_is_shown_verified_and_converted(url: str, tmp_path: Path, capsys: Capture) -> None:
+    code, out, _ = run(capsys, "show", url, "--tensors")
+    assert code == 0
+    assert "step           2" in out
+    code, out, _ = run(capsys, "convert", url, tmp_path / "two.pt", "--to", "torch")
+    assert (code, out.split(" -> ")[0].startswith(url)) == (0, True), "it is called by its own name"
+    assert float(torch.load(tmp_path / "two.pt")["weights"].unique()) == 2.0
+    first = lines_of(capsys, "ls", url)[1]["path"]
+    assert run(capsys, "convert", first, tmp_path / "one.pt", "--to", "torch")[0] == 0
+    assert float(torch.load(tmp_path / "one.pt")["weights"].unique()) == 1.0
+
+    files, (shard, *_) = fsspec.filesystem("memory"), fsspec.filesystem("memory").glob("/bucket/run/step-*2.*/*.shard")
+    content = bytearray(files.cat_file(shard))
+    content[-100] ^= 1
+    files.pipe_file(shard, bytes(content))
+    code, out, _ = run(capsys, "verify", url)
+    assert code == 1
+    assert "step-000000001" in out.split(": intact")[0].splitlines()[-1]
+    assert "/tmp" not in out
+    assert f"{url}/step-000000002." in out
+
+
+def test_what_a_url_cannot_do_is_said(url: str, tmp_path: Path, capsys: Capture) -> None:
+    code, _, err = run(capsys, "prune", url, "--keep-last", "1")
+    assert (code, "DurableTier(url, KeepLast(3))" in err) == (2, True)
+    code, _, err = run(capsys, "convert", url, "s3://bucket/model.pt", "--to", "torch")
+    assert (code, "write a file or folder" in err) == (2, True)
+    code, _, err = run(capsys, "ls", "memory://bucket/nothing")
+    assert (code, "memory://bucket/nothing holds nothing" in err) == (2, True)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        code, _, err = run(capsys, "ls", f"http://me:secret@127.0.0.1:{unused.getsockname()[1]}/run")
+    assert code == 2
+    assert "could not read http://127.0.0.1" in err
+    assert "secret" not in err
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, "ls", f"file://{tmp_path}/empty")[2] == run(capsys, "ls", tmp_path / "empty")[2]

@@ -1,0 +1,88 @@
+"""Checkpoints at a URL, for commands that read files: a copy of them in a temporary folder, whole or as far as needed.
+
+`ls` needs names, sizes, manifests and the headers of shards: of large files the header alone is downloaded, into a file
+of the same length.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
+from torchelastic.checkpoint.command.screen import shown_as
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.checkpoint.store.durable import without_credentials, without_secrets
+
+#: What is no longer is downloaded whole.
+_SMALL_BYTES = 2**20
+
+
+@contextmanager
+def listed_at(url: str) -> Iterator[Path]:
+    """A folder in which all that is there can be listed. Raises: CheckpointCommandError: it cannot be read."""
+    with _copied(url, heads_only=True) as path:
+        yield path
+
+
+@contextmanager
+def whole_at(url: str) -> Iterator[Path]:
+    """A folder with all that is there. Raises: CheckpointCommandError: it cannot be read."""
+    with _copied(url, heads_only=False) as path:
+        yield path
+
+
+@contextmanager
+def newest_at(url: str) -> Iterator[Path]:
+    """The newest complete checkpoint there; errors as `newest_complete`."""
+    with listed_at(url) as path:
+        chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
+    with whole_at(url if chosen == Path() else f"{url.rstrip('/')}/{chosen}") as path:
+        yield path
+
+
+@contextmanager
+def _copied(url: str, *, heads_only: bool) -> Iterator[Path]:
+    where = without_credentials(url)
+    if url.startswith("file://"):
+        yield Path(url.removeprefix("file://"))
+        return
+    with tempfile.TemporaryDirectory(prefix="torchelastic-copy-") as folder:
+        try:
+            files, root = fsspec.url_to_fs(url)
+            root = str(root).rstrip("/")
+            target = Path(folder) / (root.rpartition("/")[2] or "root")
+            files.ls(root)  # `find` would take what does not answer for nothing
+            found = files.find(root, detail=True)
+            for name, item in found.items():
+                _copy(files, str(name), item["size"], target / os.path.relpath(str(name), root), heads_only=heads_only)
+        except FileNotFoundError:
+            found = {}
+        except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
+            raise CheckpointCommandError(f"could not read {where}: {without_secrets(error, url)}") from None
+        if not found:
+            raise CheckpointCommandError(f"{where} holds nothing: give the place of checkpoints, or of one of them")
+        with shown_as(str(target), where.rstrip("/")):
+            yield target
+
+
+def _copy(files: Any, name: str, size_bytes: int | None, target: Path, *, heads_only: bool) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not heads_only or size_bytes is None or size_bytes <= _SMALL_BYTES or target.suffix != ".shard":
+        files.get_file(name, str(target))
+        return
+    head = files.cat_file(name, 0, PREAMBLE_BYTES)
+    try:
+        head += files.cat_file(name, PREAMBLE_BYTES, decode_preamble(head).data_offset_bytes)
+    except CorruptCheckpointError:
+        pass  # whoever reads the file says so
+    target.write_bytes(head)
+    os.truncate(target, size_bytes)
