@@ -16,6 +16,7 @@ from msgspec import structs
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from torchelastic.checkpoint.errors import torch_reason
+from torchelastic.checkpoint.memory.pickles import load_safely
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align, place
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_name, encode_leaf
@@ -149,7 +150,7 @@ def _checked(content: Any, fqn: str, allow_pickles: bool) -> memoryview:
     digest = xxhash.xxh3_128_digest(view)
     if digest not in _plain_pickles:
         try:
-            torch.load(io.BytesIO(view), map_location="cpu", weights_only=True)
+            load_safely(io.BytesIO(view))
         except (UnpicklingError, RuntimeError, ValueError, EOFError, TypeError, AttributeError) as error:
             raise TypeError(
                 f"{fqn!r} is an object whose pickle may run code when it is read: save plain values and tensors, such "

@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -22,6 +21,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.memory.commit import StoredItem
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.loader import CheckpointLoader
+from torchelastic.checkpoint.memory.pickles import load_safely
 from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
 from torchelastic.checkpoint.shards.tensors import copyable, dtype_named, memory_of
 
@@ -177,7 +177,7 @@ class MemoryStorageReader(StorageReader):
             planner.load_bytes(item, content)
             return
         try:
-            value: Any = torch.load(content, map_location="cpu", weights_only=True)
+            value = load_safely(content)
         except (UnpicklingError, RuntimeError, ValueError, EOFError) as error:
             raise CheckpointError(
                 f"{name!r} in {self._id} is a pickle that may run code: save plain values instead, or, if you wrote "
