@@ -4,7 +4,7 @@ Below it: `policy` (when to save, what to keep), `shards` (one file format, read
 (what makes a checkpoint, and the places for it), `replication` (copies on other hosts). On these stand the kinds of
 checkpoints: `tiered`, `training_state` (velastic's names), `memory` (for DCP, with ML Flashpoint's names), `local`
 and `async_ckpt` (NVRx's names); and `command`. For all of them `restore_plan.py` decides which checkpoint is
-restored, and who gets which shard from whom.
+restored, and who gets which shard from whom; `durable_copies.py` gives those in memory copies in durable storage.
 
 `FileSystemCheckpointManager`, in this package itself, has torchelastic 0.1's names. It knows no ranks and calls no
 collective: the train loop calls `save` on the one rank that saves, and `load_latest` on the one that restores. Files
