@@ -12,19 +12,26 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_ranks import JOB, Member
 from tests.waiting import pause
+from torchelastic.checkpoint.memory import CheckpointContainerId, DefaultCheckpointSaver, MemoryStorageWriter
 from torchelastic.checkpoint.memory.ids import object_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.errors import AuthenticationError, ReplicaRefusedError
+from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.store.received import sealed_bytes
 from torchelastic.network.ports import unused_ports
+
+dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly
 
 CREW_SIZE = 3
 
@@ -47,6 +54,47 @@ def in_turn(each: Member, rank: int, function: Any) -> Any:
 
 
 # --- pushes -----------------------------------------------------------------------------------------------------------
+
+
+def save_beside_a_deaf_partner(root: str, needs_replicas: bool) -> list[Any]:
+    """The first of three ranks gives its shard to one that does not listen; how that ended, who has which shard."""
+    rank, base = dist.get_rank(), Path(root) / f"host-{dist.get_rank()}" / JOB
+    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{rank}"
+    start = ReplicaServer.start
+    if rank == 1:
+        ReplicaServer.start = ReplicaServer.close  # type: ignore[method-assign]
+    objects, replication = CheckpointObjectManager(), ReplicationManager()
+    try:
+        replication.initialize(objects, 0, ReplicationRetryConfig(max_retries=1, timeout_seconds=5.0), timeout_s=30.0)
+        saver = DefaultCheckpointSaver(ckpt_obj_manager=objects, replication_manager=replication)
+        writer = MemoryStorageWriter(saver, on_failure="raise", needs_replicas=needs_replicas)
+        id_ = base / CheckpointContainerId.format_version_container(1)
+        try:
+            dcp.save({f"w{rank}": torch.full((9,), rank)}, checkpoint_id=str(id_), storage_writer=writer)
+            ended = "saved"
+        except CheckpointException as error:
+            ended = str(error)
+        dist.barrier()
+        return [ended, replication.partners, sorted(int(path.name[6:11]) for path in base.glob("step-*/*.shard"))]
+    finally:
+        replication.shutdown()
+        objects.teardown_pool()
+        ReplicaServer.start = start  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("needs_replicas", [True, False])
+def test_a_partner_that_does_not_listen_costs_the_save_or_where_that_is_wanted_its_replica(
+    crew: Crew, root: Path, needs_replicas: bool
+) -> None:
+    told = succeeded(crew.run(save_beside_a_deaf_partner, str(root), needs_replicas, ranks=3))
+    (gives,) = [rank for rank, (_, partners, _) in enumerate(told) if 1 in partners]
+    if needs_replicas:
+        assert all("rank 1" in ended and "has no copy of" in ended for ended, _, _ in told)
+        return
+    assert [ended for ended, _, _ in told] == ["saved"] * 3
+    holders = [rank for rank, (_, _, shards) in enumerate(told) if gives in shards]
+    assert holders == [gives], "its shard is where it was saved, and nowhere else"
+    assert all(3 in shards for _, _, shards in (told[0], told[2])), "who listens has the commit"
 
 
 def drop_and_count(root: str) -> list[int]:

@@ -17,12 +17,7 @@ from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.local.names import described
-from torchelastic.checkpoint.replication.errors import (
-    AuthenticationError,
-    PeerLostError,
-    PeerStalledError,
-    ReplicaBusyError,
-)
+from torchelastic.checkpoint.replication.errors import UNREACHABLE
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
@@ -35,9 +30,6 @@ log = logging.getLogger(__name__)
 
 #: For how long a save tries to reach a peer that is lost, before it goes on without that replica.
 PUSH_RETRY_S = 3.0
-#: The peer is dead, unreachable, replaced by another process, still busy with a broken transfer, or without room.
-#: Anything else (the content changed under the transfer) fails the save.
-_UNREACHABLE = (PeerLostError, PeerStalledError, AuthenticationError, ReplicaBusyError)
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class ShardWrite:
             client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.retry.timeout_seconds))
             try:
                 client.push(str(self.shard), content, token_round=self.shard.name.generation)
-            except _UNREACHABLE as error:
+            except UNREACHABLE as error:
                 publish_metric("torchelastic", "checkpoint.replication.failures", 1)
                 log.warning(
                     "%s has no replica on rank %d at %s, which could not be reached or has no room (%s): it is saved "

@@ -92,6 +92,7 @@ class DefaultCheckpointSaver:
         self._manager, self._replication = ckpt_obj_manager, replication_manager
         self._rank_getter, self._barrier = global_rank_getter, global_barrier_func
         self._allow_pickles = False
+        self._needs_replicas = True
         self._threads = DEFAULT_THREADS
         self._identity = secrets.token_hex(8)
         self._prepare()
@@ -102,13 +103,18 @@ class DefaultCheckpointSaver:
         self._saves: dict[SaveId, PlannedSave] = {}
         self._containers = SaverContainers(self._manager)
 
-    def configure(self, *, threads: int | None = None, allow_pickles: bool | None = None) -> None:
+    def configure(
+        self, *, threads: int | None = None, allow_pickles: bool | None = None, needs_replicas: bool | None = None
+    ) -> None:
         """What the user of a storage writer sets.
 
         Args:
             threads: how many copy and compute checksums.
             allow_pickles: save objects whose pickles may run code when they are read.
+            needs_replicas: whether there is no save without all replicas.
         """
+        if needs_replicas is not None:
+            self._needs_replicas = needs_replicas
         if threads is not None:
             self._threads = max(1, threads)
         if allow_pickles is not None:
@@ -245,6 +251,7 @@ class DefaultCheckpointSaver:
             slots,
             owner=None if is_own else save,
             replication=self._replication,
+            needs_replicas=self._needs_replicas,
             copies=copies,
             threads=self._threads,
             with_checksums=with_checksums,
@@ -403,7 +410,11 @@ class DefaultCheckpointSaver:
     # --- another process ----------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {"_threads": self._threads, "_allow_pickles": self._allow_pickles}
+        options = {
+            "_threads": self._threads,
+            "_allow_pickles": self._allow_pickles,
+            "_needs_replicas": self._needs_replicas,
+        }
         return _elsewhere, (type(self), self._identity, self._manager, self._replication, options)
 
 

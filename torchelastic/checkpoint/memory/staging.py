@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import copy_into, find_copy, tensors_only
-from torchelastic.checkpoint.replication.errors import ReplicationError
+from torchelastic.checkpoint.replication.errors import UNREACHABLE, ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
@@ -30,10 +31,13 @@ from torchelastic.checkpoint.shards.stage import Stage, read_header, seal
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_of, require_shard
 from torchelastic.checkpoint.store.save_id import ShardId
+from torchelastic.metrics import publish_metric
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.durable_copies import DurableCopies
     from torchelastic.checkpoint.replication.manager import ReplicationManager
+
+log = logging.getLogger(__name__)
 
 _REASONS = {errno.ENOSPC: "tmpfs", errno.EDQUOT: "tmpfs", errno.ENOMEM: "ram"}
 
@@ -55,6 +59,7 @@ class StagedItems:
         disk: what touches files.
         threads: how many compute checksums.
         replication: sends it to the partners; None: nobody does.
+        needs_replicas: whether there is no save without all replicas.
         held: the slot, in the process that owns it.
         copies: where it is copied to besides, there.
     """
@@ -68,6 +73,7 @@ class StagedItems:
     disk: Disk
     threads: int = DEFAULT_THREADS
     replication: ReplicationManager | None = None
+    needs_replicas: bool = True
     held: HeldSlot | None = field(default=None, repr=False)
     copies: DurableCopies | None = field(default=None, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
@@ -88,22 +94,32 @@ class StagedItems:
         Once.
 
         Raises:
-            ReplicationError: a partner does not take it.
+            ReplicationError: a partner does not take it, and it `needs_replicas`.
             CheckpointError: the disk refuses.
         """
         is_own = self.held is not None and self._pid == os.getpid()
         try:
             with self._view() as view:
                 end = seal(view, self.header, self.data_offset, self.disk, self.threads)
-                if self.replication is not None and self.replication.partners:
-                    with view[:end] as content:
-                        self.replication.push(object_of(self.target.parent.parent.name, self.shard), content)
+                with view[:end] as content:
+                    self._replicate(content)
             if is_own:
                 self.adopt()
         except BaseException:
             if is_own:
                 self.abandon()
             raise
+
+    def _replicate(self, content: memoryview) -> None:
+        if self.replication is None or not self.replication.partners:
+            return
+        try:
+            self.replication.push(object_of(self.target.parent.parent.name, self.shard), content)
+        except ReplicationError as error:
+            if self.needs_replicas or not isinstance(error.__cause__, UNREACHABLE):
+                raise
+            publish_metric("torchelastic", "checkpoint.replication.failures", 1)
+            log.warning("%s is saved without: %s", self.shard, error)
 
     def adopt(self) -> None:
         """In the process that staged it: publishes what another one has written, and tells `results` of it.
@@ -155,6 +171,7 @@ def stage_items(
     *,
     owner: Any,
     replication: ReplicationManager | None,
+    needs_replicas: bool,
     copies: DurableCopies | None,
     threads: int,
     with_checksums: bool,
@@ -169,6 +186,7 @@ def stage_items(
         slots: of the container.
         owner: when it is gone the save is over; None: that is the object that is returned.
         replication: sends the shard to the partners.
+        needs_replicas: see `StagedItems`.
         copies: where it is copied to besides; None: nowhere.
         threads: how many copy.
         with_checksums: compute them on the way: for a caller that waits for them anyway.
@@ -196,6 +214,7 @@ def stage_items(
         slots.container.disk,
         threads,
         replication,
+        needs_replicas,
         held,
         copies,
     )

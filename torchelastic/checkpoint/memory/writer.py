@@ -51,6 +51,8 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         thread_count: how many threads copy and compute checksums; None: up to four.
         mp_manager: accepted for code written for ML Flashpoint; not needed.
         on_failure: "skip"; or "raise": where a save is left out, `save` raises a `CheckpointException` on all ranks.
+        needs_replicas: false: where a partner does not answer or has no room, the shard is saved without its replica,
+            with a warning and the metric checkpoint.replication.failures, and the save is not left out.
         allow_pickles: save objects whose pickles may run code when they are read; the reader has to allow it too.
 
     Raises:
@@ -68,6 +70,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         *,
         mp_manager: object = None,
         on_failure: str = "skip",
+        needs_replicas: bool = True,
         allow_pickles: bool = False,
     ) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         self._saver = checkpoint_saver
         self._on_failure = on_failure
         self._last: weakref.ref[StagedState] | None = None
-        checkpoint_saver.configure(threads=thread_count, allow_pickles=allow_pickles)
+        checkpoint_saver.configure(threads=thread_count, allow_pickles=allow_pickles, needs_replicas=needs_replicas)
 
     @property
     def checkpoint_saver(self) -> DefaultCheckpointSaver:

@@ -51,3 +51,8 @@ class CorruptReplicaError(TransferError, CorruptCheckpointError):
 
 class DamagedFrameError(CorruptReplicaError):
     """An object or a message was changed on its way; it is sent again."""
+
+
+#: The peer is dead, unreachable, replaced by another process, still busy with a broken transfer, or without room.
+#: Anything else (the content changed under the transfer, the sender was replaced) is no matter of the peer.
+UNREACHABLE = (PeerLostError, PeerStalledError, AuthenticationError, ReplicaBusyError)

@@ -224,15 +224,18 @@ class ReplicationManager:
             How many copies were made; 0 without partners.
 
         Raises:
-            ReplicationError: a partner does not have it; names it. Others may.
+            ReplicationError: a partner does not have it; names the first one, with its error as the cause. The others
+                were tried too.
         """
+        failed: list[tuple[int, ReplicationError]] = []
         for rank in self.partners:
             try:
                 self._push_to(rank, object_id, content)
             except ReplicationError as error:
-                raise ReplicationError(
-                    f"rank {rank} on {self.host_of(rank)} has no copy of {object_id}: {error}"
-                ) from (error)
+                failed.append((rank, error))
+        if failed:
+            rank, why = failed[0]
+            raise ReplicationError(f"rank {rank} on {self.host_of(rank)} has no copy of {object_id}: {why}") from why
         return len(self.partners)
 
     def spread(self, object_id: str, content: memoryview) -> list[str]:
