@@ -221,6 +221,21 @@ def save_without_a_store(kind: str, root: Path, store: str) -> tuple[int | None,
         return found, str(error)
 
 
+def save_while_the_store_comes_back(kind: str, root: Path) -> None:
+    """A job that has begun while the store could not be read saves, and once more when it can."""
+    store, away = root / "store", root / "away"
+    store.rename(away)
+    store.write_text("no folder")
+    checkpoints = KINDS[kind](root)
+    checkpoints.save(6)
+    assert checkpoints.wait()
+    store.unlink()
+    away.rename(store)
+    checkpoints.save(7)
+    assert checkpoints.wait()
+    checkpoints.close()
+
+
 def save_while_replaced(kind: str, root: Path) -> int | None:
     """A job saves, another one of other hosts with the same store does, and then the first one again; what that has."""
     store = f"file://{root}/store"

@@ -93,6 +93,17 @@ def test_a_store_that_does_not_answer_costs_the_copies_and_is_not_taken_for_an_e
     assert store in then
 
 
+def test_a_job_that_began_without_the_store_copies_when_it_is_back(tmp_path: Path, kind: str) -> None:
+    for step in (4, 5):
+        values(run_ranks(durable_ranks.resume, kind, tmp_path, step))
+        _lose(tmp_path, 0)  # it does not know either how many jobs there were
+    values(run_ranks(durable_ranks.save_while_the_store_comes_back, kind, tmp_path))
+    assert _copies(tmp_path) == [5, 7]
+    _lose(tmp_path, 0)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, 8)) == [7]
+    assert _copies(tmp_path) == [7, 8]
+
+
 def test_a_job_that_was_replaced_copies_nothing_any_more(tmp_path: Path, kind: str) -> None:
     assert values(run_ranks(durable_ranks.save_while_replaced, kind, tmp_path)) == [7], "its own is older than that"
     assert _copies(tmp_path) == [5, 7], "the first job has published after the second one"

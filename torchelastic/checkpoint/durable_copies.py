@@ -79,13 +79,13 @@ class DurableCopies:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def known_epoch(self, run_id: str) -> int:
-        """See `Tier`; 0, with a warning, where the storage does not answer: then nothing is copied until it does."""
+        """See `Tier`; where the storage does not answer, with a warning, more than any job can have counted up to."""
         try:
             self._tier.require_own()
             return self._tier.known_epoch(run_id)
         except CheckpointError as error:
             log.warning("it is unknown what other jobs have saved: %s", error)
-            return 0
+            return int(time.time())
 
     def enter(self, context: TierContext) -> None:
         """A group saves from now on; what older ones have not completed is given up. Again with the same: nothing."""
@@ -126,7 +126,8 @@ class DurableCopies:
         self._background.close()
 
     def _submit(self, what: str, copy: Callable[[TierContext, threading.Event], None]) -> None:
-        context, replaced = self._context, self._replaced
+        with self._lock:
+            context, replaced = self._context, self._replaced
         if context is None:
             raise ValueError("there is no group that saves: call enter first")
 
@@ -139,19 +140,21 @@ class DurableCopies:
 
         self._background.submit(run, holds_slot=False)
 
-    def _prepare(self, context: TierContext) -> None:
+    def _prepare(self, context: TierContext, replaced: threading.Event) -> None:
+        if replaced.is_set():
+            raise CheckpointError("the group that saved it was formed anew")
         if self._is_prepared != context:
             self._tier.prepare(context)
             self._is_prepared = context
 
-    def _upload(self, shard: ShardId, reader: ShardReader, context: TierContext, _: threading.Event) -> None:
+    def _upload(self, shard: ShardId, reader: ShardReader, context: TierContext, replaced: threading.Event) -> None:
         with reader:
-            self._prepare(context)
+            self._prepare(context, replaced)
             with reader.view() as view:
                 self._tier.put(SealedShard(shard.name, shard.rank, shard.world_size, view))
 
     def _publish(self, manifest: Manifest, began_s: float, context: TierContext, replaced: threading.Event) -> None:
-        self._prepare(context)
+        self._prepare(context, replaced)
         try:
             tenacity.Retrying(
                 retry=tenacity.retry_if_exception_type(CorruptCheckpointError),  # a shard is missing
