@@ -36,6 +36,12 @@ def test_a_job_that_has_lost_all_hosts_goes_on_with_the_copy(tmp_path: Path, kin
     assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=ranks)) == [9] * ranks
 
 
+def test_a_copy_is_read_by_fewer_ranks(tmp_path: Path, kind: str) -> None:
+    values(run_ranks(durable_ranks.save, kind, tmp_path, [3], ranks=3))
+    _lose(tmp_path, 0, 1, 2)
+    assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [3, 3]
+
+
 def test_copies_are_as_rare_as_they_are_wanted_and_the_newer_save_on_the_hosts_is_taken(
     tmp_path: Path, kind: str
 ) -> None:
