@@ -108,6 +108,22 @@ def test_sigterm_while_etcd_is_away_saves_the_state_and_waits_for_nobody(
     assert job.output().count("the run waits for etcd") == is_lost
 
 
+@pytest.mark.long
+def test_sigterm_to_who_has_finished_while_etcd_is_away_lets_the_script_go_on_and_end(
+    own_etcd: EtcdServer, jobs: MakeJob
+) -> None:
+    job = jobs(epochs=2, gates=[10])
+    start(job, own_etcd, "--term-grace=60", nproc=2)
+    job.wait_for("held", count=2, step=10)
+    own_etcd.kill()
+    wait_until(lambda: "etcd is out of reach" in job.output(), BACK_S, "the agent has noticed")
+    job.open_gate(10)
+    wait_until(lambda: "the run waits for etcd" in job.output(), 20, "its end waits for etcd")
+    job.agents[0].send_signal(signal.SIGTERM)
+    assert job.agents[0].wait(20) == 128 + signal.SIGTERM
+    job.check_identity(finishers=2)
+
+
 # --- longer than orphan_timeout ---------------------------------------------------------------------------------------
 
 

@@ -157,7 +157,8 @@ def own(*steps: int, leaving: bool = True, done: int = 0) -> list[Member]:
         (replace(ALL_HERE, state=RoundState.BROKEN), own(7), OWN, (RoundState.BROKEN, OWN[:1])),  # the other was lost
         (ONE_ELSEWHERE, own(7, 8), OWN, (RoundState.BROKEN, (OTHER, *OWN[::-1]))),  # it waits anyway
         (ALL_HERE, [*own(7), *own(7, 8, leaving=False)[1:]], OWN, None),  # one stays
-        (ALL_HERE, own(7, 8, done=5), (), None),
+        (ALL_HERE, own(7, 8, done=5), (), (RoundState.CLOSED, ())),  # they need not wait for the run's end
+        (replace(ALL_HERE, state=RoundState.CLOSED), own(7, 8, done=5), (), None),
         (replace(ALL_HERE, state=RoundState.CLOSING), own(7), OWN, None),
         (replace(ALL_HERE, roster=(OTHER,)), own(7), OWN, None),  # who is in no group goes anyway
     ],

@@ -323,9 +323,14 @@ class Agent:
 
     async def _leave_in_order(self, at_most_s: float) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
-        if not any(member.done for member in self.membership.host.members):
-            if self.membership.host.in_reach:
-                await _within(2.0, self.membership.until_written())
+        has_finished, in_reach = (
+            any(member.done for member in self.membership.host.members),
+            self.membership.host.in_reach,
+        )
+        if not in_reach and not (has_finished and self._stop_signal is None):
+            return
+        if not has_finished:
+            await _within(2.0, self.membership.until_written())
             return
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good
         longest = asyncio.sleep(at_most_s)

@@ -355,6 +355,7 @@ class Connections:
             self._publish(events.WorkerSaid(events.Statement.FINISHED, connection.pid, connection.local_rank))
             connection.member = finishes(connection.member, self.round, checked(op, message, wire.Done).step)
             self._publish(events.MemberDeclared(connection.member))
+            self._decide_alone()
             await self._until_written()
             connection.tell({"op": "noted"})
         else:

@@ -82,17 +82,22 @@ def may_go(member: Member, known: Round | None) -> bool:
 def decides_alone(known: Round, own: Sequence[Member], waiting: Collection[str]) -> Round | None:
     """What a host tells its own members, all of which are to leave, while it does not reach the store; None: no news.
 
-    As the leader would: those that wait are free to go. Where nobody of the roster is elsewhere, those that train stop
-    at an agreed step, and the first goes as the one with the best state (see `Round.leaving`). Else they train on: the
-    others would have to wait for the store.
+    As the leader would: those that wait are free to go, and for those that have finished the run is over. Where nobody
+    of the roster is elsewhere, those that train stop at an agreed step, and the first goes as the one with the best
+    state (see `Round.leaving`). Else they train on: the others would have to wait for the store.
 
     Args:
         known: what they were told before.
         own: the living members of this host.
         waiting: which of them wait for a group.
     """
-    here = [member for member in own if member.member_id in known.members and not is_done(member, known)]
-    if not here or known.is_over or not all(member.leaving for member in here):
+    members = [member for member in own if member.member_id in known.members]
+    if known.state is RoundState.CLOSED or not members or not all(member.leaving for member in members):
+        return None
+    here = [member for member in members if not is_done(member, known)]
+    if not here:
+        return replace(known, state=RoundState.CLOSED)
+    if known.is_over:
         return None
     incarnations = {MemberId.of(member.member_id).incarnation for member in here}
     elsewhere = [name for name in known.roster if MemberId.of(name).incarnation not in incarnations]
