@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 
-from torchelastic.errors import RetryableException
+from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.rendezvous.loss import is_of_group
 
 #: So often the same failure is seen before it counts as deterministic.
@@ -97,11 +97,25 @@ def new_process_may_help(error: BaseException) -> bool:
     return not names.isdisjoint(_OF_DEVICE) or "CUDA error" in str(error)
 
 
+def is_final(error: BaseException) -> bool:
+    """Whether the user's own code has said that trying again cannot help, here or in a new process.
+
+    One that torchelastic has raised is about this group: a new process may be in another one.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return isinstance(error, NonRetryableException) and traceback is not None and _is_of_user(traceback)
+
+
+def _is_of_user(traceback: TracebackType) -> bool:
+    return str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
+
+
 def _innermost_of_user(traceback: TracebackType | None) -> tuple[str, int] | None:
     place = None
     while traceback is not None:
-        frame = traceback.tb_frame
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            place = (frame.f_code.co_filename, traceback.tb_lineno)
+        if _is_of_user(traceback):
+            place = (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return place

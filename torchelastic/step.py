@@ -79,7 +79,7 @@ class Step:
             self._loop.observer.step_undone(type(error).__name__)
             return False  # Ctrl-C, exit, a generator being closed
         if not is_retryable(error):
-            self._loop.coordinator.on_error(error)
+            self._loop.ends_with(error)
             self._loop.observer.step_undone(f"{type(error).__name__}: {error}")
             return False
         self._loop.undo(error, self._snapshot)

@@ -27,7 +27,7 @@ from torchelastic.ledger.meter import this_worker
 from torchelastic.loop_observer import LoopObserver, telling
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
-from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
+from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
 from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
 from torchelastic.step import Step
 
@@ -308,10 +308,17 @@ class TrainLoop:
         self.state.apply(snapshot)
         self.coordinator.state_changed(self.state, synced=False)
 
-    def _failed(self, error: BaseException, *, in_user_code: bool = False, is_undone: bool = True) -> None:
+    def ends_with(self, error: BaseException) -> None:
+        """An error that is not tried again is about to be raised as it is."""
         self.coordinator.on_error(error)
+        if is_final(error):
+            self.coordinator.fails_for_good()
+
+    def _failed(self, error: BaseException, *, in_user_code: bool = False, is_undone: bool = True) -> None:
         if not is_retryable(error):
+            self.ends_with(error)
             raise error
+        self.coordinator.on_error(error)
         times = self._failures.failed(error, in_user_code=in_user_code)
         self._checkpoints.failed()
         # the first line: gloo's messages have many

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import statistics
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +82,46 @@ def test_while_etcd_is_down_for_longer_than_the_ttl_training_keeps_its_pace_and_
     assert_no_step_was_lost(job, found_s)
     assert "etcd is out of reach" in job.output()
     replace_a_worker(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_lost", [True, False], ids=["a worker was lost", "all train"])
+def test_sigterm_while_etcd_is_away_saves_the_state_and_waits_for_nobody(
+    own_etcd: EtcdServer, jobs: MakeJob, tmp_path: Path, *, is_lost: bool
+) -> None:
+    job = jobs(step_ms=20, epochs=200, checkpoint_dir=tmp_path / "checkpoints", checkpoint_every=100000)
+    agent = job.start_launcher(
+        f"--rdzv-endpoint={own_etcd.endpoint}", f"--rdzv-id={RUN_ID}", "--min-workers=1", "--nproc-per-node=2",
+        "--term-grace=60", "--max-restarts=0", str(job.script), *job.job_arguments(),
+    )  # fmt: skip
+    job.wait_for_step(10)
+    own_etcd.kill()
+    wait_until(lambda: "etcd is out of reach" in job.output(), BACK_S, "the agent has noticed")
+    if is_lost:
+        job.kill_worker(1)
+        said = rf"the run waits for etcd at {own_etcd.endpoint} since \d\d:\d\d:\d\d: until it is back, no group"
+        wait_until(lambda: re.search(said, job.output()), BACK_S, "the run says what it waits for")
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(20) == 128 + signal.SIGTERM
+    steps = 1 + max(event["step"] for event in job.of("committed"))
+    assert [event["step"] for event in job.of("saved")] == [steps]
+    assert job.output().count("the run waits for etcd") == is_lost
+
+
+@pytest.mark.long
+def test_sigterm_to_who_has_finished_while_etcd_is_away_lets_the_script_go_on_and_end(
+    own_etcd: EtcdServer, jobs: MakeJob
+) -> None:
+    job = jobs(epochs=2, gates=[10])
+    start(job, own_etcd, "--term-grace=60", nproc=2)
+    job.wait_for("held", count=2, step=10)
+    own_etcd.kill()
+    wait_until(lambda: "etcd is out of reach" in job.output(), BACK_S, "the agent has noticed")
+    job.open_gate(10)
+    wait_until(lambda: "the run waits for etcd" in job.output(), 20, "its end waits for etcd")
+    job.agents[0].send_signal(signal.SIGTERM)
+    assert job.agents[0].wait(20) == 128 + signal.SIGTERM
+    job.check_identity(finishers=2)
 
 
 # --- longer than orphan_timeout ---------------------------------------------------------------------------------------

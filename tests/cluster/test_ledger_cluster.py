@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
+from torchelastic.ledger.page import PageWriter, page_paths
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.report.reading import find_journals
 
@@ -42,6 +46,35 @@ def check_sums(book: HostLedger) -> None:
         assert sum(amounts) == life.ended_ns - life.started_ns == life.wall_ns(0)
         assert min(amounts) >= 0
     assert book.why_wrong(0) == ""
+
+
+@pytest.fixture
+def pages() -> Iterator[dict[str, Path]]:
+    """Pages that workers have left whose launchers were killed, and others."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    socket_paths = {"left": f"/left-{os.getpid()}", "new": f"/new-{os.getpid()}", "alive": f"/alive-{os.getpid()}"}
+    found = {}
+    for name, socket_path in socket_paths.items():
+        pid = os.getpid() if name == "alive" else dead.pid
+        found[name] = page_paths(socket_path, pid)[0]
+        PageWriter(found[name], pid).close()
+        if name != "new":
+            os.utime(found[name], (time.time() - 3600,) * 2)
+    yield found
+    for path in found.values():
+        path.unlink(missing_ok=True)
+
+
+def test_the_next_launcher_removes_what_dead_workers_have_left_in_shared_memory_and_nothing_else(
+    jobs: MakeJob, tmp_path: Path, pages: dict[str, Path]
+) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    job = jobs()
+    job.start_launcher("--standalone", str(script))
+    assert job.wait() == [0], job.output()
+    assert [name for name, path in pages.items() if path.exists()] == ["new", "alive"]
 
 
 @pytest.mark.long

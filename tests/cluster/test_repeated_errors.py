@@ -89,6 +89,21 @@ state.steps += 1
     assert len(output.splitlines()) < 80
 
 
+def test_an_error_that_the_step_calls_non_retryable_ends_the_run_at_once_and_is_shown(
+    jobs: MakeJob, tmp_path: Path
+) -> None:
+    job = jobs()
+    body = """
+state.steps += 1
+if state.steps == 3:
+    raise torchelastic.NonRetryableException("the data set is empty")
+"""
+    notes = run(job, tmp_path, nproc=2, body=body)
+    assert exit_codes(job) == [1]
+    assert notes == ["started"] * 2, "no new process would find another data set"
+    assert "NonRetryableException: the data set is empty" in job.output()[job.output().rindex(" failed: exit code 1") :]
+
+
 def test_who_lost_a_peer_to_a_repeated_error_goes_on_without_it(jobs: MakeJob, tmp_path: Path) -> None:
     job = jobs()
     body = """

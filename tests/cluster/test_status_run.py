@@ -108,6 +108,21 @@ def test_status_shows_the_members_and_events_the_kill_of_a_worker(
     assert watcher.status()["round"]["state"] == "closed"
 
 
+@pytest.mark.parametrize("options", [(), ("--follow", "--json")], ids=["once", "following"])
+def test_events_of_a_run_whose_hosts_have_left_says_where_they_are(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    job, watcher, logs = jobs(epochs=1), Watcher(etcd, run_id), tmp_path / "logs"
+    job.start(f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", f"--log-dir={logs}", nproc=1)
+    assert job.wait() == [0], job.output()
+    process = watcher.start("events", *options)
+    said, note = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
+    assert f"no host takes part in run '{run_id}' any more" in note
+    assert "give --journal DIR" in note
+    assert [event["kind"] for event in events_of_journals(logs)][-1] == "end"
+
+
 def events_of_journals(folder: Path) -> list[dict[str, Any]]:
     line = [sys.executable, "-m", "torchelastic.launch", "events", "--json", "--journal", str(folder)]
     told = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=True).stdout

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, IterManager, RankMissingError, nearest
+from torchelastic.lifetime.manager_state import ManagerState, write_state
 
 SKEW_S = 0.5
 
@@ -161,6 +162,25 @@ def test_every_rank_counts_on_also_if_only_one_sees_the_file(crew: Crew, tmp_pat
     assert json.loads((tmp_path / "0" / "manager_state.json").read_text())["world_size"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "progress-0"], "the first rank writes"
     assert succeeded(crew.run(count_on, str(tmp_path), ranks=2)) == [[3, 4, 5]] * 2
+
+
+def after_a_life_that_was_killed(folder: str) -> tuple[list[int], bool]:
+    end_s = time.monotonic() + SKEW_S + 2.0
+    manager = manager_of(f"{folder}/{dist.get_rank()}", SKEW_S + 2.0)
+    saved = train(manager, 10_000, 0.005)
+    manager.close()
+    return saved, end_s - time.monotonic() > 0.5
+
+
+def test_only_one_rank_sees_that_the_life_before_was_killed_and_all_save_in_one_iteration(
+    crew: Crew, tmp_path: Path
+) -> None:
+    write_state(tmp_path / "0", ManagerState(world_size=2, unfinished_iter_s=0.75))
+    one, other = succeeded(crew.run(after_a_life_that_was_killed, str(tmp_path), ranks=2))
+    assert one == other
+    saved, is_early = one
+    assert len(saved) == 1
+    assert is_early
 
 
 # Who does not come

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -34,6 +35,25 @@ def test_the_first_sigterm_asks_to_leave_and_the_second_ends_the_process() -> No
 
     assert exit_code_of(once) == 0
     assert exit_code_of(twice) == ENDED_BY_SIGTERM
+
+
+def test_that_this_worker_leaves_is_said_once_it_is_so() -> None:
+    """Else whoever reads it, and lets the step end, may see one more."""
+
+    def process() -> None:
+        rendezvous, said = Rendezvous(can_leave=True), threading.Event()
+
+        class Screen(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if rendezvous.left.is_set() and "leaves the run at the end of a step" in record.getMessage():
+                    said.set()
+
+        logging.getLogger("torchelastic").addHandler(Screen())
+        leave_on_sigterm(rendezvous)
+        term()
+        assert said.wait(10.0)
+
+    assert exit_code_of(process) == 0
 
 
 def test_before_there_is_anybody_to_ask_sigterm_ends_the_process() -> None:

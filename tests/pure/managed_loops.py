@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,27 @@ class Job:
             if self.manager.should_stop:
                 return
             self.clock.advance(took_s)
+
+    def run_until_killed(self, took_s: Callable[[int], float], done: int, life_s: float) -> tuple[int, bool]:
+        """Until it stops, or its life is over in an iteration; what is saved then of its iterations, and which it was.
+
+        Args:
+            took_s: seconds of each iteration.
+            done: iterations of the lives before.
+            life_s: of this one.
+        """
+        saved = done
+        while self.clock() - START_S <= life_s:
+            self.manager.iter()
+            if self.manager.should_save_ckpt():
+                with self.manager.saving():
+                    self.clock.advance(2.0)
+                saved = done
+            if self.manager.should_stop:
+                return saved, False
+            self.clock.advance(took_s(done))
+            done += 1
+        return saved, True
 
     def run_into_save(self, step_s: float, error: Exception | None = None) -> None:
         """Until it is killed in the last save, or that fails."""

@@ -97,6 +97,41 @@ def test_a_life_that_is_little_longer_than_its_compilation_trains_on(folder: Pat
         assert len(job.went_on_at) == (life == 1), "the next life knows how long iterations are"
 
 
+def evaluating(iteration: int) -> float:
+    """Seconds of an iteration of a job that evaluates in every 90th."""
+    return 30.0 if iteration and iteration % 90 == 0 else 1.0
+
+
+def test_a_job_that_is_killed_in_an_iteration_that_nobody_could_foresee_gets_on_in_the_next_life(folder: Path) -> None:
+    """Each life of 100 s would end in the first evaluation, with nothing saved, for ever."""
+    saved, ends = 0, []
+    for _ in range(4):
+        job = Job(folder, 100.0)
+        job.manager.iter_count = saved  # as the checkpoint says
+        saved, is_killed = job.run_until_killed(evaluating, saved, life_s=100.0)
+        ends.append((saved, is_killed))
+    assert [is_killed for _, is_killed in ends] == [True, True, False, False]
+    assert ends[0][0] <= 1, "the save on trial alone"
+    assert 70 < ends[1][0] < 90, "saved before the time at which the iteration had begun in which it was killed"
+    assert ends[3][0] > ends[2][0] > 90
+    assert state_in(folder)["unfinished_iter_s"] == 0.0, "it stopped in time"
+
+
+def test_what_is_noted_between_saves_does_not_count_what_is_not_saved(folder: Path) -> None:
+    first = Job(folder, 100.0, save_ckpt_time=2)
+    first.run(1.0, steps=80)  # and is killed
+    state = state_in(folder)
+    assert (state["completed_iters"], state["iter_times_s"]) == (0, [])
+    assert 20.0 <= state["unfinished_iter_s"] < 30.0
+    second = Job(folder, 100.0, save_ckpt_time=2)
+    second.run(1.0)
+    assert second.saved_at == [second.manager.iter_count], "it may be a loop that stops at its first save"
+    assert 40 < second.manager.iter_count < 60
+    third = Job(folder, 100.0, save_ckpt_time=2)
+    third.run(1.0)
+    assert third.saved_s[0] > 95.0, "once"
+
+
 def test_the_file_is_for_others_too(folder: Path) -> None:
     job = Job(folder, None, total_iters=50, save_ckpt_time=4)
     job.run(0.5, steps=11)
@@ -114,6 +149,7 @@ def test_the_file_is_for_others_too(folder: Path) -> None:
         "iter_times_s": [0.5] * 9,
         "is_step_tried": False,
         "unfinished_save_s": {},
+        "unfinished_iter_s": 0.0,
     }
     assert sorted(path.name for path in folder.iterdir()) == ["manager_state.json"], "and nothing is pickled"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.distributed import DistStoreError
 
-from torchelastic.errors import RetryableException
-from torchelastic.repeated_failures import RepeatedFailures, fingerprint, new_process_may_help
+from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.repeated_failures import RepeatedFailures, fingerprint, is_final, new_process_may_help
+from torchelastic.sharded.mesh import HybridShard
 
 
 def raised(error: BaseException) -> BaseException:
@@ -81,3 +82,12 @@ def test_what_may_go_away_by_itself_or_is_not_the_users_is_never_the_same(make: 
 )
 def test_a_new_process_may_be_free_of_an_error_of_the_accelerator(error: BaseException, helps: bool) -> None:
     assert new_process_may_help(error) is helps
+
+
+def test_only_the_users_own_word_that_trying_again_cannot_help_is_final() -> None:
+    assert is_final(raised(NonRetryableException("the data set is empty")))
+    assert not is_final(raised(RuntimeError("the data set is empty")))
+    assert not is_final(NonRetryableException("never raised"))
+    with pytest.raises(NonRetryableException) as caught:
+        HybridShard(shard=2)(3)
+    assert not is_final(caught.value), "of the group: another one may have a fitting size"

@@ -77,9 +77,10 @@ class Host:
     def __init__(self, *, is_terminal: bool) -> None:
         self.now_s = 1000.0
         self.step = -1
+        self.waits = ""
         self.below: list[str] = []
         terminal = Terminal(lambda _stream, _text: None, below=self.below.append if is_terminal else None)
-        self.shown = ShownProgress(self.status, terminal, clock=lambda: self.now_s)
+        self.shown = ShownProgress(self.status, terminal, lambda: self.waits, clock=lambda: self.now_s)
 
     def status(self) -> HostStatus:
         return a_host("a", workers=(a_worker(0, "a", step=self.step, end_step=100, steps_per_s=2.0, values={}),))
@@ -110,6 +111,9 @@ def test_a_terminal_has_it_at_the_bottom_and_keeps_the_last_one(logged: list[log
     host.shown.look()
     assert host.below == ["step 50 of 100 (50 %)  2 steps/s  about 25 s left"]
     assert logged == []
+    host.waits = "the run waits for etcd at a:2379 since 12:00:00"
+    host.shown.look()
+    assert host.below[-1] == "step 50 of 100 (50 %)  the run waits for etcd at a:2379 since 12:00:00", "it has no speed"
     host.shown.end(Progress(step=100, end_step=100))
     assert host.below[-1] == ""
     assert [record.getMessage() for record in logged] == ["step 100 of 100 (100 %)"]

@@ -15,6 +15,7 @@ from torchelastic.rendezvous.worker_rules import (
     after_loss,
     asks,
     asks_again,
+    decides_alone,
     finishes,
     is_granted,
     is_over_for,
@@ -129,6 +130,46 @@ def test_a_worker_leaves_before_it_must_not_commit_and_both_before_it_can_be_rep
 )
 def test_who_leaves_and_waits_for_a_round_goes_when_that_costs_the_others_none(known: Round | None, may: bool) -> None:
     assert may_go(replace(asking(known), leaving=True), known) == may
+
+
+# --- while the store does not answer ----------------------------------------------------------------------------------
+
+#: Of two workers of this host, and one of another.
+OWN, OTHER = ("h-0-aaaaaaaa1", "h-1-aaaaaaaa2"), "g-0-bbbbbbbb1"
+ALL_HERE = Round(5, RoundState.RUNNING, OWN, "h:1")
+ONE_ELSEWHERE = replace(ALL_HERE, roster=(OWN[0], OTHER, OWN[1]))
+
+
+def own(*steps: int, leaving: bool = True, done: int = 0) -> list[Member]:
+    return [
+        Member(name, "h", step=step, state_status=StateStatus.COMPLETE, leaving=leaving, done=done)
+        for name, step in zip(OWN, steps, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "members", "waiting", "expected"),
+    [
+        (ALL_HERE, own(7, 8), (), (RoundState.GATHERING, OWN)),
+        (ONE_ELSEWHERE, own(7, 8), OWN[:1], None),  # it would have to wait
+        (replace(ALL_HERE, state=RoundState.GATHERING), own(7, 8), (), None),  # they have been told
+        (ALL_HERE, own(7, 8), OWN, (RoundState.BROKEN, OWN[::-1])),  # the best first: it saves
+        (replace(ALL_HERE, state=RoundState.BROKEN), own(7), OWN, (RoundState.BROKEN, OWN[:1])),  # the other was lost
+        (ONE_ELSEWHERE, own(7, 8), OWN, (RoundState.BROKEN, (OTHER, *OWN[::-1]))),  # it waits anyway
+        (ALL_HERE, [*own(7), *own(7, 8, leaving=False)[1:]], OWN, None),  # one stays
+        (ALL_HERE, own(7, 8, done=5), (), (RoundState.CLOSED, ())),  # they need not wait for the run's end
+        (replace(ALL_HERE, state=RoundState.CLOSED), own(7, 8, done=5), (), None),
+        (replace(ALL_HERE, state=RoundState.CLOSING), own(7), OWN, None),
+        (replace(ALL_HERE, roster=(OTHER,)), own(7), OWN, None),  # who is in no group goes anyway
+    ],
+)
+def test_a_host_that_is_to_leave_and_does_not_reach_the_store_lets_its_members_go_itself(
+    known: Round, members: list[Member], waiting: tuple[str, ...], expected: tuple[RoundState, tuple[str, ...]] | None
+) -> None:
+    told = decides_alone(known, members, waiting)
+    assert (told and (told.state, told.leaving)) == expected
+    if told is not None and told.state is RoundState.BROKEN:
+        assert all(may_go(member, told) for member in members)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, WorkerExited
+from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, StoreReach, WorkerExited
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
 from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.ledger_recorder import LedgerRecorder
@@ -187,12 +187,14 @@ class Agent:
             self._store, keys, url.settings, host=host, agent_id=f"{host}-{incarnation}",
             on_round=lambda round_: publish(RoundChanged(round_)),
             on_contact=lambda sent_s: publish(StoreAnswered(sent_s, Contact.at(sent_s, url.orphan_timeout_s))),
+            on_reach=lambda in_reach: publish(StoreReach(in_reach)),
             on_drain=self.connections.leave,
             processes=self.connections.processes,
             owner_pid=self._options.owner_pid,
             clock=boot_time_s,
         )  # fmt: skip
-        wait_limit = WaitLimit(url, publish, self.connections.waiting_since_s)
+        connections = self.connections
+        wait_limit = WaitLimit(url, publish, connections.waiting_since_s, connections.waits_for_store_since_s)
         self._metrics = MetricsEndpoint(url.run_id, host)
         self._failures = FailureReporter(incarnation, lambda: read_members(self._store, keys))
         if self._make_supervisor is not None:
@@ -202,6 +204,7 @@ class Agent:
             self._store, keys, host=host, incarnation=incarnation,
             membership=self.membership, recorder=self._recorder,
             terminal=None if self.supervisor is None else self.supervisor.terminal,
+            waits=wait_limit.waits_for_store,
         )  # fmt: skip
         for part in (self.connections, self.membership, wait_limit, self._status, self._metrics):
             events.subscribe(part.on_event)
@@ -320,7 +323,13 @@ class Agent:
 
     async def _leave_in_order(self, at_most_s: float) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
-        if not any(member.done for member in self.membership.host.members):
+        has_finished, in_reach = (
+            any(member.done for member in self.membership.host.members),
+            self.membership.host.in_reach,
+        )
+        if not in_reach and not (has_finished and self._stop_signal is None):
+            return
+        if not has_finished:
             await _within(2.0, self.membership.until_written())
             return
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good

@@ -26,7 +26,7 @@ from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import JoinRequest, Member, Round, RoundState, round_to_dict
 from torchelastic.rendezvous.view import is_done
-from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes, may_go
+from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, decides_alone, finishes, may_go
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class WorkerConnection:
         pid: its process.
         local_rank: its place on this host; None without the launcher.
         waiting_since_s: since when it waits for a group; None while it does not.
+        done_since_s: since when it is done, if it is.
         is_evicted: it is being ended, or has left the run, so nothing that it still says counts.
     """
 
@@ -51,6 +52,7 @@ class WorkerConnection:
     local_rank: int | None
     writer: asyncio.StreamWriter
     waiting_since_s: float | None = None
+    done_since_s: float = 0.0
     is_evicted: bool = False
 
     def tell(self, message: wire.Message) -> None:
@@ -99,6 +101,7 @@ class Connections:
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
         self._contact: Contact | None = None
+        self._away_since_s: float | None = None
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
@@ -136,6 +139,9 @@ class Connections:
                 self._tell_round(round_)
             case events.StoreAnswered(_, contact):
                 self._tell_contact(contact)
+            case events.StoreReach(in_reach):
+                self._away_since_s = None if in_reach else self._clock()
+                self._decide_alone()
             case events.WaitTimedOut(member_id, message):
                 connection = self.by_member[member_id]
                 connection.waiting_since_s = None
@@ -146,6 +152,15 @@ class Connections:
             case events.WorkerGivenUp(pid):
                 for member_id in [name for name, process in self.processes.items() if process.pid == pid]:
                     self._publish(events.MemberWithdrawn(member_id, for_good=True))
+
+    def waits_for_store_since_s(self) -> float | None:
+        """Since when this host's training waits for the store to answer, by the clock; None: it does not."""
+        away_s, connections = self._away_since_s, self.by_member.values()
+        if away_s is None or any(self._trains(connection) for connection in connections):
+            return None
+        since_s = [one.done_since_s if self._is_done(one) else one.waiting_since_s for one in connections]
+        waits_s = [one for one in since_s if one is not None]
+        return max(away_s, min(waits_s)) if waits_s else None
 
     def waiting_since_s(self, member_id: str) -> float | None:
         """Since when a member waits for a group, by the clock; None: it does not, or is not here."""
@@ -167,6 +182,15 @@ class Connections:
             if again is not None:
                 connection.member = again
                 self._publish(events.MemberDeclared(again))
+
+    def _decide_alone(self) -> None:
+        """While the store does not answer, nobody but this agent can let its members go, if all of them are to."""
+        if self._away_since_s is None or self.round is None:
+            return
+        waiting = [name for name, connection in self.by_member.items() if connection.waiting_since_s is not None]
+        told = decides_alone(self.round, tuple(self.members().values()), waiting)
+        if told is not None:
+            self._tell_round(told)
 
     def _tell_contact(self, contact: Contact) -> None:
         """Every worker hears how long it may go on without a further sign of the store."""
@@ -192,6 +216,7 @@ class Connections:
             if connection.waiting_since_s is not None or self._is_in_a_group(connection):  # else when it asks
                 self._publish(events.MemberDeclared(connection.member))
             self._let_go(connection)
+            self._decide_alone()
         return True
 
     def leave_all(self) -> None:
@@ -326,10 +351,11 @@ class Connections:
         elif op == "fail_for_good":
             self._publish(events.WorkerSaid(events.Statement.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
         elif op == "done":
-            connection.waiting_since_s = None
+            connection.waiting_since_s, connection.done_since_s = None, self._clock()
             self._publish(events.WorkerSaid(events.Statement.FINISHED, connection.pid, connection.local_rank))
             connection.member = finishes(connection.member, self.round, checked(op, message, wire.Done).step)
             self._publish(events.MemberDeclared(connection.member))
+            self._decide_alone()
             await self._until_written()
             connection.tell({"op": "noted"})
         else:
@@ -340,7 +366,8 @@ class Connections:
         connection.waiting_since_s = self._clock()
         self._publish(events.WorkerSaid(events.Statement.ASKS, connection.pid, connection.local_rank))
         connection.member = member
-        if not self._let_go(connection):
+        self._decide_alone()
+        if not connection.is_evicted and not self._let_go(connection):
             self._publish(events.MemberDeclared(connection.member))
             self._publish(events.MemberWaits(member.member_id))
 
@@ -354,6 +381,12 @@ class Connections:
         round_ = self.round
         runs = round_ is not None and round_.state in (RoundState.RUNNING, RoundState.GATHERING)
         return runs and round_ is not None and connection.member.member_id in round_.members
+
+    def _trains(self, connection: WorkerConnection) -> bool:
+        return self._is_in_a_group(connection) and connection.waiting_since_s is None and not self._is_done(connection)
+
+    def _is_done(self, connection: WorkerConnection) -> bool:
+        return self.round is not None and is_done(connection.member, self.round)
 
     def _let_go(self, connection: WorkerConnection) -> bool:
         """Tell a worker that waits for a group, and is to leave, that it may go now, if that is so."""
@@ -378,9 +411,7 @@ class Connections:
         if not self.by_member:
             self.emptied.set()
         # a finished member's record is what closes the run: it stays until the agent itself ends
-        finished = self.round is not None and (
-            self.round.state is RoundState.CLOSED or is_done(connection.member, self.round)
-        )
+        finished = self._is_done(connection) or (self.round is not None and self.round.state is RoundState.CLOSED)
         if known is not None and not finished:
             self._publish(events.MemberWithdrawn(connection.member.member_id))
 

@@ -35,6 +35,13 @@ class StoreAnswered:
     contact: Contact
 
 
+@dataclass(frozen=True)
+class StoreReach:
+    """The store does not answer any more, or does again."""
+
+    in_reach: bool
+
+
 # --- members, by what they say over their connections -----------------------------------------------------------------
 
 
@@ -151,7 +158,7 @@ class LedgerSampled:
 
 
 Event = (
-    RoundChanged | StoreAnswered
+    RoundChanged | StoreAnswered | StoreReach
     | MemberDeclared | MemberWithdrawn | MemberWaits | WaitTimedOut
     | WorkerSaid | MetricsPublished | WorkerLeaves | ProcessDied | WorkerExited | WorkerFailed | WorkerGivenUp
     | LedgerWritten | LedgerSampled

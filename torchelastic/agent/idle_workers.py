@@ -11,7 +11,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from torchelastic.agent.events import Event, MemberWaits, Publish, RoundChanged, WaitTimedOut
+from torchelastic.agent.events import (
+    Event,
+    MemberDeclared,
+    MemberWaits,
+    Publish,
+    RoundChanged,
+    StoreReach,
+    WaitTimedOut,
+)
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState
@@ -31,15 +39,24 @@ class WaitLimit:
         url: of the run.
         publish: is called with who has waited too long.
         waiting_since_s: since when a member waits, by the monotonic clock; None: it does not.
+        store_wait_since_s: since when this host's training waits for etcd, likewise.
     """
 
-    def __init__(self, url: RendezvousUrl, publish: Publish, waiting_since_s: Callable[[str], float | None]) -> None:
-        self._url, self._publish, self._waiting_since_s = url, publish, waiting_since_s
+    def __init__(
+        self,
+        url: RendezvousUrl,
+        publish: Publish,
+        waiting_since_s: Callable[[str], float | None],
+        store_wait_since_s: Callable[[], float | None],
+    ) -> None:
+        self._url, self._publish = url, publish
+        self._waiting_since_s, self._store_wait_since_s = waiting_since_s, store_wait_since_s
+        self._said_store = False
         self._round = NO_ROUND
         self._trained_until_s = 0.0  # when somebody did last, as far as is known; infinite: now
 
     def on_event(self, event: Event) -> None:
-        """Take note of rounds, and of members that wait."""
+        """Take note of rounds, and of members that wait; say it, once at each outage, where all wait for etcd."""
         match event:
             case RoundChanged(round_):
                 trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
@@ -47,6 +64,19 @@ class WaitLimit:
                 self._trained_until_s = float("inf") if trains else min(self._trained_until_s, time.monotonic())
             case MemberWaits(member_id):
                 self._check_later(member_id, self._url.timeout_s)
+            case StoreReach() | MemberDeclared():
+                waits = self.waits_for_store()
+                if waits and not self._said_store:
+                    log.warning("%s: until it is back, no group is formed, and no run ends", waits)
+                self._said_store = bool(waits)
+
+    def waits_for_store(self) -> str:
+        """That this host's training waits for etcd, where, and since when, for people; empty: it does not."""
+        since_s = self._store_wait_since_s()
+        if since_s is None:
+            return ""
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - since_s)))
+        return f"the run waits for etcd at {self._url.endpoints_text} since {clock}"
 
     def _check_later(self, member_id: str, after_s: float) -> None:
         since_s = self._waiting_since_s(member_id)
@@ -62,7 +92,9 @@ class WaitLimit:
             self._publish(WaitTimedOut(member_id, self._too_few()))
 
     def _too_few(self) -> str:
-        url = self._url
+        url, waits = self._url, self.waits_for_store()
+        if waits:
+            return f"run {url.run_id!r}: {waits}, for longer than {url.timeout_s:g} s: bring it back, or raise timeout"
         return (
             f"run {url.run_id!r}: fewer than {url.settings.least} workers came within {url.timeout_s:g} s: "
             f"start more, lower min_workers, or raise timeout "

@@ -17,6 +17,7 @@ from torchelastic.agent.worker import Worker
 from torchelastic.ledger.events import Counted, Drain, LedgerEvent
 from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
 from torchelastic.ledger.keeper import Keeper, journal_name
+from torchelastic.ledger.page import remove_left_pages
 from torchelastic.log_lines import Position
 from torchelastic.processes import boot_time_s
 from torchelastic.status.ledger_collector import HostSnapshot, WorkerPlace
@@ -69,7 +70,8 @@ class LedgerRecorder:
         self._latest = HostSnapshot(self.keeper.book, time.monotonic_ns())
 
     def start(self) -> None:
-        """Read the pages once a second from now on."""
+        """Read the pages once a second from now on, and remove those that agents which were killed have left."""
+        remove_left_pages()
         self._task = asyncio.ensure_future(keep_running("keeping the ledger", self._run))
 
     async def stop(self) -> None:

@@ -45,6 +45,7 @@ class Membership:
         agent_id: unique for each agent process.
         on_round: called on the event loop with every change of the round.
         on_contact: called on the event loop with the time of each sign of life that the store has answered.
+        on_reach: called on the event loop when the store does not answer any more (False), or does again (True).
         on_drain: called on the event loop with a member of this host that somebody wants to leave the run; returns
             whether it is this agent's.
         processes: of all members of this host that there have been.
@@ -65,6 +66,7 @@ class Membership:
         agent_id: str,
         on_round: Callable[[Round], None],
         on_contact: Callable[[float], None] = lambda _sent_s: None,
+        on_reach: Callable[[bool], None] = lambda _in_reach: None,
         on_drain: Callable[[str], bool] = lambda _member_id: False,
         processes: Mapping[str, Process] | None = None,
         owner_pid: int | None = None,
@@ -87,6 +89,7 @@ class Membership:
             post=self._inbox.put_nowait,
             on_round=on_round,
             on_contact=on_contact,
+            on_reach=on_reach,
             on_drain=on_drain,
             on_progress=self._on_progress,
         )

@@ -39,6 +39,7 @@ class StatusPublisher:
         membership: this host's part in the run.
         recorder: of the ledger of this host; None: none is kept, because its worker is not started here.
         terminal: where the training's progress is shown; None: nowhere.
+        waits: says what the training waits for; empty: for nothing.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StatusPublisher:
         membership: Membership,
         recorder: LedgerRecorder | None,
         terminal: Terminal | None = None,
+        waits: Callable[[], str] = str,
     ) -> None:
         self.view = HostView(host, incarnation)
         #: URL of what the agent serves; empty: nothing.
@@ -64,7 +66,7 @@ class StatusPublisher:
             status=self.status,
             agents=lambda: agents_of(membership.host.round.roster),
         )
-        self._shown = None if recorder is None or terminal is None else ShownProgress(self.status, terminal)
+        self._shown = None if recorder is None or terminal is None else ShownProgress(self.status, terminal, waits)
         self._tasks: list[asyncio.Task[None]] = []
 
     def on_event(self, event: Event) -> None:
@@ -130,13 +132,18 @@ class ShownProgress:
     Args:
         status: gives what the host looks like now.
         terminal: the screen.
+        waits: says what the training waits for, instead of how fast it goes; empty: for nothing.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, status: Callable[[], HostStatus], terminal: Terminal, clock: Callable[[], float] = time.monotonic
+        self,
+        status: Callable[[], HostStatus],
+        terminal: Terminal,
+        waits: Callable[[], str] = str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._status, self._terminal, self._clock = status, terminal, clock
+        self._status, self._terminal, self._waits, self._clock = status, terminal, waits, clock
         self._began_s: float | None = None
         self._due_s = next_line_s(0.0)
 
@@ -148,17 +155,20 @@ class ShownProgress:
 
     def look(self) -> None:
         """Show how things are now, if it is time to."""
-        progress = progress_of(by_rank(self._status().workers))
-        if progress.step < 0:
+        progress, waits = progress_of(by_rank(self._status().workers)), self._waits()
+        if waits:
+            progress = replace(progress, steps_per_s=0.0)
+        parts = [*progress.parts(), *filter(None, [waits])]
+        if not parts:
             return
         if self._terminal.is_live:
-            self._terminal.progresses(progress.step, "  ".join(progress.parts()))
+            self._terminal.progresses(progress.step, "  ".join(parts))
             return
         self._began_s = self._clock() if self._began_s is None else self._began_s
         since_s = self._clock() - self._began_s
         if since_s >= self._due_s:
             self._due_s = next_line_s(self._due_s)
-            self._log(progress, ", ".join(progress.parts()))
+            self._log(progress, ", ".join(parts))
 
     def end(self, furthest: Progress) -> None:
         """The training is over for this host: a terminal keeps the last line."""

@@ -35,11 +35,20 @@ def events(options: argparse.Namespace) -> int:
         return 0
     with opened(options) as (store, url):
         status = current(store, url)
+        if not status.hosts and not status.silent:
+            _note(
+                f"no host takes part in run {url.run_id!r} any more, and etcd keeps no events of those that have left: "
+                "they are in the journals of `torchelastic run --log-dir DIR`; give --journal DIR"
+            )
         if options.follow:
             _follow(StatusReader(store, url), status, as_json=options.json)
         else:
             _show(status.events, as_json=options.json)
     return 0
+
+
+def _note(text: str) -> None:
+    print(f"torchelastic events: {text}", file=sys.stderr)  # noqa: T201 - beside the answer
 
 
 # --- from etcd --------------------------------------------------------------------------------------------------------
@@ -54,7 +63,7 @@ def _follow(reader: StatusReader, status: RunStatus, *, as_json: bool) -> None:
             status, is_away = reader.read(), False
         except StoreError as error:
             if not is_away:
-                print(f"torchelastic events: {error}; waiting", file=sys.stderr)  # noqa: T201 - beside the answer
+                _note(f"{error}; waiting")
             is_away = True
     _show(following.news(status.events, is_last=True), as_json=as_json)
 
@@ -87,7 +96,7 @@ def _from_journals(paths: Sequence[Path], *, as_json: bool) -> None:
     except OSError as error:
         raise CommandError(str(error)) from error
     for lack in found.lacks:
-        print(f"torchelastic events: {lack}", file=sys.stderr)  # noqa: T201 - beside it
+        _note(lack)
     if not found.journals:
         where = ", ".join(map(str, paths))
         raise CommandError(f"there is no journal in {where}: give the --log-dir of `torchelastic run`")

@@ -19,8 +19,10 @@ import mmap
 import os
 import stat
 import struct
+import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,13 @@ from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import LedgerFormatError
+from torchelastic.processes.identity import Process
 
 MAGIC = b"te-pages"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - made with O_EXCL, and the reader takes its own user's only
+_PREFIX = "te-ledger-"
+#: No agent that lives leaves a page there for so long.
+_LEFT_AFTER_S = 60.0
 VERSION = 1
 PAGE_BYTES = 65536
 EVENT_SLOTS = 127
@@ -50,7 +56,22 @@ _ACCOUNTS = len(Account)
 def page_paths(socket_path: str | Path, pid: int) -> tuple[Path, ...]:
     """Where the process with this id may keep its page for the agent that listens at `socket_path`, the best first."""
     name = hashlib.sha256(os.fsencode(socket_path)).hexdigest()[:16]
-    return SHARED_MEMORY / f"te-ledger-{name}.{pid}", Path(f"{socket_path}.{pid}.ledger")
+    return SHARED_MEMORY / f"{_PREFIX}{name}.{pid}", Path(f"{socket_path}.{pid}.ledger")
+
+
+def remove_left_pages() -> None:
+    """Remove this user's pages in shared memory that nobody will take: their process is dead, and so was their agent.
+
+    An agent takes a page within seconds, and with that its name is gone.
+    """
+    for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        pid = path.suffix[1:]
+        with suppress(OSError):  # gone meanwhile
+            status = path.lstat()
+            is_old = time.time() - status.st_mtime > _LEFT_AFTER_S
+            # not by the process alone: it may be one of another container with this memory, which is not seen here
+            if status.st_uid == os.getuid() and is_old and pid.isdecimal() and Process.of(int(pid)).started_ticks < 0:
+                path.unlink()
 
 
 class PageWriter:

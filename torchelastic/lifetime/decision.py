@@ -3,10 +3,11 @@
 The rule: go on as long as one more step, and a save after it into the most durable tier that fits now, are expected to
 be done in time. So the save is begun at the last safe step, and not at the first that looks dangerous.
 
-Three saves come earlier, and training goes on after them. One at once at a notice that does not say how much time is
+Four saves come earlier, and training goes on after them. One at once at a notice that does not say how much time is
 left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know). A trial save, where no
 save was measured: it may take longer than the guess. And one before a trial step, where only the first steps are known,
-which may have compiled: the next ones may be much faster.
+which may have compiled: the next ones may be much faster. And one after a life that was killed in an iteration, see
+`careful`.
 
 Bounds that rest on few samples have a margin, and the reserve is for what is not measured: the larger of both is kept,
 not their sum.
@@ -188,6 +189,29 @@ def decide(
         because = f"a save to {tier.name!r} was never measured, and takes {tier.bound}: it is made now to measure it"
         return replace(decision, action="save and go on", given_up_s=0.0, because=because)
     return decision
+
+
+def careful(decision: StopDecision, below_s: float, *, may_go_on: bool) -> StopDecision:
+    """The decision, or to save once more before it, where an iteration may overrun the deadline as one has before.
+
+    How long it would have taken is not known. So nothing is assumed of it, but what is trained until then is kept: else
+    a job whose lives all end in the same long iteration would not get on.
+
+    Args:
+        decision: without that.
+        below_s: with less time left such an iteration may begin; 0: there was none.
+        may_go_on: whether there may be a save that is not the last one.
+    """
+    remaining_s = decision.numbers.get("remaining_s", math.inf)
+    if decision.saves or remaining_s > below_s:
+        return decision
+    because = (
+        f"{decision.because}; but the life before was killed in an iteration: all is saved before there is so little "
+        f"time left as there was when that began (less than {below_s:.3g} s)"
+    )
+    if may_go_on:
+        return replace(decision, action="save and go on", because=because)
+    return replace(decision, action="save and stop", given_up_s=max(0.0, remaining_s), because=because)
 
 
 def _trial_step(decision: StopDecision, tier: SaveTarget, reserve_s: float, is_saved: bool) -> StopDecision:

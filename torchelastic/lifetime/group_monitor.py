@@ -15,11 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.lifetime.deadline import Nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
-from torchelastic.lifetime.decision import StopDecision
+from torchelastic.lifetime.decision import StopDecision, careful
 from torchelastic.lifetime.iteration_times import IterationTimes
 from torchelastic.lifetime.sample import Sample
 
@@ -152,6 +153,7 @@ class GroupMonitor(DeadlineMonitor):
         self.stop: StopDecision | None = None
         self.save: StopDecision | None = None
         self._remembered: ManagerState | None = None
+        self._careful_below_s = 0.0
         self._world: Any = None
         self._is_near = self._has_begun = self._has_met = False
         self._due_s, self._due_at = -math.inf, 0
@@ -160,7 +162,7 @@ class GroupMonitor(DeadlineMonitor):
     def remember(self, state: ManagerState) -> None:
         """Use the times of an earlier incarnation of the job, if it had as many ranks."""
         self._remembered = state
-        self.is_step_tried = state.is_step_tried
+        self.is_step_tried, self._careful_below_s = state.is_step_tried, state.careful_below_s
         if state.world_size == self.world_size:
             self._times.remember(state.iter_times_s)
 
@@ -260,7 +262,8 @@ class GroupMonitor(DeadlineMonitor):
 
     def _own(self, count: int, lived: int) -> Sample:
         cost_s = min(self._costs_s, default=0.0)
-        return self.sample(count=count, lived=lived, is_near=self._is_near, cost_s=cost_s)
+        own = self.sample(count=count, lived=lived, is_near=self._is_near, cost_s=cost_s)
+        return replace(own, careful_below_s=self._careful_below_s)
 
     def _begin(self, agree: GroupAgreement, own: Sample) -> None:
         began_s = self._clock()
@@ -269,7 +272,8 @@ class GroupMonitor(DeadlineMonitor):
         self._costs_s.append(2.0 * (self._clock() - began_s))  # to read it costs as much
 
     def _decide_if_near(self, agreed: Sample) -> None:
-        self._is_near = self._is_armed(agreed) and self.is_near(agreed)
+        is_near = self.is_near(agreed) or agreed.remaining_s <= agreed.careful_below_s
+        self._is_near = self._is_armed(agreed) and is_near
         if self._is_near:
             self._decide(agreed)
             self._is_near = self.stop is None
@@ -287,8 +291,8 @@ class GroupMonitor(DeadlineMonitor):
     def _decide(self, agreed: Sample) -> None:
         if agreed.lived < 2:
             return  # nothing was trained yet: there is nothing to lose, and a job that is restarted must get on
-        self.decision = self.plan(agreed).decision
+        self.decision = careful(self.plan(agreed).decision, agreed.careful_below_s, may_go_on=self._may_try())
         if self.decision.saves:
-            self.save = self.decision
+            self.save, self._careful_below_s = self.decision, 0.0
         if self.decision.stops:
             self.stop = self.decision

@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torchelastic.lifetime.manager_state import (
     FILE_NAME,
     ManagerState,
     SaveTimes,
+    is_to_note,
     read_state,
     remove_state,
     write_state,
@@ -90,6 +92,8 @@ class IterManager:
     _save_began_s: float | None = None  # one that nobody measures
     _answered: StopDecision | None = None  # what should_save_ckpt() has said yes to,
     _asked_tier: str | None = None  # and the tier that it asked for, until a save was measured
+    _noted_s = math.inf  # what was left of the time when that was last noted
+    _stored: ManagerState | None = None  # what stands in the state file
 
     def __init__(
         self,
@@ -306,7 +310,8 @@ class IterManager:
     def save_manager_state(self, save_bin: bool = False) -> None:
         """Writes the count of iterations and the times of saves for the next incarnation; on the first rank.
 
-        Called automatically at the save before a deadline, and after every save that is measured.
+        Called automatically at the save before a deadline, and after every save that is measured. In between only how
+        much time is left is noted there now and then, in case that the process is killed in an iteration.
 
         Args:
             save_bin: ignored: nothing is pickled.
@@ -316,8 +321,7 @@ class IterManager:
         """
         del save_bin
         self._begin_incarnation()
-        if self._monitor.is_first:
-            write_state(self.velastic_dir, self._state())
+        self._write(self._state())
 
     def load_manager_state(self) -> bool:
         """Resumes the state of an earlier incarnation, on every rank; returns whether there is one.
@@ -332,6 +336,7 @@ class IterManager:
         state = read_state(self.velastic_dir)
         if state is None:
             return False
+        self._stored = state
         if not self._is_counting:
             self._count.begun = state.completed_iters
             log.info("counting on from iteration %d, as %s says", state.completed_iters, self.velastic_state_path)
@@ -381,6 +386,7 @@ class IterManager:
             self._count.resumed = self._count.done
         if self._progress.is_due(now_s):
             self._report(now_s)
+        self._note_what_is_left()
         if 0 < self.total_iters < self._count.begun - 1 and not self._is_past_end:
             self._is_past_end = True
             log.warning(
@@ -412,6 +418,25 @@ class IterManager:
         if stop is not None and 0.0 < left_s < math.inf:
             self._saves.begins(tier, min(left_s, stop.numbers.get("at_once_s", left_s)))
             self._save_state()
+
+    def _note_what_is_left(self) -> None:
+        """If the process is killed in this iteration, the next incarnation is to know when that had begun."""
+        left_s, done = self._monitor.remaining_s(), self._count.resumed or 0
+        if self._monitor.stop is None and is_to_note(left_s, self._noted_s):
+            self._noted_s = left_s
+            # the rest stays as at the save before: there the next one goes on
+            stored = self._stored or ManagerState(completed_iters=done, world_size=self._monitor.world_size)
+            with suppress(CheckpointError):  # said at the next save
+                self._write(replace(stored, unfinished_iter_s=self._unfinished_s))
+
+    @property
+    def _unfinished_s(self) -> float:
+        return 0.0 if self.should_stop or self._noted_s == math.inf else max(0.0, self._noted_s)
+
+    def _write(self, state: ManagerState) -> None:
+        if self._monitor.is_first:
+            write_state(self.velastic_dir, state)
+        self._stored = state
 
     def _tier(self) -> str:
         stop = self._monitor.stop
@@ -465,5 +490,6 @@ class IterManager:
             save_times_s=self._saves.times_s,
             is_step_tried=self._monitor.is_step_tried,
             unfinished_save_s=self._saves.unfinished_s,
+            unfinished_iter_s=self._unfinished_s,
             iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
         )

@@ -24,8 +24,11 @@ SCHEMA = 1
 FILE_NAME = "manager_state.json"
 #: How many of the newest saves of each tier are remembered.
 MAX_SAVES = 200
-#: A save that was killed is expected to take so many times what it had: it took longer, and nobody knows how long.
+#: A save that was killed is expected to take so many times what it had: it took longer, and nobody knows how long. An
+#: iteration that was killed is expected to begin with up to so many times as much time left.
 _UNFINISHED_FACTOR = 2.0
+#: What is left of the time is noted anew when it is less than this share of what was noted before.
+_NOTE_BELOW = 0.75
 _MAX_BYTES = 1 << 20
 
 
@@ -45,6 +48,7 @@ class ManagerState:
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
         is_step_tried: an iteration was begun only to know how long others than the first take.
         unfinished_save_s: by tier, how long to expect of a save after one before the deadline that was not finished.
+        unfinished_iter_s: at most so many seconds were left when the last iteration began; 0: it stopped in time.
     """
 
     avg_iter_time: Amount = 0.0
@@ -58,10 +62,29 @@ class ManagerState:
     iter_times_s: tuple[Amount, ...] = ()
     is_step_tried: bool = False
     unfinished_save_s: Mapping[str, Amount] = field(default_factory=dict)
+    unfinished_iter_s: Amount = 0.0
+
+    @property
+    def careful_below_s(self) -> float:
+        """With less time left than that, an iteration may begin that is too long: maybe earlier than it did before."""
+        return _UNFINISHED_FACTOR * self.unfinished_iter_s
+
+
+def is_to_note(left_s: float, noted_s: float) -> bool:
+    """Whether to note how much time is left: often enough to know well when a killed iteration began, and seldom.
+
+    Args:
+        left_s: until the deadline; infinite: none is known.
+        noted_s: what was noted last, likewise.
+
+    >>> is_to_note(100.0, float("inf")), is_to_note(80.0, 100.0), is_to_note(70.0, 100.0), is_to_note(200.0, 70.0)
+    (True, False, True, True)
+    """
+    return left_s > noted_s or left_s < _NOTE_BELOW * noted_s
 
 
 #: A file of an earlier version lacks the others.
-_LATER = ("iter_times_s", "is_step_tried", "unfinished_save_s")
+_LATER = ("iter_times_s", "is_step_tried", "unfinished_save_s", "unfinished_iter_s")
 _NEEDED = [one.name for one in fields(ManagerState) if one.name not in _LATER]
 
 

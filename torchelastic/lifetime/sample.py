@@ -23,7 +23,7 @@ SLOWER = 100.0
 NEAR_ITERATIONS = 3
 #: Indices of two of the `Sample.numbers`, which have the opposite sign; how many of them are not of a bound;
 REMAINING, AT_ONCE = 0, 1
-_COMMON = 8
+_COMMON = 9
 #: and a bound that this rank does not know: seconds, whether it is a guess, the margin, the usual time.
 _NOT_MEASURED = (-1.0, 0.0, -math.inf, -1.0)
 _WORDS = len(_NOT_MEASURED)
@@ -75,6 +75,7 @@ class Sample:
         at_once_s: see `decision.decide`; infinite: there is no such notice.
         is_step_first: `step` is known from the first iterations alone, which may have compiled.
         is_step_tried: one more was trained already to measure it, also in the incarnation before; or none is to be.
+        careful_below_s: see `decision.careful`.
     """
 
     remaining_s: float
@@ -88,6 +89,7 @@ class Sample:
     at_once_s: float = math.inf
     is_step_first: bool = False
     is_step_tried: bool = False
+    careful_below_s: float = 0.0
 
     @property
     def may_try_step(self) -> bool:
@@ -101,7 +103,7 @@ class Sample:
         or finds the state of the incarnation before.
         """
         words = [-self.remaining_s, -self.at_once_s, self.usual_s, self.far_s, float(self.interval)]
-        words += [float(self.count), float(self.lived), float(self.is_step_tried)]
+        words += [float(self.count), float(self.lived), float(self.is_step_tried), self.careful_below_s]
         words += _words(None if self.is_step_first else self.step) + _words(self.step if self.is_step_first else None)
         for tier in self.tiers:
             words += _words(tier.bound if tier.is_measured else None, tier.usual_s)
@@ -111,7 +113,7 @@ class Sample:
         """What all ranks know, from the element-wise maximum of their `numbers`. Raises ValueError: other tiers."""
         if len(worst) != len(self.numbers()):
             raise ValueError("the ranks were given different tiers: give every IterManager the same")
-        remaining_s, at_once_s, usual_s, far_s, interval, count, lived, is_tried = worst[:_COMMON]
+        remaining_s, at_once_s, usual_s, far_s, interval, count, lived, is_tried, careful_s = worst[:_COMMON]
         step, first, *of_tiers = (tuple(worst[at : at + _WORDS]) for at in range(_COMMON, len(worst), _WORDS))
         tiers = tuple(
             tier if words[0] < 0.0 else SaveTarget(tier.name, _worst(tier.bound, words), words[-1])
@@ -133,6 +135,7 @@ class Sample:
             at_once_s=-at_once_s,
             is_step_first=is_first,
             is_step_tried=bool(is_tried),
+            careful_below_s=careful_s,
         )
 
 

@@ -52,11 +52,12 @@ class SigtermHandler:
 
     def _ask(self) -> None:
         os.read(self._out, 1)
-        log.warning("SIGTERM: this worker leaves the run at the end of a step; a second one ends it at once")
         try:
             self.rendezvous.leave()
         except AgentError as error:
             log.warning("could not ask to leave, so this worker goes on until a second SIGTERM: %s", error)
+        else:  # not before: it is the step that whoever reads this sees in progress
+            log.warning("SIGTERM: this worker leaves the run at the end of a step; a second one ends it at once")
 
     def _restore_default(self) -> None:
         if signal.getsignal(signal.SIGTERM) is self:

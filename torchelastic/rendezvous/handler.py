@@ -301,9 +301,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return round_.state is RoundState.GATHERING and bool(round_.leaving)
 
     def leaves_last(self) -> bool:
-        """Whether the leader has let this worker go as the first of those without whom the run cannot go on."""
+        """Whether this worker was let go as the first of those without whom the run cannot go on, and may save."""
         round_ = self.round
-        return round_.state is RoundState.BROKEN and round_.leaving[:1] == (self.member_id,)
+        return round_.state is RoundState.BROKEN and round_.leaving[:1] == (self.member_id,) and self.may_commit()
 
     def num_nodes_waiting(self) -> int:
         """How many workers the present group is asked to stop for."""

@@ -82,6 +82,7 @@ class Host:
         post: puts a message into the inbox that `Receive` empties.
         on_round: called with every change of the round.
         on_contact: called with the time at which a sign of life was sent that has kept this host's members registered.
+        on_reach: called when the store does not answer any more (False), and when it does again (True).
         on_drain: called with a member that somebody wants to leave the run; returns whether it is this agent's.
         on_progress: called whenever this host has written what it had to and is about to wait.
     """
@@ -101,6 +102,7 @@ class Host:
         about: bytes = b"{}",
         describe: Callable[[int, Collection[str]], bytes] = lambda _lease_id, _members: b"{}",
         on_contact: Callable[[float], None] = lambda _sent_s: None,
+        on_reach: Callable[[bool], None] = lambda _in_reach: None,
         on_drain: Callable[[str], bool] = lambda _member_id: False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -113,6 +115,7 @@ class Host:
         self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
         self._clock, self._jitter, self._post = clock, jitter, post
         self._on_round, self._on_contact, self._on_progress = on_round, on_contact, on_progress
+        self._on_reach = on_reach
         self._predecessors: list[Predecessor] = []
         self._incarnation = ""
         self.in_reach = True  # whether the store answers, as far as is known
@@ -186,10 +189,7 @@ class Host:
             except StoreAccessError as error:
                 log.warning("etcd refuses this agent (%s): %s", error, FROZEN)
             except StoreError as error:
-                # once at each outage: the attempts go on every second, however long it takes
-                level = logging.WARNING if self.in_reach else logging.DEBUG
-                log.log(level, "etcd is out of reach (%s): %s", error, FROZEN)
-                self.in_reach = False
+                self._reaches_store(False, error)
             await self._end_session()
             pause_s = FIRST_PAUSE_S if self._clock() - began_s > GOOD_SESSION_S else min(2 * pause_s, LONGEST_PAUSE_S)
             await Sleep(pause_s * (0.5 + self._jitter()))
@@ -240,6 +240,14 @@ class Host:
         self._leadership.leave()
         await EndWatches()
 
+    def _reaches_store(self, in_reach: bool, error: StoreError | None = None) -> None:
+        """Said once at each outage: the attempts go on every second, however long it takes."""
+        if in_reach == self.in_reach:
+            return
+        self.in_reach = in_reach
+        log.warning("etcd is back") if in_reach else log.warning("etcd is out of reach (%s): %s", error, FROZEN)
+        self._on_reach(in_reach)
+
     async def _live_through_a_session(self) -> None:
         self._session += 1
         sent_s = self._clock()
@@ -249,9 +257,8 @@ class Host:
         while self._old_leases:
             await revoke_lease(self._old_leases[-1])
             self._old_leases.pop()
-        if not self.in_reach:
-            log.warning("etcd is back")
-        self.in_reach, self._in_session, self.lease = True, True, self._lease_id
+        self._reaches_store(True)
+        self._in_session, self.lease = True, self._lease_id
         if not self._was_lost:
             self._on_contact(sent_s)
         while True:

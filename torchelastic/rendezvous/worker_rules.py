@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec.structs import asdict
 
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import MAX_SECONDS, JoinRequest, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
 
@@ -75,6 +77,36 @@ def may_go(member: Member, known: Round | None) -> bool:
     if known is None or member.member_id not in known.members:
         return known is None or known.state is not RoundState.GATHERING
     return known.state is RoundState.BROKEN and member.member_id in known.leaving
+
+
+def decides_alone(known: Round, own: Sequence[Member], waiting: Collection[str]) -> Round | None:
+    """What a host tells its own members, all of which are to leave, while it does not reach the store; None: no news.
+
+    As the leader would: those that wait are free to go, and for those that have finished the run is over. Where nobody
+    of the roster is elsewhere, those that train stop at an agreed step, and the first goes as the one with the best
+    state (see `Round.leaving`). Else they train on: the others would have to wait for the store.
+
+    Args:
+        known: what they were told before.
+        own: the living members of this host.
+        waiting: which of them wait for a group.
+    """
+    members = [member for member in own if member.member_id in known.members]
+    if known.state is RoundState.CLOSED or not members or not all(member.leaving for member in members):
+        return None
+    here = [member for member in members if not is_done(member, known)]
+    if not here:
+        return replace(known, state=RoundState.CLOSED)
+    if known.is_over:
+        return None
+    incarnations = {MemberId.of(member.member_id).incarnation for member in here}
+    elsewhere = [name for name in known.roster if MemberId.of(name).incarnation not in incarnations]
+    if any(member.member_id not in waiting for member in here):
+        if elsewhere or known.state is not RoundState.RUNNING:
+            return None
+        return replace(known, state=RoundState.GATHERING, leaving=tuple(member.member_id for member in here))
+    best_first = sorted(here, key=lambda member: member.progress, reverse=True)
+    return replace(known, state=RoundState.BROKEN, leaving=(*elsewhere, *(member.member_id for member in best_first)))
 
 
 def wait_left_s(since_s: float, trained_until_s: float, now_s: float, timeout_s: float) -> float:
