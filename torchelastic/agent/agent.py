@@ -323,11 +323,9 @@ class Agent:
 
     async def _leave_in_order(self, at_most_s: float) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
-        has_finished, in_reach = (
-            any(member.done for member in self.membership.host.members),
-            self.membership.host.in_reach,
-        )
-        if not in_reach and not (has_finished and self._stop_signal is None):
+        host = self.membership.host
+        has_finished = any(member.done for member in host.members)
+        if not host.in_reach and (self._stop_signal is not None or not has_finished):
             return
         if not has_finished:
             await _within(2.0, self.membership.until_written())

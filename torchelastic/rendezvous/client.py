@@ -118,10 +118,13 @@ class AgentClient:
     def done(self, step: int, timeout_s: float) -> None:
         """Say that this member has finished; returns when the store has it, or after `timeout_s`."""
         expected = self._noted + 1
+
+        def is_noted() -> bool:
+            return self._noted >= expected or self._round.state is RoundState.CLOSED
+
         self._expect_a_round()
         try:
             self._send({"op": "done", "step": step})
-            is_noted = lambda: self._noted >= expected or self._round.state is RoundState.CLOSED  # noqa: E731 - one line
             self._wait_for(is_noted, timeout_s, "etcd did not note the end in time")
         except AgentError as error:
             log.warning("%s: the others will notice when this process ends", error)
