@@ -1,4 +1,4 @@
-"""No process that tests have forked outlives its pytest, or those that it belongs to; also none that stands still."""
+"""No process that tests have started outlives its pytest, or those that it belongs to; also none that stands still."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cluster.harness import Job, process_tree
 from tests.process.forked_ranks import Stop, run_ranks
 from tests.process.local_ranks import crew_of, succeeded
-from tests.waiting import is_gone, wait_until
+from tests.waiting import is_gone, pause, wait_until
 
 ROOT = Path(__file__).parents[2]
 FOREVER = ["sleep", "600"]
@@ -39,9 +40,19 @@ def crew_forever(folder: str) -> None:
         crew.run(stopped_with_a_child, folder, ranks=1)
 
 
-@pytest.mark.parametrize("start", [forked_forever, crew_forever])
+def job_forever(folder: str) -> None:
+    job = Job(Path(folder), gates=[2])
+    agent = job.start("--standalone", nproc=1).pid
+    job.wait_for("held", step=2)
+    tree = process_tree(agent)
+    Path(folder, "pids").write_text(" ".join(map(str, [tree[1], *tree])))
+    pause([agent])
+    signal.pause()
+
+
+@pytest.mark.parametrize("start", [forked_forever, crew_forever, job_forever])
 def test_they_end_when_pytest_is_killed(start: Callable[[str], None], tmp_path: Path) -> None:
-    program = f"import sys; from tests.process.test_fork_server import {start.__name__} as start; start(sys.argv[1])"
+    program = f"import sys; from tests.process.test_killed_pytest import {start.__name__} as start; start(sys.argv[1])"
     command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT) as pytest_itself:
         try:
