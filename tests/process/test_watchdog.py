@@ -159,9 +159,10 @@ def test_nothing_is_timed_in_a_slow_section_and_the_step_begins_anew_after_it(
     dog, has_cut = dogs()
     with dog.slow_section(), dog.slow_section():
         assert not collective(has_cut, 0.8)
+        over_s = time.monotonic()
     assert "no step" not in caplog.text
     assert dog._step.began_s is not None
-    assert time.monotonic() - dog._step.began_s < 0.4
+    assert dog._step.began_s >= over_s
     assert collective(has_cut, 20.0), "a hang after it is noticed"
     dog.leave()
     with dog.slow_section():
