@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.waiting import wait_until
+from torchelastic.p2p import hangs
 from torchelastic.p2p.busy import BusySigns
 from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, HangPolicy, Place
@@ -171,10 +172,11 @@ def test_nothing_is_timed_in_a_slow_section_and_the_step_begins_anew_after_it(
 
 
 def test_a_step_in_which_this_worker_computed_is_neither_reported_nor_measured(
-    dogs: MakeDog, caplog: pytest.LogCaptureFixture
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dog, has_cut = dogs()
-    ends_s = time.monotonic() + 2.0
+    monkeypatch.setattr(hangs, "MAX_WAITING_CPU", 0.01)  # a busy machine leaves it less than 0.2
+    dog, has_cut = dogs(floor_s=1.0)  # and the dog no time to look twice within 0.2 s
+    ends_s = time.monotonic() + 3.0
     while time.monotonic() < ends_s:
         sum(number * number for number in range(1000))
     dog.step_ended()
