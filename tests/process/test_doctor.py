@@ -246,9 +246,7 @@ def test_deadlines_are_asked_for_once_and_no_signal_is_handled(tmp_path: Path) -
         TORCHELASTIC_TERM_GRACE_S="45",
     )
     assert {number: signal.getsignal(number) for number in before} == before
-    wait_until(
-        lambda: set(threading.enumerate()) <= threads, 20, "it had no thread but its own, which ends"
-    )
+    wait_until(lambda: set(threading.enumerate()) <= threads, 20, "it had no thread but its own, which ends")
     (source,) = facts.sources
     assert source.remaining_s is not None
     assert 3000 < source.remaining_s <= 3601
