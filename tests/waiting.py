@@ -68,5 +68,9 @@ def pause(pids: Iterable[int]) -> float:
 
 
 def stands_still(pid: int) -> bool:
-    """Whether every thread of a process is stopped."""
-    return all("T (stopped)" in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status"))
+    """Whether every thread of a process is stopped; a process that has ended does not stand still."""
+    try:
+        threads = [status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status")]
+    except (FileNotFoundError, ProcessLookupError):  # one has ended since it was listed, so it was not stopped
+        return False
+    return bool(threads) and all("T (stopped)" in thread for thread in threads)

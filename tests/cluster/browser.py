@@ -21,6 +21,8 @@ from typing import Any
 
 import aiohttp
 
+from torchelastic.processes import dies_with_parent
+
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
@@ -126,7 +128,7 @@ class Tab:
 async def browser(command: str) -> AsyncIterator[Tab]:
     """A Chromium with one empty tab, and a home of its own; it is ended with the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        line = [command, *OPTIONS, f"--user-data-dir={home}", "about:blank"]
+        line = dies_with_parent([command, *OPTIONS, f"--user-data-dir={home}", "about:blank"])
         quiet = subprocess.DEVNULL
         process = subprocess.Popen(line, stdout=quiet, stderr=quiet, stdin=quiet, start_new_session=True)
         try:

@@ -27,6 +27,7 @@ from tests.hosts import Host
 from tests.waiting import wait_until
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
+from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.url import DEFAULT_PREFIX
 from torchelastic.testing.faults import Fault, FaultPlan
@@ -133,8 +134,9 @@ class Job:
         variables.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         with (self.folder / log).open("wb") as file:
             return subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env={**variables, **environment}, cwd=ROOT
-            )
+                dies_with_parent(command),
+                stdout=file, stderr=subprocess.STDOUT, env={**variables, **environment}, cwd=ROOT,
+            )  # fmt: skip
 
     # --- what happened ----------------------------------------------------------------------------
 

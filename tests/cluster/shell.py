@@ -36,9 +36,12 @@ class Shell:
         environment = {**kept, "TERM": "xterm-256color", **variables}
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-            os.chdir(folder)
-            os.execve(sys.executable, [sys.executable, *words], environment)
+            try:
+                fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+                os.chdir(folder)
+                os.execve(sys.executable, [sys.executable, *words], environment)
+            finally:  # there must be no second process that runs tests
+                os._exit(127)
 
     def until(self, text: str, timeout_s: float = 60.0) -> None:
         """Read until the terminal was sent a text after what was read before."""

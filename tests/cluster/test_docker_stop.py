@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
+from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import EtcdServer
 
 GRACE_S = 10.0
@@ -68,7 +69,8 @@ def trained_and_saved(folder: Path, *words: str) -> tuple[int, int, str]:
     log, trained, saved = folder / "log", folder / "trained", folder / "saved"
     environment = {name: value for name, value in os.environ.items() if name not in NOT_SET}
     with log.open("wb") as file, subprocess.Popen(
-        words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        dies_with_parent(words),
+        cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
     ) as first:  # fmt: skip
         try:
             wait_until(lambda: number(trained) >= 20, 90, f"it trains: {log.read_text()}")

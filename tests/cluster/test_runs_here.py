@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
+from torchelastic.processes import dies_with_parent
 
 #: Trains until the file `stop` is there.
 SCRIPT = """
@@ -56,9 +57,8 @@ def launch(host: Path) -> Iterator[Launch]:
     def start(name: str, *words: str) -> subprocess.Popen[bytes]:
         with (host / f"{name}.txt").open("wb") as output:
             command = [sys.executable, "-m", "torchelastic.launch", "run", "--page=off", f"--rdzv-id={name}", *words]
-            started.append(
-                subprocess.Popen([*command, "train.py"], cwd=host, env=variables(host), stderr=output, stdout=output)
-            )
+            command = dies_with_parent([*command, "train.py"])
+            started.append(subprocess.Popen(command, cwd=host, env=variables(host), stderr=output, stdout=output))
         return started[-1]
 
     yield start

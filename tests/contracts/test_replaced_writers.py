@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.cluster.conftest import jobs as jobs
 from tests.cluster.harness import Job, process_tree, resume
 from tests.contracts import local_ranks, memory_ranks
-from tests.waiting import pause, wait_until
+from tests.waiting import pause, stands_still, wait_until
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.rendezvous import EtcdServer
@@ -40,9 +40,8 @@ def test_a_host_that_was_paused_in_its_save_does_not_publish_the_newest_checkpoi
     job.wait_for("held", step=5, count=2)
     job.open_gate(5)
     wait_until(job.plan.struck, 60, "the writer stops in its save")
-    (paused,) = {event["pid"] for event in job.of("started")} & {
-        process.pid for process in psutil.process_iter() if process.status() == psutil.STATUS_STOPPED
-    }
+    workers = {event["pid"] for event in job.of("started")}
+    paused = wait_until(lambda: next(filter(stands_still, workers), None), 20, "it stands still")
     agent = psutil.Process(paused).ppid()
     others = [pid for pid in process_tree(agent) if pid != paused]
     pause(others)  # the host stands still, not only the worker

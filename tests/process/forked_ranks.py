@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.process.fork_server import fork_server
+from tests.process.fork_server import fork_server, kill, lead_a_group, started
 from tests.waiting import stands_still, wait_until
 
 #: How long a rank may take, also behind the death or the stop of another one.
@@ -104,10 +104,8 @@ def run_ranks(
 @cache
 def _nursery() -> Connection:
     """The process that the ranks are forked from. It ends when this one does."""
-    context = fork_server()
-    here, there = context.Pipe()
-    process = context.Process(target=_answer_with, args=(there, _fork))
-    process.start()
+    here, there = fork_server().Pipe()
+    started(_answer_with, there, _fork, daemon=False)
     there.close()
     atexit.register(here.close)  # before multiprocessing waits for it
     return here
@@ -142,7 +140,7 @@ def _fork(
 
         def on_killed() -> None:
             for process in () if others_go_on else processes:
-                process.kill()
+                kill(process)
 
         try:
             for rank in range(ranks):
@@ -169,7 +167,7 @@ def _fork(
             return [Ended(*answers[rank], each.exitcode) for rank, each in enumerate(processes)] + further
         finally:
             for process, here in zip(processes, ends.values(), strict=True):
-                process.kill()
+                kill(process)
                 process.join(20)
                 here.close()
 
@@ -216,6 +214,7 @@ def _be_rank(
     import torch
     import torch.distributed as dist
 
+    lead_a_group()
     # after a fork torch makes a new thread pool at its first use, without a lock: two threads at once would fail
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children

@@ -22,6 +22,7 @@ from torchelastic.ledger.events import Straggler
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, JournalWriter
 from torchelastic.ledger.meter import this_worker
+from torchelastic.processes import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
 HEAD = Head("run", "host", 1_000, 2_000_000, 3)
@@ -31,7 +32,7 @@ HEAD = Head("run", "host", 1_000, 2_000_000, 3)
 def started(what: str, where: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has begun what it is to do; it is killed at the end if it still lives."""
     command = [sys.executable, "-m", "tests.process.ledger_workers", what, str(where)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(dies_with_parent(command), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline(), "it has not begun"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.process.fork_server import fork_server
+from tests.process.fork_server import fork_server, kill, started
 
 ANSWER_S = 60
 
@@ -43,10 +43,8 @@ class Crew:
         self._processes: list[BaseProcess] = []
         for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, dict(os.environ)), daemon=True)
-            process.start()
             self._ends.append(here)
-            self._processes.append(process)
+            self._processes.append(started(_serve, there, dict(os.environ)))
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """What a module's function returned on each rank of a new group, or `Failed`; it is called with `arguments`."""
@@ -61,7 +59,7 @@ class Crew:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            kill(process)
             process.join(20)
 
 

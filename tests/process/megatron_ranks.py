@@ -281,11 +281,8 @@ def load_with(mem: Memory, state: dict[str, Any], **options: Any) -> Any:
     )
 
 
-def save_and_train_on(root: str, kind: str) -> tuple[Shards, int | None]:
-    """Saves twice, and returns the values at the first save, which is complete; the second one is under way then.
-
-    And the process that has to be ended with this one.
-    """
+def save_and_train_on(root: str, kind: str) -> Shards:
+    """Saves twice, and returns the values at the first save, which is complete; the second one is under way then."""
     tier, queue = memory(f"{root}/{kind}"), Queue(kind)
     _kept.append((tier, queue))  # nothing is closed: the ranks are going to be killed
     mem = tier.__enter__()
@@ -299,7 +296,7 @@ def save_and_train_on(root: str, kind: str) -> tuple[Shards, int | None]:
             train(model)
             if step == 1:
                 queue.finalize()
-        return at_the_call, queue.worker_pid()
+        return at_the_call
 
 
 _kept: list[Any] = []

@@ -1,11 +1,7 @@
-"""A process through which a replica server is reached, to be killed or stopped: the path to a host, without the host.
-
-It imports no torch, so that it starts at once.
-"""
+"""A process through which a replica server is reached, to be killed or stopped: a path to a host without that host."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
@@ -17,6 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tests.process.fork_server import fork_server, started
 
 #: For a relay that does not kill itself.
 UNBOUNDED = 1 << 62
@@ -52,10 +50,8 @@ def relay_to(port_file: Path, dies_after_bytes: int = UNBOUNDED) -> Iterator[Rel
         port_file: where the server writes its real port before the first connection.
         dies_after_bytes: of what it brings to the server: then it kills itself.
     """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_relay, args=(there, port_file, dies_after_bytes), daemon=True)
-    process.start()
+    here, there = fork_server().Pipe(duplex=False)
+    process = started(_relay, there, port_file, dies_after_bytes)
     try:
         assert here.poll(_START_S), "the relay does not start"
         assert process.pid is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.fork_server import fork_server
+from tests.process.fork_server import fork_server, started
 from tests.process.half_transferred import OPERATIONS, TIMEOUT_S, be_rank
 from torchelastic.network.ports import unused_ports
 
@@ -20,12 +20,7 @@ ATTEMPTS = 5
 def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
     (port,) = unused_ports("127.0.0.1")
     here, there = fork_server().Pipe()
-    ranks = [
-        fork_server().Process(target=be_rank, args=(rank, port, survivor, operation, signal_name, there), daemon=True)
-        for rank in (0, 1)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = [started(be_rank, rank, port, survivor, operation, signal_name, there) for rank in (0, 1)]
     there.close()
     try:
         assert here.poll(90), "the survivor says nothing"

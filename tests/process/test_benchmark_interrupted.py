@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.job.processes import Load
 from tests.waiting import wait_until
+from torchelastic.processes import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100.0
@@ -24,8 +25,9 @@ WORKERS = "benchmarks.job"
 def benchmark(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "benchmarks.recovery", "--kills", "1000", "--workers", "2", "--load", "1"]
     process = subprocess.Popen(
-        [*command, "--salvage", "drop"], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True
-    )
+        dies_with_parent([*command, "--salvage", "drop"]),
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True,
+    )  # fmt: skip
     yield process
     process.kill()
     process.wait()

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tests.process.fork_server import fork_server
+from tests.process.fork_server import fork_server, started
 from tests.waiting import pause, wait_until
 from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
@@ -121,8 +121,7 @@ def serve(end: Connection) -> None:
 def server_and_client() -> Iterator[tuple[int, TCPStore]]:
     """A store's server in a process of its own, which can be stopped: its pid, and a connection to it."""
     here, there = fork_server().Pipe()
-    server = fork_server().Process(target=serve, args=(there,), daemon=True)
-    server.start()
+    server = started(serve, there)
     try:
         assert here.poll(20.0)
         port, pid = here.recv(), server.pid

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import torchelastic
 from tests.process import tiered_work as work
-from tests.process.fork_server import fork_server
+from tests.process.fork_server import fork_server, started
 from tests.process.forked_ranks import run_ranks
 from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.errors import CorruptCheckpointError
@@ -81,8 +81,7 @@ def holders(root: Path) -> Iterator[list[Holder]]:
         made = []
         for rank in range(2):
             here, there = fork_server().Pipe()
-            process = fork_server().Process(target=give, args=(str(root / f"host-{rank}"), there), daemon=True)
-            process.start()
+            process = started(give, str(root / f"host-{rank}"), there)
             stack.callback(process.kill)
             assert here.poll(60), "the holder does not answer"
             made.append(Holder(process, here.recv()))

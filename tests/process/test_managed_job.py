@@ -20,6 +20,7 @@ import pytest
 from tests.process.managed_job import TOTAL
 from tests.waiting import wait_until
 from torchelastic.lifetime import STOPPED_EARLY, IterManager
+from torchelastic.processes import dies_with_parent
 
 JOB = Path(__file__).parent / "managed_job.py"
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,8 @@ def test_the_loop_of_the_seed_goes_on_from_its_save_and_ends(tmp_path: Path) -> 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**ENVIRONMENT, "TORCHELASTIC_TERM_GRACE_S": "1.5"}
-    with subprocess.Popen(command("for_ever", tmp_path), env=environment, stderr=subprocess.PIPE) as process:
+    for_ever = dies_with_parent(command("for_ever", tmp_path))
+    with subprocess.Popen(for_ever, env=environment, stderr=subprocess.PIPE) as process:
         try:
             wait_until(lambda: (tmp_path / "done").exists())
             yield process

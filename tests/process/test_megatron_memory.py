@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +57,7 @@ def killed() -> Iterator[tuple[str, dict[str, dict[str, torch.Tensor]]]]:
         with crew_of(2) as doomed:
             doomed.run(work.warm_up, ranks=2)
             answers = {kind: succeeded(doomed.run(work.save_and_train_on, folder, kind, ranks=2)) for kind in kinds}
-        for _, pid in (answer for of_ranks in answers.values() for answer in of_ranks):
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)  # Megatron's worker outlives its trainer
-        yield folder, {kind: work.whole([shards for shards, _ in of_ranks]) for kind, of_ranks in answers.items()}
+        yield folder, {kind: work.whole(of_ranks) for kind, of_ranks in answers.items()}
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
+from tests.process.open_files import open_files
 from torchelastic.checkpoint.memory import MemoryStorageReader
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
@@ -185,21 +186,17 @@ def test_failed_saves_leave_nothing_behind(root: Path) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_two_slots_serve_all_saves(alone: Saving) -> None:
+def test_two_slots_serve_all_saves(alone: Saving, root: Path) -> None:
     alone.save(state_of(1), 1)
     alone.save(state_of(2), 2)
-    gc.collect()  # what other tests have left
-    slots, files = alone.inodes(), open_files()
+    slots, files = alone.inodes(), open_files(root)
+    assert files
     assert len(slots) == 2
     for step in range(3, 23):
         alone.save(state_of(step), step)
         assert alone.inodes() == slots
     gc.collect()
-    assert open_files() <= files
+    assert open_files(root) <= files
     assert is_kept(alone, 22)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +179,17 @@ def require_close(out: str, other: str) -> None:
 
 
 def kill_one_worker(launcher: subprocess.Popen[str], out: str, after: int) -> None:
-    """SIGKILL for one of the processes that train there, when so many lines of losses are in the file."""
+    """SIGKILL for one of the launcher's processes that train, when so many lines of losses are in the file."""
     file = Path(out) / "losses.jsonl"
     while not file.exists() or len(file.read_bytes().splitlines()) < after:
         assert launcher.poll() is None, "the run has ended"
         time.sleep(0.05)
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if str(TRAIN) in words and f"--out_dir={out}" in words and "torchelastic.launch" not in words:
-            process.send_signal(signal.SIGKILL)
-            return
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if str(TRAIN) in words and "torchelastic.launch" not in words:
+                process.send_signal(signal.SIGKILL)
+                return
     raise AssertionError("there is no worker")
 
 

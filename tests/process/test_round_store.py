@@ -69,7 +69,8 @@ def test_who_comes_to_a_stopped_rank_0_gives_up_at_once_when_the_round_is_no_mor
     store, present = RoundStore(), [round_]
 
     def breaks() -> None:
-        while not psutil.Process().net_connections("tcp4"):
+        port = int(stopped.rsplit(":", 1)[1])
+        while not any(one.raddr and one.raddr.port == port for one in psutil.Process().net_connections("tcp")):
             time.sleep(0.01)
         present[0] = broken
         while connecting.is_set():  # as often as the agent tells of it

@@ -206,7 +206,7 @@ def test_saving_leaves_tensors_that_can_be_resized(store: Store, tmp_path: Path)
     tensor.untyped_storage().resize_(0)  # as FSDP does between two steps
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     where = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)

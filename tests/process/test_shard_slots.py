@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from tests.process.open_files import open_files
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree
 from torchelastic.checkpoint.shards.header import Header, lay_out
@@ -58,15 +59,15 @@ def test_a_thousand_saves_take_two_files_and_no_memory(tmp_path: Path) -> None:
             pool.retire(tmp_path / str(number - 1))
         inodes.add((tmp_path / str(number)).stat().st_ino)
         if number == 10:
-            before = process.num_fds(), process.memory_info().rss
+            before = open_files(tmp_path), process.memory_info().rss
     assert len(inodes) == 2
     assert len(names(tmp_path)) == 2
-    assert process.num_fds() == before[0]
+    assert open_files(tmp_path) == before[0]
     assert process.memory_info().rss - before[1] < 200 * 20_000, "it grew by a fifth of what was saved"
     assert load_tree(tmp_path / "999")["n"] == 999
     pool.close()
     assert names(tmp_path) == ["999"]
-    assert process.num_fds() == before[0] - 4  # a slot has two: its own, and that of its map
+    assert (open_files(tmp_path), before[0]) == (0, 4), "a slot has two: its own, and that of its map"
 
 
 def test_a_slot_is_not_used_again_while_a_tensor_that_was_mapped_lives(tmp_path: Path) -> None:
@@ -142,7 +143,6 @@ def test_what_is_copied_is_not_read_before_it_is_sealed(tmp_path: Path) -> None:
 def test_a_slot_whose_file_somebody_else_has_replaced_is_given_back_and_not_used_again(tmp_path: Path) -> None:
     """As another process of the host does with a damaged shard: what has its name then is not the slot."""
     pool, other = SlotPool(tmp_path), SlotPool(tmp_path)
-    before = psutil.Process().num_fds()
     for number in range(2):
         save(pool, tmp_path / str(number), state(number))
     (tmp_path / "0").unlink()
@@ -154,7 +154,7 @@ def test_a_slot_whose_file_somebody_else_has_replaced_is_given_back_and_not_used
     assert load_tree(tmp_path / "2")["n"] == 2
     other.close()
     gc.collect()
-    assert psutil.Process().num_fds() == before + 2, "one slot: its file and its map"
+    assert open_files(tmp_path) == 2, "one slot: its file and its map"
     pool.close()
 
 
@@ -205,7 +205,6 @@ def test_a_change_after_the_copy_does_not_reach_the_shard(tmp_path: Path, at_onc
 
 
 def test_slots_that_are_dropped_with_their_pool_let_their_files_go(tmp_path: Path) -> None:
-    before = psutil.Process().num_fds()
     for number in range(5):
         pool = SlotPool(tmp_path)
         save(pool, tmp_path / str(number), state(number))
@@ -214,7 +213,7 @@ def test_slots_that_are_dropped_with_their_pool_let_their_files_go(tmp_path: Pat
         del pool, taken
         gc.collect()
     assert names(tmp_path) == [str(number) for number in range(5)]
-    assert psutil.Process().num_fds() == before
+    assert open_files(tmp_path) == 0
 
 
 def test_a_forked_child_that_drops_a_pool_leaves_its_parents_slots(tmp_path: Path) -> None:

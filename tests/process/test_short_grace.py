@@ -16,6 +16,7 @@ import pytest
 from tests.waiting import wait_until
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.api import DEFAULT_KEY
+from torchelastic.processes import dies_with_parent
 
 #: Not as long as 10 s, so that the tests are quick, and less than the 30 s that SIGTERM usually means.
 GRACE_S, STEP_S = 4.0, 0.02
@@ -50,7 +51,9 @@ def stopped(way: str, folder: Path, grace_s: float, **variables: str) -> tuple[i
     inherited = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     words = [sys.executable, "-m", "tests.process.sigterm_job", way, str(folder)]
     with (folder / "log").open("wb") as log:
-        job = subprocess.Popen(words, env={**inherited, **variables}, stderr=log, start_new_session=True)
+        job = subprocess.Popen(
+            dies_with_parent(words), env={**inherited, **variables}, stderr=log, start_new_session=True
+        )
     try:
         wait_for(folder, 20, job)
         assert saved(folder, way) == 0, "no deadline is known, so nothing was saved"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import is_gone, wait_until
+from torchelastic.processes import dies_with_parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 
@@ -52,7 +53,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (tmp_path / "stderr").open("wb") as stderr:
         command = [*SIMULATOR, "--cmd", job("ignore", tmp_path), *FOREVER, "--report", str(tmp_path / "report")]
         before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which a child inherits
-        process = subprocess.Popen(command, stderr=stderr)
+        process = subprocess.Popen(dies_with_parent(command), stderr=stderr)
         signal.signal(signal.SIGHUP, before)
     try:
         wait_until((tmp_path / "pids").exists, what="the job starts")
@@ -160,7 +161,8 @@ def test_workers_of_torchrun_end_with_the_simulator(tmp_path: Path) -> None:
     worker.write_text(f"trap : TERM; echo $$ > {new}; mv {new} {pids}; while :; do sleep 1; done")
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 1 --no-python sh {worker}"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen([*SIMULATOR, "--cmd", torchrun, *FOREVER], env=environment, stderr=subprocess.DEVNULL)
+    command = dies_with_parent([*SIMULATOR, "--cmd", torchrun, *FOREVER])
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
         wait_until((tmp_path / "pids").exists, what="the worker starts")
         (pid,) = pids_in(tmp_path)

@@ -93,7 +93,9 @@ def test_the_batch_script_says_what_it_would_run() -> None:
 def test_the_batch_script_passes_signals_on_and_ends_as_the_job_does(tmp_path: Path) -> None:
     # in the place of srun, a command that does with a signal what the example does: it ends with 75, some time later
     srun = tmp_path / "srun"
-    srun.write_text('#!/bin/bash\ntrap "sleep 0.3; exit 75" USR1\necho ready >&2\nwhile :; do sleep 0.05; done\n')
+    srun.write_text(
+        '#!/bin/bash\ntrap "sleep 0.3; exit 75" USR1\necho ready >&2\nwhile kill -0 $PPID; do sleep 0.05; done\n'
+    )
     srun.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.Popen(
