@@ -197,6 +197,8 @@ def test_what_bcp_state_has_saved_goes_on_in_a_plain_model_and_optimizer(
     code, _, err = run(capsys, "convert", tmp_path / "saved", tmp_path / "t", "--to", "torch")
     assert code == 0
     assert "left out" in err, "extra state and random numbers"
+    (shard, *_) = (tmp_path / "saved").glob("*/shard-00000-*")
+    assert str(shard.parent) in refusal(capsys, shard, tmp_path / "u", "--to", "torch")
     state = torch.load(tmp_path / "t", weights_only=True)
     model, optimizer = trained(torch.nn.BatchNorm1d(4))
     expected = {**model.state_dict(), "1.running_mean": torch.zeros(4)}  # rank 0's

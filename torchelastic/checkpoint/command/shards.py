@@ -89,6 +89,10 @@ class ShardFile(ShardFormat):
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """All of it, if it is whole."""
+        with ShardReader(found.path) as shard:
+            lacks_structure = shard.header.structure is None and shard.header.entries
+        if lacks_structure or found.facts.get("kind") == TRAINING_STATE:
+            raise CheckpointCommandError(f"{found.path} is a part of a checkpoint: give its folder {found.path.parent}")
         return load_tree(found.path, allow_pickles=allow_pickles)
 
 
