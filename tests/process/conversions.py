@@ -17,9 +17,9 @@ Capture = pytest.CaptureFixture[str]
 FORMATS = ("torch", "dcp", "safetensors", "shard")
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Adam]:
+def trained(*middle: torch.nn.Module) -> tuple[torch.nn.Sequential, torch.optim.Adam]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), *middle, torch.nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
         model(torch.randn(5, 3)).sum().backward()

@@ -102,6 +102,24 @@ def test_a_shard_that_is_on_another_host_makes_it_partial_and_not_damaged(base: 
     assert "where all of its shards are" in err
 
 
+def test_convert_of_one_of_its_shards_names_the_folder(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    shard = shard_of(left_by_a_killed_job(base, 20))
+    code, _, err = run(capsys, "convert", shard, tmp_path / "out", "--to", "torch")
+    assert code == 2
+    assert str(shard.parent) in err
+    assert not (tmp_path / "out").exists(), "an empty state"
+
+
+def test_convert_takes_a_path_from_where_it_is_called(
+    base: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_killed_job(base, 20)
+    monkeypatch.chdir(base.parent)
+    assert run(capsys, "convert", base.name, tmp_path / "out", "--to", "torch")[0] == 0
+    expected: Any = state_of(20)
+    assert torch.equal(torch.load(tmp_path / "out", weights_only=True)["w"], expected["w"])
+
+
 @pytest.mark.parametrize("to", ["torch", "shard"])
 def test_convert_gives_the_state_that_was_saved(base: Path, tmp_path: Path, capsys: Capture, to: str) -> None:
     left_by_a_killed_job(base, 20)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -25,7 +26,9 @@ from tests.process.conversions import (
     store_everything,
     trained,
 )
-from torchelastic.checkpoint import FileSystemCheckpointManager
+from tests.process.forked_ranks import run_ranks
+from tests.process.forked_ranks import values as values_of
+from torchelastic.checkpoint import BCPState, FileSystemCheckpointManager
 from torchelastic.checkpoint.command.foreign import safetensors_file
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.shards import load_tree, save_tree
@@ -174,6 +177,37 @@ def test_convert_of_local_saves_wants_one_rank_where_each_has_its_own_state(tmp_
     assert str(paths[0]) in err
     assert run(capsys, "convert", paths[1], tmp_path / "t", "--to", "torch")[0] == 0
     assert torch.load(tmp_path / "t", weights_only=True)["mine"].item() == 1
+
+
+def save_training_state(folder: Path) -> None:
+    """On each rank: equal parameters, and buffers and extra state of its own."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, optimizer = trained(torch.nn.BatchNorm1d(4))
+    model.get_buffer("1.running_mean").fill_(rank)
+    state = BCPState(model, optimizer, get_extra_fn=lambda: {"rank": rank}, default_ckpt_path=folder)
+    state.save()
+    state.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_bcp_state_has_saved_goes_on_in_a_plain_model_and_optimizer(
+    tmp_path: Path, capsys: Capture, ranks: int
+) -> None:
+    values_of(run_ranks(save_training_state, tmp_path / "saved", ranks=ranks))
+    code, _, err = run(capsys, "convert", tmp_path / "saved", tmp_path / "t", "--to", "torch")
+    assert code == 0
+    assert "left out" in err, "extra state and random numbers"
+    (shard, *_) = (tmp_path / "saved").glob("*/shard-00000-*")
+    assert str(shard.parent) in refusal(capsys, shard, tmp_path / "u", "--to", "torch")
+    state = torch.load(tmp_path / "t", weights_only=True)
+    model, optimizer = trained(torch.nn.BatchNorm1d(4))
+    expected = {**model.state_dict(), "1.running_mean": torch.zeros(4)}  # rank 0's
+    fresh = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    fresh.load_state_dict(state["model"])
+    assert_same(dict(fresh.state_dict()), expected)
+    adam = torch.optim.Adam(fresh.parameters())
+    adam.load_state_dict(state["optimizer"][0])
+    assert_same(adam.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_a_part_of_a_state_is_converted_alone(stored: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:

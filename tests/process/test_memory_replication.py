@@ -300,7 +300,7 @@ def test_buffers_are_written_read_and_deleted(root: Path) -> None:
     assert read is not None
     assert read.read() == b"more than four bytes"
     objects.close_buffer(read)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(FileExistsError, match="is there already"):
         objects.acquire_buffer(name, 4, overwrite=False)
     with pytest.raises(ValueError, match="lies in no container of a step"):
         objects.acquire_buffer(root / "x.bin")
@@ -314,3 +314,12 @@ def test_buffers_are_written_read_and_deleted(root: Path) -> None:
     objects.delete_container(root / JOB)
     assert not (root / JOB).exists()
     assert objects.shelf.ids() == []
+
+
+@pytest.mark.parametrize("name", [JOB, f"{JOB}/step-5_ckpt"])
+def test_a_file_is_no_container_and_stays(root: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).touch()
+    CheckpointObjectManager().delete_container(root / name)
+    assert (root / name).exists()
+    assert f"{root / name} is no folder" in caplog.text

@@ -91,7 +91,8 @@ class MemorySteps(FolderOfShards):
                 f"{found.path} is not whole ({found.partial}): convert it where all of its shards are"
             )
         loader: Any = _LocalFiles(found.path)
-        return read_through(MemoryStorageReader(found.path, loader, allow_pickles=allow_pickles), found.path)
+        reader = MemoryStorageReader(found.path.absolute(), loader, allow_pickles=allow_pickles)
+        return read_through(reader, found.path)
 
     def remove(self, found: FoundCheckpoint) -> None:
         """Never: its job does that."""

@@ -18,7 +18,7 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.command.screen import complain
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.kinds import LOCAL_STATE, Kind, kind_in
+from torchelastic.checkpoint.kinds import LOCAL_STATE, TRAINING_STATE, Kind, kind_in
 from torchelastic.checkpoint.shards.batches import checksums_in, over_batches
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, encode_preamble
 from torchelastic.checkpoint.shards.loading import read_tree
@@ -89,6 +89,10 @@ class ShardFile(ShardFormat):
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """All of it, if it is whole."""
+        with ShardReader(found.path) as shard:
+            lacks_structure = shard.header.structure is None and shard.header.entries
+        if lacks_structure or found.facts.get("kind") == TRAINING_STATE:
+            raise CheckpointCommandError(f"{found.path} is a part of a checkpoint: give its folder {found.path.parent}")
         return load_tree(found.path, allow_pickles=allow_pickles)
 
 
@@ -117,8 +121,11 @@ class FolderOfShards(ShardFormat):
                     f"in {found.name} each of {len(shards)} ranks has saved a state of its own: give the shard of one "
                     f"rank, such as {found.shards[0]}"
                 )
-            if any("own" in shard.header.meta for shard in shards):
+            if any(shard.header.meta.get("kind") == TRAINING_STATE for shard in shards):
+                from torchelastic.checkpoint.training_state.shard import read_state_dict
+
                 complain(f"left out of {found.name}: what is each rank's own (its extra state, its random numbers)")
+                return read_state_dict(shards, allow_pickles=allow_pickles)
             return read_tree(shards, allow_pickles=allow_pickles)
 
     def remove(self, found: FoundCheckpoint) -> None:

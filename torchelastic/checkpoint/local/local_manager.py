@@ -160,7 +160,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             strict: see `torchelastic.checkpoint.shards.read_into`.
 
         Returns:
-            The state with the tensors of the template, and what it is a part of.
+            The state with the tensors of the template (of a DTensor its local part), and what it is a part of.
 
         Raises:
             CheckpointError, OutOfStepError: see `load`.

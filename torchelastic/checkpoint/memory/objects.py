@@ -120,13 +120,14 @@ class CheckpointObjectManager:
             overwrite: an object of this name is replaced.
 
         Raises:
-            ValueError: it does not lie in the container of a step, or there is one and `overwrite` is false.
+            ValueError: it does not lie in the container of a step.
+            FileExistsError: there is one, and `overwrite` is false.
             CheckpointError: there is no room.
         """
         wanted = CheckpointObjectId(object_id)
         base, step, _ = _parts_of(wanted)
         if not overwrite and Path(str(wanted)).exists():
-            raise ValueError(f"{wanted} is there already: give overwrite=True to replace it")
+            raise FileExistsError(f"{wanted} is there already: give overwrite=True to replace it")
         return BufferIO.create(wanted, self.container(base), step, buffer_size)
 
     def get_buffer(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> BufferIO | None:
@@ -160,11 +161,16 @@ class CheckpointObjectManager:
     def delete_container(self, container_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
         """Removes the container of a step, or that of a job with all of its checkpoints; it may be gone.
 
+        What is no folder stays, with a warning.
+
         Raises:
             CheckpointError: the disk refuses.
         """
         wanted = CheckpointContainerId(container_id)
-        if not Path(str(wanted)).exists():
+        folder = Path(str(wanted))
+        if not folder.is_dir():
+            if folder.exists():
+                log.warning("%s is no folder, so no container, and nothing is removed", folder)
             return
         if CheckpointContainerId.parse_version_container_step(wanted.name) is not None:
             base, step = parts_of(wanted)

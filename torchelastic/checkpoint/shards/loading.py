@@ -76,7 +76,7 @@ def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = Tr
         allow_pickles: see `flatten`.
 
     Returns:
-        The saved state, with the tensors of `template` where it has them.
+        The saved state, with the tensors of `template` where it has them; of a DTensor its local part.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ; names them. Or pieces are missing.

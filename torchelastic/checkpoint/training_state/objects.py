@@ -41,6 +41,15 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def state_dict_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of this module's head in the form that models and optimizers take: see `BCPState.state_dict`. Pure.
+
+    >>> state_dict_of({"model": {"parameters": {"w": 1}, "others": {"mean": 2}}, "optimizers": []})
+    {'model': {'w': 1, 'mean': 2}, 'optimizer': []}
+    """
+    return {"model": {**tree["model"]["parameters"], **tree["model"]["others"]}, "optimizer": tree["optimizers"]}
+
+
 class TrainingObjects:
     """What a `BCPState` saves of the training; used on the training thread.
 

@@ -17,10 +17,10 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.kinds import TRAINING_STATE as KIND
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Header, align, place
 from torchelastic.checkpoint.shards.layout import RecurringLayout
-from torchelastic.checkpoint.shards.loading import read_into
+from torchelastic.checkpoint.shards.loading import read_into, read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tree import flatten, tensor_names, unflatten
-from torchelastic.checkpoint.training_state.objects import TrainingObjects
+from torchelastic.checkpoint.training_state.objects import TrainingObjects, state_dict_of
 
 VERSION = 1
 _REPLICATED = ("model/parameters/", "optimizers/")
@@ -179,7 +179,31 @@ def read(shards: Sequence[ShardReader], objects: TrainingObjects, rank: int, *, 
         shared = read_into(shards, objects.template(saved), strict=False, allow_pickles=allow_pickles)
         model = {"others": own.get("others", {}), **shared["model"]}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(
-            f"{shards[0].path} does not hold what a training state consists of: {error!r}"
-        ) from error
+        raise _strange(shards[0], error) from error
     return Loaded(len(shards), shapes, {**shared, "model": model}, own, own_rank)
+
+
+def read_state_dict(shards: Sequence[ShardReader], *, allow_pickles: bool) -> dict[str, Any]:
+    """Model and optimizers as `BCPState.state_dict` has them, whole; buffers that were each rank's own are rank 0's.
+
+    Args:
+        shards: all of them, by the ranks that wrote them.
+        allow_pickles: see `shards.unflatten`.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        CheckpointError: it cannot be read.
+    """
+    for shard in shards:
+        require_kind(shard)
+    try:
+        tree = read_tree(shards, allow_pickles=allow_pickles)
+        if "others" not in tree["model"]:
+            tree["model"]["others"] = read_own(shards[0], allow_pickles=allow_pickles)["others"]
+        return state_dict_of(tree)
+    except (KeyError, TypeError) as error:
+        raise _strange(shards[0], error) from error
+
+
+def _strange(shard: ShardReader, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{shard.path} does not hold what a training state consists of: {error!r}")

@@ -29,7 +29,7 @@ from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
 from torchelastic.checkpoint.tiered.reading import AllOnEachRank
 from torchelastic.checkpoint.training_state import random_numbers
-from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
+from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects, state_dict_of
 from torchelastic.checkpoint.training_state.shard import Loaded, ShardMaker, read
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.group.rank_group import ProgramPeers, RankGroup
@@ -123,9 +123,7 @@ class BCPState:
 
     def state_dict(self) -> dict[str, Any]:
         """What would be saved now: "model", "optimizer" (a list) and "extra_state". The tensors are the live ones."""
-        tree = self._objects.tree()
-        model = {**tree["model"]["parameters"], **tree["model"]["others"]}
-        return {"model": model, "optimizer": tree["optimizers"], "extra_state": self._extra()}
+        return {**state_dict_of(self._objects.tree()), "extra_state": self._extra()}
 
     def save(self, ckpt_path: str | os.PathLike[str] | None = None, sync: bool = True) -> None:
         """Saves a checkpoint. Called on all ranks. What is saved are the values at the call.
