@@ -136,11 +136,13 @@ def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJo
 
 
 @pytest.mark.long
-def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica(
-    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmpfs: Path, undisturbed: torch.Tensor
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_host_whose_memory_is_lost_is_replaced_by_its_replica_and_then_there_is_another_one(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmpfs: Path, undisturbed: torch.Tensor, *, is_lost: bool
 ) -> None:
     """Two agents stand for two hosts; each has a folder in memory of its own."""
-    job = jobs(gates=[KILLED_IN], tiers=[f"memory={tmpfs}/{{host}}"], replicas=1, **OPTIONS)
+    options = {"replicas": 1, "policy": "on signal", **OPTIONS}
+    job = jobs(gates=[KILLED_IN], tiers=[f"memory={tmpfs}/{{host}}"], **options)
 
     def start(run: str) -> None:
         where = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run}", "--nnodes=2", "--min-workers=2")
@@ -151,11 +153,13 @@ def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica(
     job.wait_for("held", count=WORLD, step=KILLED_IN)
     job.wait_for("commit-memory", count=WORLD, step=FOUND)
     kill_all(job)
-    shutil.rmtree(tmpfs / "b")
+    if is_lost:
+        shutil.rmtree(tmpfs / "b")
     job.open_gate(KILLED_IN)
     start(f"{run_id}-again")
     assert job.wait() == [0, 0], job.output()[-4000:]
     assert [event["step"] for event in job.of("loaded")] == [FOUND]
+    assert len(job.of("commit-memory", step=FOUND + 1)) == WORLD * is_lost, "before the next one is due"
     assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
 
 

@@ -79,6 +79,7 @@ class TieredCheckpointManager(CheckpointManager):
         tiers: as given.
         policy: as given.
         failures: the latest failures of the background, oldest first, in words.
+        lacks_replicas: whether what was restored has fewer replicas than a save would have, and none came after it.
 
     Raises:
         ValueError: no tier, two of the same name, or replicas without a memory tier.
@@ -128,6 +129,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
+        self.lacks_replicas = False
         self._dropped = let_go_when_dropped(self, self._background, self._replicas, *self.tiers, self._pool)
 
     # --- a group ------------------------------------------------------------------------------------------------------
@@ -213,6 +215,7 @@ class TieredCheckpointManager(CheckpointManager):
         restored = Restoring(self.tiers, peers, reading, on_damage).run()
         if restored is not None:
             self._schedules.begin(restored.name.step)
+            self.lacks_replicas = self._replicas is not None and self._replicas.are_lacking(restored.sources)
         return restored
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class TieredCheckpointManager(CheckpointManager):
             CheckpointError: there is no memory or no room for the shard, or both slots stay busy.
         """
         began_s = self._monotonic()
-        agreement = self.join(peers)
+        agreement, self.lacks_replicas = self.join(peers), False
         self._generation += 1  # on every rank, whatever happens to this one now
         name = SaveId(*agreement.context.token, self._generation, step)
         tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None

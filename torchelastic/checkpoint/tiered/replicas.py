@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.replication.server import ReplicaServer
+from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
@@ -36,6 +37,7 @@ class Replicas:
         self._token = ""
         self._server: ReplicaServer | None = None
         self._partners: dict[int, ReplicaClient] = {}
+        self._hosts: list[str] = []
 
     def enter_group(self, peers: Peers, grace_s: float) -> None:
         """Agree with all ranks on who receives what; on the training thread of every rank.
@@ -51,7 +53,8 @@ class Replicas:
         said = peers.all_gather([self._host, *self._server.address])
         for client in self._partners.values():
             client.end(grace_s)
-        chosen = partners([host for host, _, _ in said], peers.rank, self._copies)
+        self._hosts = [host for host, _, _ in said]
+        chosen = partners(self._hosts, peers.rank, self._copies)
         if len(chosen) < self._copies:
             log.warning("each shard gets %d replica(s) and not %d: there are too few hosts", len(chosen), self._copies)
         self._partners = {
@@ -62,6 +65,12 @@ class Replicas:
         """Take nothing any more that older groups push; in the background."""
         if self._server is not None:
             self._server.fence(round_number)
+
+    def are_lacking(self, sources: Mapping[int, Sequence[ShardSource]]) -> bool:
+        """Whether a shard of a checkpoint is in the memory of fewer hosts of this group than it would be saved on."""
+        wanted = 1 + min(self._copies, len(set(self._hosts)) - 1)
+        there = [{self._hosts[one.rank] for one in each if one.place == self.tier.name} for each in sources.values()]
+        return any(len(hosts) < wanted for hosts in there)
 
     def push(self, shard: SealedShard) -> None:
         """Give the shard to each partner. Raises: ReplicationError (the first), after all have been tried."""

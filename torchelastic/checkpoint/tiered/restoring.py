@@ -45,12 +45,14 @@ class Restored:
         tiers: where its shards were read.
         kind: what the writer said that it is.
         content: what `Reading.take` made of the shards that this rank wanted; None if it wanted none.
+        sources: by shard, where it can be read.
     """
 
     name: SaveId
     tiers: tuple[str, ...]
     kind: str | None
     content: Any
+    sources: Mapping[int, Sequence[ShardSource]] = field(default_factory=dict)
 
 
 @dataclass
@@ -173,7 +175,7 @@ class Restoring:
         told = run_with_peers(self._peers, f"restoring {candidate.save}", read)
         kind = next((kind for kind, _ in told if kind is not None), None)
         tiers = sorted({tier for _, each in told for tier in each})
-        return Restored(candidate.save, tuple(tiers), kind, own.content)
+        return Restored(candidate.save, tuple(tiers), kind, own.content, candidate.sources)
 
     def _plan(self, candidate: StoredCandidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:
         """Where each rank reads what it wants, best first."""
