@@ -136,13 +136,12 @@ def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_a_host_whose_memory_is_lost_is_replaced_by_its_replica_and_then_there_is_another_one(
-    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmpfs: Path, undisturbed: torch.Tensor, *, is_lost: bool
+def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica_and_has_one_again_before_the_next_save(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmpfs: Path, undisturbed: torch.Tensor
 ) -> None:
     """Two agents stand for two hosts; each has a folder in memory of its own."""
-    options = {"replicas": 1, "policy": "on signal", **OPTIONS}
-    job = jobs(gates=[KILLED_IN], tiers=[f"memory={tmpfs}/{{host}}"], **options)
+    again = KILLED_IN + 1
+    job = jobs(gates=[KILLED_IN, again], tiers=[f"memory={tmpfs}/{{host}}"], replicas=1, **OPTIONS)
 
     def start(run: str) -> None:
         where = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run}", "--nnodes=2", "--min-workers=2")
@@ -150,16 +149,15 @@ def test_a_host_whose_memory_is_lost_is_replaced_by_its_replica_and_then_there_i
             job.start(*where, nproc=1, JOB_HOST=host)
 
     start(run_id)
-    job.wait_for("held", count=WORLD, step=KILLED_IN)
     job.wait_for("commit-memory", count=WORLD, step=FOUND)
-    kill_all(job)
-    if is_lost:
-        shutil.rmtree(tmpfs / "b")
-    job.open_gate(KILLED_IN)
-    start(f"{run_id}-again")
+    for lost, step in (("b", KILLED_IN), ("a", again)):
+        job.wait_for("held", count=WORLD, step=step)
+        kill_all(job)
+        shutil.rmtree(tmpfs / lost)
+        job.open_gate(step)
+        start(f"{run_id}-{step}")
     assert job.wait() == [0, 0], job.output()[-4000:]
-    assert [event["step"] for event in job.of("loaded")] == [FOUND]
-    assert len(job.of("commit-memory", step=FOUND + 1)) == WORLD * is_lost, "before the next one is due"
+    assert [event["step"] for event in job.of("loaded")] == [FOUND, FOUND]
     assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
 
 

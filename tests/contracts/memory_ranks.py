@@ -94,6 +94,9 @@ def recover(root: Path, saved_by: int | None = None) -> tuple[int | None, bool]:
             del expected[f"weights of rank {rank}"]  # nobody has saved it
         state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         dcp.load(state, checkpoint_id=str(latest), storage_reader=MemoryStorageReader(checkpoint_loader=loader))
+        loader.wait_for_replicas(30.0)
+        if dist.is_initialized():
+            dist.barrier()  # the others may still fetch from this one
         return step, all(torch.equal(state[name], expected[name]) for name in expected)
 
 

@@ -22,16 +22,6 @@ def test_hosts_of_unequal_size_keep_copies_for_each_other(tmp_path: Path, lost: 
     assert [(one["found"], one["loaded"]) for one in told] == [(7, 7)] * 3
 
 
-def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resumes(tmp_path: Path) -> None:
-    values(run_ranks(local_ranks.save, tmp_path, 7, ranks=2))
-    shutil.rmtree(tmp_path / "host-1")
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2))
-    assert [one["loaded"] for one in told] == [7, 7]
-    shutil.rmtree(tmp_path / "host-0")
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2))
-    assert [one["loaded"] for one in told] == [7, 7], "the other host was lost before there was a save"
-
-
 def test_what_is_found_is_what_is_loaded_also_after_damage(tmp_path: Path) -> None:
     values(run_ranks(local_ranks.save_two, tmp_path))
     (newest,) = tmp_path.glob("host-0/step-000000002*/shard-*")

@@ -41,3 +41,12 @@ def test_one_lost_host_costs_nothing_and_two_are_told_on_all_ranks(
         assert steps == {None}, "an error, or nothing with a warning"
         told = [*(one.get("error", "") for one in found), *(text for one in found for text in one["warnings"])]
         assert any("the shards of rank(s) " in text for text in told), found
+
+
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resumes(name: str, tmp_path: Path) -> None:
+    values(run_ranks(save, name, tmp_path, SAVED, ranks=2))
+    for host in (1, 0):
+        shutil.rmtree(tmp_path / f"host-{host}")
+        found = values(run_ranks(resume, name, tmp_path, 2, ranks=2))
+        assert [one.get("value") for one in found] == [SAVED] * 2, "the other host was lost before there was a save"

@@ -266,8 +266,6 @@ class LoopCheckpoints(LoopObserver):
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
         tiered = manager if _is_tiered(manager) else None
-        if tiered is not None and tiered.lacks_replicas and tiered.policy is not None:
-            return SaveDecision(True, "what was restored has lost replicas")
         return self._schedule.decide(
             self._step,
             wanted=wanted,

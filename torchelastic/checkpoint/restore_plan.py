@@ -235,6 +235,8 @@ def lost_copies(
     folders: Sequence[str],
     hosts: Sequence[str],
     partners_of: Sequence[Collection[int]],
+    *,
+    own_too: bool = False,
 ) -> dict[int, list[int]]:
     """The shards that ranks are to hold for others, and that lie on fewer hosts than they should.
 
@@ -244,6 +246,7 @@ def lost_copies(
         folders: see `nearness`.
         hosts: of each rank; those of one host are lost together. One may have several folders.
         partners_of: per rank, who keeps copies of its shards; empty if nobody does.
+        own_too: whether a rank gets its own shards back in this way; else it has brought them to its folder already.
 
     Returns:
         By rank, what it is to fetch.
@@ -252,8 +255,9 @@ def lost_copies(
     for shard, everywhere in sources.items():
         there = [source for source in everywhere if not source.place]
         has_it, safe = {folders[source.rank] for source in there}, {hosts[source.rank] for source in there}
-        keepers = partners_of[shard % len(folders)] if partners_of else ()
-        for keeper in keepers:
+        owner = shard % len(folders)
+        keepers = partners_of[owner] if partners_of else ()
+        for keeper in (owner, *keepers) if own_too and keepers else keepers:
             if folders[keeper] not in has_it and len(safe) <= len(keepers):
                 lost.setdefault(keeper, []).append(shard)
                 has_it.add(folders[keeper])

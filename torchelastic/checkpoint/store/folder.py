@@ -24,11 +24,17 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
-from torchelastic.checkpoint.store.manifest import Manifest
-from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, sizes_in
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
+from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
-from torchelastic.checkpoint.store.writing import remove_checkpoint, remove_left_overs, require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import (
+    publish_manifest,
+    remove_checkpoint,
+    remove_left_overs,
+    require_stored,
+    write_manifest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +114,19 @@ class FolderTier(Tier):
                 )
         write_manifest(folder, manifest, self._disk)
         self._disk.sync_folder(self._root)
+
+    def manifest_of(self, name: SaveId) -> Manifest | None:
+        """That of a checkpoint, if it is committed here; from any thread. Raises: CheckpointError."""
+        folder = self._root / name.folder_name
+        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Commits what was fetched here of a checkpoint that others have committed: the fence is not asked.
+
+        Raises:
+            CheckpointError: the place cannot be written.
+        """
+        publish_manifest(self._root, manifest, fence=None, beside={}, disk=self._disk)
 
     def abandon(self, name: SaveId) -> None:
         """See `Tier`: removes this rank's shard."""

@@ -79,7 +79,6 @@ class TieredCheckpointManager(CheckpointManager):
         tiers: as given.
         policy: as given.
         failures: the latest failures of the background, oldest first, in words.
-        lacks_replicas: whether what was restored has fewer replicas than a save would have, and none came after it.
 
     Raises:
         ValueError: no tier, two of the same name, or replicas without a memory tier.
@@ -129,7 +128,6 @@ class TieredCheckpointManager(CheckpointManager):
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
-        self.lacks_replicas = False
         self._dropped = let_go_when_dropped(self, self._background, self._replicas, *self.tiers, self._pool)
 
     # --- a group ------------------------------------------------------------------------------------------------------
@@ -212,10 +210,9 @@ class TieredCheckpointManager(CheckpointManager):
                 f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
                 f"not answer: {self._places}?"
             )
-        restored = Restoring(self.tiers, peers, reading, on_damage).run()
+        restored = Restoring(self.tiers, peers, reading, on_damage, self._replicas).run()
         if restored is not None:
             self._schedules.begin(restored.name.step)
-            self.lacks_replicas = self._replicas is not None and self._replicas.are_lacking(restored.sources)
         return restored
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -283,7 +280,7 @@ class TieredCheckpointManager(CheckpointManager):
             CheckpointError: there is no memory or no room for the shard, or both slots stay busy.
         """
         began_s = self._monotonic()
-        agreement, self.lacks_replicas = self.join(peers), False
+        agreement = self.join(peers)
         self._generation += 1  # on every rank, whatever happens to this one now
         name = SaveId(*agreement.context.token, self._generation, step)
         tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.restore_plan import ShardSource
+from torchelastic.checkpoint.replication.topology import root_id
+from torchelastic.checkpoint.restore import Pull, StoredCandidate, make_copies, shards_of
+from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, sources_elsewhere
+from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
 from torchelastic.group.peers import Peers
+from torchelastic.group.rank_group import run_with_peers
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +72,42 @@ class Replicas:
         if self._server is not None:
             self._server.fence(round_number)
 
-    def are_lacking(self, sources: Mapping[int, Sequence[ShardSource]]) -> bool:
-        """Whether a shard of a checkpoint is in the memory of fewer hosts of this group than it would be saved on."""
-        wanted = 1 + min(self._copies, len(set(self._hosts)) - 1)
-        there = [{self._hosts[one.rank] for one in each if one.place == self.tier.name} for each in sources.values()]
-        return any(len(hosts) < wanted for hosts in there)
+    def make_again(self, restored: StoredCandidate, peers: Peers, pull: Pull) -> None:
+        """A checkpoint was restored: what it has lost with a host in memory is fetched. On the thread that trains.
+
+        Shards that are in no host's memory any more stay where they are, in another tier. What cannot be made costs a
+        warning; the next save makes its own.
+
+        Args:
+            restored: where its shards are.
+            peers: of the last `enter_group`; all of them call it.
+            pull: fetches a shard from a tier of another rank.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        name, tier, rank = restored.save, self.tier, peers.rank
+        said = peers.all_gather([_root_of(tier, rank), tier.manifest_of(name) is not None])
+        roots, knows = [root for root, _ in said], [other for other, (_, is_known) in enumerate(said) if is_known]
+        sources, shards = _sources_in(restored, tier.name), shards_of(restored)
+        partners_of = [partners(self._hosts, other, self._copies) for other in range(peers.world_size)]
+        lost = lost_copies(sources, roots, self._hosts, partners_of, own_too=True)
+        if not lost or not knows:
+            return
+
+        def fetch_own() -> str | None:
+            own = [(shards[one], sources_elsewhere(sources, one, rank, roots)) for one in lost.get(rank, ())]
+            make_copies(tier, own, lambda shard, source, into: pull(shard, replace(source, place=tier.name), into))
+            manifest = tier.manifest_of(name) if rank == knows[0] else None
+            return encode_manifest(manifest).decode() if manifest is not None else None
+
+        manifest = run_with_peers(peers, f"making lost replicas of {name} again", fetch_own)[knows[0]]
+        if manifest is not None and rank not in knows and roots.index(roots[rank]) == rank:
+            try:
+                tier.adopt(decode_manifest(manifest.encode()))
+            except CheckpointError as error:
+                log.warning("the new replicas of %s count for nothing: %s", name, error)
+        peers.barrier()  # nobody trains, and may be lost, before all have what they should
 
     def push(self, shard: SealedShard) -> None:
         """Give the shard to each partner. Raises: ReplicationError (the first), after all have been tried."""
@@ -99,6 +136,22 @@ class Replicas:
         self._token = token
         self._server = ReplicaServer(self.tier.shelf, token, host=address, timeout_s=self._timeout_s)
         self._server.start()
+
+
+def _sources_in(restored: StoredCandidate, tier: str) -> dict[int, list[ShardSource]]:
+    """Where the shards are that lie in a tier in memory, as `lost_copies` takes it: without the place."""
+    there = {
+        shard: [ShardSource(one.rank) for one in each if one.place == tier] for shard, each in restored.sources.items()
+    }
+    return {shard: each for shard, each in there.items() if each}
+
+
+def _root_of(tier: MemoryTier, rank: int) -> str:
+    """Equal for the ranks that share a folder."""
+    try:
+        return root_id(tier.shelf.root)
+    except OSError:  # nobody could prepare it
+        return f"rank {rank}"
 
 
 def replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:

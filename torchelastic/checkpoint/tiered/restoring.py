@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, NoReplicasAvailableError
+from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.restore import StoredCandidate, because, fetched_into_memory, newest_readable, shards_of
 from torchelastic.checkpoint.restore_plan import ShardSource, candidates, plan_reads
@@ -25,6 +26,7 @@ from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.checkpoint.tiered.reading import Reading
+from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.group.peers import Peers
 from torchelastic.group.rank_group import run_with_peers
 
@@ -45,14 +47,12 @@ class Restored:
         tiers: where its shards were read.
         kind: what the writer said that it is.
         content: what `Reading.take` made of the shards that this rank wanted; None if it wanted none.
-        sources: by shard, where it can be read.
     """
 
     name: SaveId
     tiers: tuple[str, ...]
     kind: str | None
     content: Any
-    sources: Mapping[int, Sequence[ShardSource]] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,14 +80,21 @@ class Restoring:
         peers: the group.
         reading: who wants which shard, and what becomes of them.
         on_damage: called with each checkpoint that is passed over, in words; on every rank alike. None: rank 0 logs it.
+        replicas: of the tier in memory; None: there are none.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], peers: Peers, reading: Reading, on_damage: Callable[[str], None] | None = None
+        self,
+        tiers: Sequence[Tier],
+        peers: Peers,
+        reading: Reading,
+        on_damage: Callable[[str], None] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._peers = peers
         self._reading = reading
+        self._replicas = replicas
         self._on_damage = self._log_damage if on_damage is None else on_damage
         self._servers: Sequence[Sequence[Any] | None] = []  # of each rank: host, port and token, if it has one
 
@@ -107,6 +114,8 @@ class Restoring:
             inventories, unreadable = self._exchange(serving)
             found = candidates([[entry.held(tier) for tier, entry in inventory] for inventory in inventories])
             restored = newest_readable(found, self.restore_one, self._on_damage, faults)
+            if restored is not None and self._replicas is not None:
+                self._replicas.make_again(restored[0], self._peers, self._pull)
         if restored is not None:
             return restored[1]
         if faults:
@@ -175,7 +184,7 @@ class Restoring:
         told = run_with_peers(self._peers, f"restoring {candidate.save}", read)
         kind = next((kind for kind, _ in told if kind is not None), None)
         tiers = sorted({tier for _, each in told for tier in each})
-        return Restored(candidate.save, tuple(tiers), kind, own.content, candidate.sources)
+        return Restored(candidate.save, tuple(tiers), kind, own.content)
 
     def _plan(self, candidate: StoredCandidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:
         """Where each rank reads what it wants, best first."""
@@ -247,6 +256,9 @@ class Restoring:
 
     def _fetched(self, shard: ShardId, source: ShardSource) -> ShardReader:
         """What another rank can read."""
+        return fetched_into_memory(shard, partial(self._pull, shard, source))
+
+    def _pull(self, shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
         server = self._servers[source.rank] if self._servers else None
         if server is None:
             raise NoReplicasAvailableError(f"rank {source.rank} cannot be reached from here")
@@ -254,7 +266,7 @@ class Restoring:
         # one that has died is not waited for: the group breaks, and restores anew
         client = ReplicaClient((str(host), int(port)), str(token), retry_s=_RETRY_S)
         number = list(self._tiers).index(source.place)
-        return fetched_into_memory(shard, partial(client.pull, f"{number}/{shard}"))
+        return client.pull(f"{number}/{shard}", destination)
 
     def _places(self) -> str:
         return ", ".join(tier.where for tier in self._tiers.values())
