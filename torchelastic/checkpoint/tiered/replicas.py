@@ -43,7 +43,6 @@ class Replicas:
         self._token = ""
         self._server: ReplicaServer | None = None
         self._partners: dict[int, ReplicaClient] = {}
-        self._hosts: list[str] = []
 
     def enter_group(self, peers: Peers, grace_s: float) -> None:
         """Agree with all ranks on who receives what; on the training thread of every rank.
@@ -59,8 +58,7 @@ class Replicas:
         said = peers.all_gather([self._host, *self._server.address])
         for client in self._partners.values():
             client.end(grace_s)
-        self._hosts = [host for host, _, _ in said]
-        chosen = partners(self._hosts, peers.rank, self._copies)
+        chosen = partners([host for host, _, _ in said], peers.rank, self._copies)
         if len(chosen) < self._copies:
             log.warning("each shard gets %d replica(s) and not %d: there are too few hosts", len(chosen), self._copies)
         self._partners = {
@@ -80,18 +78,19 @@ class Replicas:
 
         Args:
             restored: where its shards are.
-            peers: of the last `enter_group`; all of them call it.
+            peers: all of them call it.
             pull: fetches a shard from a tier of another rank.
 
         Raises:
             RuntimeError: a peer is lost.
         """
         name, tier, rank = restored.save, self.tier, peers.rank
-        said = peers.all_gather([_root_of(tier, rank), tier.manifest_of(name) is not None])
-        roots, knows = [root for root, _ in said], [other for other, (_, is_known) in enumerate(said) if is_known]
+        said = peers.all_gather([self._host, _root_of(tier, rank), tier.manifest_of(name) is not None])
+        hosts, roots = [host for host, *_ in said], [root for _, root, _ in said]
+        knows = [other for other, (*_, is_known) in enumerate(said) if is_known]
         sources, shards = _sources_in(restored, tier.name), shards_of(restored)
-        partners_of = [partners(self._hosts, other, self._copies) for other in range(peers.world_size)]
-        lost = lost_copies(sources, roots, self._hosts, partners_of, own_too=True)
+        partners_of = [partners(hosts, other, self._copies) for other in range(peers.world_size)]
+        lost = lost_copies(sources, roots, hosts, partners_of, own_too=True)
         if not lost or not knows:
             return
 
