@@ -79,8 +79,9 @@ def test_a_worker_that_fails_after_training_makes_the_launcher_fail_with_its_err
 
 
 LOST_FIRST = """
-import os, signal, time, torch, torchelastic
+import os, pathlib, signal, time, torch, torchelastic
 
+begun = pathlib.Path(__file__).with_name("begun")
 model = torch.nn.Linear(2, 1)
 state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 coordinator = torchelastic.CoordinatorP2P("gloo")
@@ -89,8 +90,11 @@ coordinator = torchelastic.CoordinatorP2P("gloo")
 def train_step(state):
     if state.step == 1:
         if coordinator.rank == LOST:
+            begun.touch()
             time.sleep(0.3)  # the other one has finished by then, and waits
             os.kill(os.getpid(), signal.SIGKILL)
+        while not begun.exists():  # else it would not begin this step any more
+            time.sleep(0.01)
         raise StopIteration
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, succeeded
+from tests.waiting import wait_until
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.restore import fetch
 from torchelastic.checkpoint.restore_plan import ShardSource
@@ -174,7 +175,12 @@ def save_after_stepping_down(root: str, hosts: str) -> list[str]:
         kept = files_in(each.container.root)
         each.meet()
         ranks.save(each, 7, 5)
-        each.container.tidy()
+
+        def is_gone() -> bool:
+            each.container.tidy()
+            return not list(each.container.root.glob("step-000000009.*"))
+
+        wait_until(is_gone, 20, "step 9 is gone, which a thread may still read")
         each.meet()
         return [latest.name, *kept, "then", *files_in(each.container.root)]
 
