@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import is_foreign, require_own_folder
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import Disk
@@ -24,7 +24,7 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
-from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
+from torchelastic.checkpoint.store.manifest import Manifest
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
@@ -116,9 +116,11 @@ class FolderTier(Tier):
         self._disk.sync_folder(self._root)
 
     def manifest_of(self, name: SaveId) -> Manifest | None:
-        """That of a checkpoint, if it is committed here; from any thread. Raises: CheckpointError."""
-        folder = self._root / name.folder_name
-        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+        """That of a checkpoint; None if it is not committed here, or cannot be read. From any thread."""
+        try:
+            return read_manifest(self._root / name.folder_name)
+        except CheckpointError:
+            return None
 
     def adopt(self, manifest: Manifest) -> None:
         """Commits what was fetched here of a checkpoint that others have committed: the fence is not asked.
