@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -186,6 +187,18 @@ def save_on(kind: str, root: Path, steps: list[int]) -> None:
     checkpoints.save(steps[-1])
     assert checkpoints.wait()
     checkpoints.close()
+
+
+def save_and_die_in_the_copy(kind: str, root: Path, steps: list[int]) -> None:
+    """Save a step, and then another one: all ranks are killed when one of them has uploaded its shard."""
+    checkpoints = KINDS[kind](root)
+    checkpoints.save(steps[0])
+    assert checkpoints.wait()
+    if _rank() == 1:
+        checkpoints.durable.goes_on.clear()
+    checkpoints.save(steps[1])
+    wait_until(lambda: list(root.glob(f"store/step-{steps[1]:09d}.*/shard-00000-*")), COPIED_S, "a shard")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_aside(kind: str, root: Path, step: int) -> None:

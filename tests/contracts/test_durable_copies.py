@@ -77,13 +77,18 @@ def test_what_is_damaged_on_all_hosts_is_read_in_the_store(tmp_path: Path, kind:
     assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [5, 5]
 
 
-def test_an_incomplete_copy_counts_for_nothing_and_is_removed(tmp_path: Path, kind: str) -> None:
-    values(run_ranks(durable_ranks.save, kind, tmp_path, [5, 6], ranks=2))
-    (newest,) = tmp_path.glob("store/step-000000006.*")
-    (newest / "manifest.json").unlink()
+def test_a_job_that_is_killed_in_a_copy_goes_on_with_the_one_before_and_removes_what_is_left(
+    tmp_path: Path, kind: str
+) -> None:
+    killed = run_ranks(durable_ranks.save_and_die_in_the_copy, kind, tmp_path, [5, 6], ranks=2)
+    assert [one.was_killed for one in killed] == [True, True]
+    (left,) = tmp_path.glob("store/step-000000006.*")
+    there = {path.name[:11] for path in left.iterdir()}
+    assert "shard-00000" in there, "it was under way"
+    assert not {"shard-00001", "manifest.js"} & there, "and not done"
     _lose(tmp_path, 0, 1)
     assert values(run_ranks(durable_ranks.resume, kind, tmp_path, 8, ranks=2)) == [5, 5]
-    assert not newest.exists()
+    assert not left.exists()
     assert _copies(tmp_path) == [5, 8]
 
 

@@ -90,5 +90,10 @@ def test_what_a_url_cannot_do_is_said(url: str, tmp_path: Path, capsys: Capture)
     assert code == 2
     assert "could not read http://127.0.0.1" in err
     assert "secret" not in err
+    fsspec.filesystem("memory").store["/bucket/run/../../outside.shard"] = fsspec.filesystem("memory").store[
+        next(name for name in fsspec.filesystem("memory").store if name.endswith("manifest.json"))
+    ]
+    code, _, err = run(capsys, "ls", url)
+    assert (code, "outside of the copy" in err) == (2, True)
     (tmp_path / "empty").mkdir()
     assert run(capsys, "ls", f"file://{tmp_path}/empty")[2] == run(capsys, "ls", tmp_path / "empty")[2]

@@ -158,14 +158,14 @@ def _path(text: str) -> Path | str:
 
 
 @contextmanager
-def _files_at(place: Path | str, wanted: Literal["listed_at", "whole_at", "newest_at"]) -> Iterator[Path]:
+def _files_at(place: Path | str, wanted: Literal["list", "all", "newest"]) -> Iterator[Path]:
     """What is there as files of this host; see `remote`."""
     if isinstance(place, Path):
         yield place
         return
-    from torchelastic.checkpoint.command import remote
+    from torchelastic.checkpoint.command.remote import copied, newest_at
 
-    with getattr(remote, wanted)(place) as path:
+    with newest_at(place) if wanted == "newest" else copied(place, heads_only=wanted == "list") as path:
         yield path
 
 
@@ -179,21 +179,21 @@ def _folder(place: Path | str | None, why_not_a_url: str) -> Path:
 def _ls(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.listing import ls
 
-    with _files_at(options.path, "listed_at") as path:
+    with _files_at(options.path, "list") as path:
         return ls(path, as_json=options.json, now_s=time.time())
 
 
 def _show(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.showing import show
 
-    with _files_at(options.path, "newest_at") as path:
+    with _files_at(options.path, "newest") as path:
         return show(path, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
 
 
 def _verify(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.listing import verify
 
-    with _files_at(options.path, "whole_at") as path:
+    with _files_at(options.path, "all") as path:
         return verify(path, as_json=options.json)
 
 
@@ -234,7 +234,7 @@ def _convert(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.converting import convert
 
     target, pickles = _folder(options.target, "write a file or folder, and copy it there"), options.allow_pickles
-    with _files_at(options.source, "newest_at") as source:
+    with _files_at(options.source, "newest") as source:
         return convert(source, target, options.to, part=options.part, allow_pickles=pickles)
 
 

@@ -27,30 +27,17 @@ _SMALL_BYTES = 2**20
 
 
 @contextmanager
-def listed_at(url: str) -> Iterator[Path]:
-    """A folder in which all that is there can be listed. Raises: CheckpointCommandError: it cannot be read."""
-    with _copied(url, heads_only=True) as path:
-        yield path
-
-
-@contextmanager
-def whole_at(url: str) -> Iterator[Path]:
-    """A folder with all that is there. Raises: CheckpointCommandError: it cannot be read."""
-    with _copied(url, heads_only=False) as path:
-        yield path
-
-
-@contextmanager
 def newest_at(url: str) -> Iterator[Path]:
     """The newest complete checkpoint there; errors as `newest_complete`."""
-    with listed_at(url) as path:
+    with copied(url, heads_only=True) as path:
         chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
-    with whole_at(url if chosen == Path() else f"{url.rstrip('/')}/{chosen}") as path:
+    with copied(url if chosen == Path() else f"{url.rstrip('/')}/{chosen}", heads_only=False) as path:
         yield path
 
 
 @contextmanager
-def _copied(url: str, *, heads_only: bool) -> Iterator[Path]:
+def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
+    """A folder with what is there, or as much as `ls` needs. Raises: CheckpointCommandError: it cannot be read."""
     where = without_credentials(url)
     if url.startswith("file://"):
         yield Path(url.removeprefix("file://"))
@@ -63,7 +50,10 @@ def _copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             files.ls(root)  # `find` would take what does not answer for nothing
             found = files.find(root, detail=True)
             for name, item in found.items():
-                _copy(files, str(name), item["size"], target / os.path.relpath(str(name), root), heads_only=heads_only)
+                below = os.path.relpath(str(name), root)
+                if below.split("/")[0] == "..":
+                    raise ValueError(f"{name} would be written outside of the copy")
+                _copy(files, str(name), item["size"], target / below, heads_only=heads_only)
         except FileNotFoundError:
             found = {}
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors

@@ -28,13 +28,7 @@ from torchelastic.checkpoint.store.manifest import Manifest
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
-from torchelastic.checkpoint.store.writing import (
-    publish_manifest,
-    remove_checkpoint,
-    remove_left_overs,
-    require_stored,
-    write_manifest,
-)
+from torchelastic.checkpoint.store.writing import remove_checkpoint, remove_left_overs, require_stored, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +106,7 @@ class FolderTier(Tier):
                 raise CorruptCheckpointError(
                     f"{folder} cannot be committed: the shard of rank {record.rank} is not there"
                 )
-        write_manifest(folder, manifest, self._disk)
-        self._disk.sync_folder(self._root)
+        self.adopt(manifest)
 
     def manifest_of(self, name: SaveId) -> Manifest | None:
         """That of a checkpoint; None if it is not committed here, or cannot be read. From any thread."""
@@ -128,7 +121,8 @@ class FolderTier(Tier):
         Raises:
             CheckpointError: the place cannot be written.
         """
-        publish_manifest(self._root, manifest, fence=None, beside={}, disk=self._disk)
+        write_manifest(self._folder_of(manifest.name), manifest, self._disk)
+        self._disk.sync_folder(self._root)
 
     def abandon(self, name: SaveId) -> None:
         """See `Tier`: removes this rank's shard."""
