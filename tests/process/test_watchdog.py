@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +83,31 @@ def test_a_look_tells_user_code_from_a_collective_and_names_the_users_line() -> 
     assert seen[0][1].startswith("test_watchdog.py:")
     assert seen[0][1].endswith(" collective")
     assert seen[1][0] is Place.USER_CODE
+
+
+def test_a_thread_that_others_leave_no_processor_is_seen_to_wait_for_one() -> None:
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel has no scheduler statistics: run it on one with CONFIG_SCHEDSTATS")
+    only = min(os.sched_getaffinity(0))
+    ends = threading.Event()
+
+    def computes() -> None:
+        os.sched_setaffinity(0, {only})
+        while not ends.is_set():
+            hashlib.sha256(bytes(1 << 20)).digest()
+
+    busy = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{only}}})\nwhile True: pass"])
+    thread = threading.Thread(target=computes)
+    thread.start()
+    try:
+        ident = thread.ident or 0
+        first, _ = sample_thread(ident)
+        wait_until(lambda: sample_thread(ident)[0].queued_s > first.queued_s + 0.2)
+    finally:
+        ends.set()
+        thread.join()
+        busy.kill()
+        busy.wait()
 
 
 # --- what it does -----------------------------------------------------------------------------------------------------

@@ -109,8 +109,10 @@ def test_a_time_out_that_ended_work_grows_up_to_torchs_own() -> None:
 STANDS = ThreadSample(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
 
 
-@pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}, {"io_bytes": 101}])
-def test_a_stack_that_changes_a_busy_processor_and_a_file_that_grows_are_work(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}, {"io_bytes": 101}, {"queued_s": 0.5}])
+def test_a_stack_that_changes_a_busy_processor_a_wait_for_one_and_a_file_that_grows_are_work(
+    change: dict[str, Any],
+) -> None:
     assert not has_worked(None, STANDS)
     assert not has_worked(STANDS, replace(STANDS, at_s=11.0, cpu_s=1.1))
     assert has_worked(STANDS, replace(STANDS, at_s=11.0, **change))
@@ -120,6 +122,7 @@ def test_a_loop_that_waits_in_a_collective_is_no_work_and_a_long_backward_pass_i
     waits = replace(STANDS, place=Place.COLLECTIVE)
     assert not has_worked(waits, replace(waits, at_s=11.0, point=("code", 8)))
     assert not has_worked(STANDS, replace(waits, at_s=11.0, point=("code", 8))), "it has come to the collective"
+    assert not has_worked(waits, replace(waits, at_s=11.0, queued_s=0.9)), "a loop that waits is in the queue, too"
     assert has_worked(waits, replace(waits, at_s=11.0, cpu_s=1.5))
 
 

@@ -92,6 +92,7 @@ class ThreadSample:
         point: the exact instruction of each of its frames.
         cpu_s: processor time that the thread has used so far.
         io_bytes: how much it has read and written so far.
+        queued_s: for how long it has been ready to compute, while others had the processors.
         may_spin: whether its process uses a GPU, for which a thread waits with a busy processor.
     """
 
@@ -100,6 +101,7 @@ class ThreadSample:
     point: tuple[object, ...]
     cpu_s: float
     io_bytes: int = 0
+    queued_s: float = 0.0
     may_spin: bool = False
 
 
@@ -120,7 +122,8 @@ def unchanged_since_s(earlier_s: float | None, earlier: ThreadSample | None, lat
 def has_worked(earlier: ThreadSample | None, later: ThreadSample) -> bool:
     """Whether the thread has worked between two samples: its stack has changed, or it has computed, read or written.
 
-    In a collective a changed stack means nothing: waiting may be done in a loop.
+    In a collective a changed stack means nothing: waiting may be done in a loop. On a host that does too much at once,
+    a thread of the user's that waits for its turn works too.
 
     Args:
         earlier: the sample before; None: there was none in this step.
@@ -128,8 +131,10 @@ def has_worked(earlier: ThreadSample | None, later: ThreadSample) -> bool:
     """
     if earlier is None:
         return False
-    has_moved = earlier.point != later.point and earlier.place is later.place is Place.USER_CODE
-    computed_s = 0.0 if later.may_spin else later.cpu_s - earlier.cpu_s
+    is_users = earlier.place is later.place is Place.USER_CODE
+    has_moved = is_users and earlier.point != later.point
+    wanted_s = later.cpu_s - earlier.cpu_s + (later.queued_s - earlier.queued_s if is_users else 0.0)
+    computed_s = 0.0 if later.may_spin else wanted_s
     has_computed = computed_s > MAX_WAITING_CPU * (later.at_s - earlier.at_s)
     return has_moved or has_computed or later.io_bytes > earlier.io_bytes
 

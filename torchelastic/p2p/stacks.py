@@ -92,12 +92,14 @@ def sample_thread(thread_id: int) -> tuple[ThreadSample, str]:
     while frame is not None:
         point += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
+    native_id = next((thread.native_id for thread in threading.enumerate() if thread.ident == thread_id), None)
     sample = ThreadSample(
         at_s=time.monotonic(),
         place=place_of(lines),
         point=tuple(point),
         cpu_s=_cpu_s(thread_id),
-        io_bytes=_io_bytes(thread_id),
+        io_bytes=_io_bytes(native_id),
+        queued_s=_queued_s(native_id),
         may_spin=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch has no types here
     )
     return sample, where(lines)
@@ -117,15 +119,25 @@ def _cpu_s(thread_id: int) -> float:
         return 0.0
 
 
-def _io_bytes(thread_id: int) -> int:
+def _io_bytes(native_id: int | None) -> int:
     """How much a thread has read and written so far; 0 where the system does not report it.
 
     Of a write that has not returned the kernel counts at least what it has taken already.
     """
-    native = next((thread.native_id for thread in threading.enumerate() if thread.ident == thread_id), None)
     try:
-        lines = Path(f"/proc/self/task/{native}/io").read_text().splitlines()
+        lines = Path(f"/proc/self/task/{native_id}/io").read_text().splitlines()
     except OSError:
         return 0
     counts = dict(line.split(": ", 1) for line in lines)
     return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+
+
+def _queued_s(native_id: int | None) -> float:
+    """For how long a thread has waited for a free processor so far; 0 where the system does not report it.
+
+    See "/proc/<pid>/schedstat" in the kernel's documentation of its scheduler's statistics.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
