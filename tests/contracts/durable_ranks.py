@@ -44,13 +44,15 @@ def _weights(step: int, rank: int) -> torch.Tensor:
 
 
 class SlowTier(DurableTier):
-    """A store to which nothing gets while `goes_on` is clear."""
+    """A store to which nothing gets while `goes_on` is clear; from no process before the file `begins` is there."""
 
     goes_on = threading.Event()
     goes_on.set()
+    begins: Path | None = None
 
     def put(self, shard: SealedShard) -> ShardRecord:
         assert self.goes_on.wait(COPIED_S)
+        wait_until(lambda: self.begins is None or self.begins.exists(), COPIED_S, "the store")
         return super().put(shard)
 
 
@@ -80,7 +82,7 @@ class Checkpoints(ABC):
         """The step of what is found, which has to be what was saved; None: there is nothing."""
 
     @abstractmethod
-    def wait(self) -> bool:
+    def wait(self, timeout_s: float = COPIED_S) -> bool:
         """Whether nothing is being copied, after some time."""
 
     @abstractmethod
@@ -113,8 +115,8 @@ class Local(Checkpoints):
         assert torch.equal(state.to_tree()["weights"], _weights(id_.iteration, id_.rank))
         return id_.iteration
 
-    def wait(self) -> bool:
-        return self._manager.wait_for_durable(COPIED_S)
+    def wait(self, timeout_s: float = COPIED_S) -> bool:
+        return self._manager.wait_for_durable(timeout_s)
 
     def close(self) -> None:
         self._manager.close()
@@ -154,8 +156,8 @@ class Memory(Checkpoints):
         assert torch.equal(state[f"weights {_rank()}"], _weights(step, _rank()))
         return step
 
-    def wait(self) -> bool:
-        return self._objects.wait_for_durable(COPIED_S)
+    def wait(self, timeout_s: float = COPIED_S) -> bool:
+        return self._objects.wait_for_durable(timeout_s)
 
     def close(self) -> None:
         self._replication.shutdown()
@@ -202,10 +204,16 @@ def save_and_die_in_the_copy(kind: str, root: Path, steps: list[int]) -> None:
 
 
 def save_aside(kind: str, root: Path, step: int) -> None:
-    """Save a step by a process of its own, and wait until it has a copy."""
+    """Save a step by a process of its own, and wait until it has a copy, which is under way for a while."""
     checkpoints = KINDS[kind](root)
+    checkpoints.durable.begins = root / "the store answers"
     checkpoints.save_aside(step)
-    wait_until(lambda: list(root.glob(f"store/step-{step:09d}.*/manifest.json")), COPIED_S, "a copy")
+    assert not checkpoints.wait(0.0), "it is being copied"
+    if dist.is_initialized():
+        dist.barrier()
+    checkpoints.durable.begins.touch()
+    assert checkpoints.wait()
+    assert _rank() or len(list(root.glob(f"store/step-{step:09d}.*/manifest.json"))) == 1
     checkpoints.close()
 
 

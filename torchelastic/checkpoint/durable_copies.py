@@ -8,11 +8,13 @@ are there, which it sees at the storage itself: nobody waits for another rank, a
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import tenacity
@@ -31,6 +33,8 @@ from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext, TierEntry
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.dropped import let_go_when_dropped
+from torchelastic.processes.file_locks import lock_of_nobody
+from torchelastic.processes.own_folder import LOCK, OwnFolder
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class DurableCopies:
     Args:
         tier: where they go; of this run alone.
         kind: of the checkpoints.
+        marks: a folder of all processes of a program that copy to this tier, in which they see whether another one
+            copies. None: there is only this process.
         shards_s: for how long rank 0 waits for the shards of the others.
         monotonic: a clock in seconds that never goes back.
     """
@@ -57,12 +63,15 @@ class DurableCopies:
         tier: DurableTier,
         kind: Kind,
         *,
+        marks: Path | None = None,
         shards_s: float = SHARDS_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         tier.kind = kind
         self._tier = tier
+        self._marks = marks
         self._shards_s = shards_s
+        self._monotonic = monotonic
         self._schedules = TierSchedules({tier.name: tier.every}, monotonic)
         self._background = Background(monotonic=monotonic)
         self._context: TierContext | None = None
@@ -118,8 +127,15 @@ class DurableCopies:
         self._submit(f"{manifest.name}", partial(self._publish, manifest, time.monotonic()))
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until nothing is being copied; whether that is so. Not a collective."""
-        return self._background.wait(timeout_s)
+        """Waits until nothing is being copied, by no process of this program; whether that is so. Not a collective."""
+        end_s = self._monotonic() + timeout_s
+        if not self._background.wait(timeout_s):
+            return False
+        while self._is_copying_elsewhere():
+            if self._monotonic() >= end_s:
+                return False
+            time.sleep(_FIRST_LOOK_S)
+        return True
 
     def close(self) -> None:
         """The thread ends when nothing is being copied; it can be used on."""
@@ -130,6 +146,7 @@ class DurableCopies:
             context, replaced = self._context, self._replaced
         if context is None:
             raise ValueError("there is no group that saves: call enter first")
+        mark = self._mark()
 
         def run() -> None:
             try:
@@ -137,8 +154,29 @@ class DurableCopies:
             except CheckpointError as error:
                 publish_metric("torchelastic", "checkpoint.failed", 1)
                 log.warning("%s has no durable copy; training goes on: %s", what, error)
+            finally:
+                if mark is not None:
+                    mark.remove()
 
         self._background.submit(run, holds_slot=False)
+
+    def _mark(self) -> OwnFolder | None:
+        """Tells the other processes of this program that this one copies, until it is removed or this process ends."""
+        if self._marks is None:
+            return None
+        try:
+            self._marks.mkdir(parents=True, exist_ok=True)
+            return OwnFolder(Path(tempfile.mkdtemp(dir=self._marks)))
+        except OSError as error:
+            log.warning("other processes of this program do not see that this one copies: %s", error)
+            return None
+
+    def _is_copying_elsewhere(self) -> bool:
+        for mark in self._marks.glob(f"*/{LOCK}") if self._marks is not None else ():
+            with lock_of_nobody(mark) as is_of_nobody:
+                if is_of_nobody is False:
+                    return True
+        return False
 
     def _prepare(self, context: TierContext, replaced: threading.Event) -> None:
         if replaced.is_set():

@@ -65,7 +65,9 @@ class CheckpointObjectManager:
         self._lock = threading.RLock()
         self._containers: dict[str, Container] = {}
         self.shelf = ReceivedObjects(self._find, self._registry.names)
-        self.copies = DurableCopies(self._durable, Kind.MEMORY) if self._durable is not None else None
+        self.copies: DurableCopies | None = None
+        if self._durable is not None:
+            self.copies = DurableCopies(self._durable, Kind.MEMORY, marks=self._registry.copies)
 
     def container(self, base: str | os.PathLike[str] | CheckpointContainerId) -> Container:
         """The container of a job; the same object each time. From now on its objects can be received and given away.
@@ -90,7 +92,8 @@ class CheckpointObjectManager:
     def wait_for_durable(self, timeout_s: float) -> bool:
         """Waits until no copy to the durable place is under way; whether that is so. Before the job ends, say.
 
-        Not a collective; in the process that saves. The coordinator knows whether the others have copied theirs too.
+        Not a collective; in the process that saves, or whose helper does (`async_save`). The coordinator knows
+        whether the others have copied theirs too.
         """
         return self.copies is None or self.copies.wait(timeout_s)
 

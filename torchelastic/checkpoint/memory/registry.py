@@ -6,6 +6,7 @@ one step, and no lock is needed.
 
     <temporary folder>/145      -> /dev/shm/jobs/145     where the container of this name lies
                        .145     -> 3:5f0c1a2b3d4e        in which epoch the program saves there, and as which group
+                       .copies/                          which of them are making durable copies; see `DurableCopies`
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class ContainerRegistry:
             own = OwnFolder(make_folder("torchelastic-containers-"))
         self._folder = own.path
         weakref.finalize(self, own.remove)
+
+    @property
+    def copies(self) -> Path:
+        """The folder of their marks."""
+        return self._folder / ".copies"
 
     def names(self) -> list[str]:
         """Of all containers that are in use, in their order."""
