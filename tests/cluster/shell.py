@@ -65,6 +65,12 @@ class Shell:
             assert time.monotonic() < deadline_s, self.said[-6000:]
         return self._reap()
 
+    def hang_up(self) -> int:
+        """Close the terminal, and wait for the program's end; its exit code, negative: it died of a signal."""
+        os.close(self._terminal)
+        self._terminal = os.open(os.devnull, os.O_RDONLY)
+        return self._reap()
+
     def kill(self) -> None:
         """End it, if it has not ended; for the end of a test."""
         if self._exit_code is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,21 @@ def script(folder: Path, text: str) -> str:
     path = folder / "script.py"
     path.write_text(text)
     return str(path)
+
+
+# --- the launcher's own addresses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "no port"])
+def test_metrics_that_cannot_be_served_are_one_line(jobs: MakeJob, tmp_path: Path, is_taken: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if is_taken else 99999
+        job = jobs()
+        job.start_launcher("--standalone", f"--metrics-port={port}", script(tmp_path, "print('never')"))
+        assert job.wait(30) == [1]
+    assert last_line(job).startswith(f"the metrics endpoint cannot listen on 127.0.0.1:{port} (")
+    assert last_line(job).endswith("the run was not started")
+    assert "Traceback" not in job.output()
 
 
 # --- a worker's own errors --------------------------------------------------------------------------------------------

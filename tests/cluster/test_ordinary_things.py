@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,32 @@ def test_the_same_command_again_goes_on_from_the_checkpoint(at_terminal: AtTermi
     assert "[worker 0] trained 32" in again.screen
 
 
+@pytest.mark.long
+def test_a_closed_terminal_saves_and_ends_the_run_as_sigterm_does(at_terminal: AtTerminal, host_folder: Path) -> None:
+    keeps = 'checkpoint = EverySteps(100)\nset_checkpoint_manager(FileSystemCheckpointManager("saved"))'
+    does = 'time.sleep(0.1); print(state.step + 1, file=open("did", "a"), flush=True)'
+    text = script(prepares=keeps, in_step=does, epochs=4)
+    shell = at_terminal("run", "--rdzv-id=mine", "train.py", text=text)
+    shell.until("committed its first step")
+    assert shell.hang_up() == 128 + signal.SIGHUP
+    assert list(host_folder.glob("te-*")) == list(host_folder.glob("torchelastic-etcd-*")) == [], "nothing is left"
+    again = at_terminal("run", "--rdzv-id=mine", "train.py")
+    assert again.end() == 0, again.said
+    assert [int(step) for step in (host_folder / "did").read_text().split()] == list(range(1, 33))
+
+
+def test_under_nohup_a_run_outlives_its_terminal(at_terminal: AtTerminal, host_folder: Path) -> None:
+    text = script(in_step="time.sleep(0.1)", epochs=2) + "open('is-done', 'w')"
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher inherits it, as from nohup
+    try:
+        shell = at_terminal("run", "train.py", text=text)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    shell.until("committed its first step")
+    assert shell.hang_up() == 0
+    assert (host_folder / "is-done").exists()
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +123,8 @@ def test_the_same_command_again_goes_on_from_the_checkpoint(at_terminal: AtTermi
         (("--nproc-per-nod=2", "train.py"), "did you mean --nproc-per-node?"),
         (("--nproc-per-node=two", "train.py"), "write a number"),
         (("--nnodes=2", "train.py"), "--rdzv-endpoint HOST:PORT"),
+        (("--rdzv-endpoint=http://host:2379", "--rdzv-id=a", "train.py"), "write HOST:PORT[,..], without a scheme"),
+        (("--term-grace=nan", "train.py"), "give seconds, 0 or more"),
         (("trian.py",), "there is no file 'trian.py'"),
         ((), "script"),
     ],

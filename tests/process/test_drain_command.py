@@ -65,7 +65,7 @@ def test_what_is_unknown_is_named_and_what_is_known_listed(names: list[str], hos
 
 
 def test_a_run_without_members_is_named() -> None:
-    with pytest.raises(UsageError, match="nobody is in run '/torchelastic/test'"):
+    with pytest.raises(UsageError, match="nobody is in run 'test'"):
         choose(store_with(), KEYS, ["a-0"], None)
 
 

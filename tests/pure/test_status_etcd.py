@@ -16,6 +16,7 @@ from torchelastic.rendezvous.store import (
     Delete,
     Put,
     StoreAccessError,
+    StoreError,
     StoreUnavailableError,
     TxnResult,
 )
@@ -236,14 +237,19 @@ def test_garbage_under_one_key_is_said_once_and_the_others_are_told(caplog: pyte
     assert len([record for record in caplog.records if "status/evil" in record.getMessage()]) == 1
 
 
-def test_who_may_only_read_reads_what_there_is_without_waiting() -> None:
+@pytest.mark.parametrize(
+    "why",
+    [StoreAccessError("permission denied"), StoreUnavailableError("mvcc: database space exceeded")],
+    ids=["no permission", "a full etcd"],
+)
+def test_who_may_only_read_reads_what_there_is_without_waiting(why: StoreError) -> None:
     class ReadOnly(MemoryStore):
         writes = 0
 
         def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
             if any(write.key == KEYS.look for write in writes):
                 self.writes += 1
-                raise StoreAccessError("permission denied")
+                raise why
             return super().txn(compares, writes)
 
     store, clock = ReadOnly(), Clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import replace
 
@@ -78,8 +79,20 @@ def drawn(*left: HostStatus, state: RoundState = RoundState.RUNNING) -> str:
 def test_the_screen_names_who_has_left_until_the_run_is_over() -> None:
     left = (a_host("b", at_s=NOW_S - 120), HostStatus(host="c", incarnation="c1", at_s=0.0))
     assert "left: b 2.0 min ago, c; journals have what they did" in drawn(*left)
+    assert "nobody is there" not in drawn(*left)
     assert "left:" not in drawn()
     assert "left:" not in drawn(*left, state=RoundState.CLOSED)
+
+
+def test_the_screen_says_that_nobody_is_there_where_all_hosts_are_lost() -> None:
+    store = MemoryStore()
+    reader = StatusReader(store, URL, clock=lambda: NOW_S)
+    key = put_host(store, "h", "1")
+    reader.read()
+    store.delete(key)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(Screen(reader.read()))
+    assert "nobody is there: the run goes on when its launchers are started again" in console.export_text()
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

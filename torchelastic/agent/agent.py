@@ -40,6 +40,9 @@ from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
+#: At the first of them the workers leave in order: SIGHUP says that the terminal was closed.
+DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
 
 @dataclass(frozen=True)
 class AgentOptions:
@@ -51,7 +54,7 @@ class AgentOptions:
         owner_pid: of a private agent: the process that it serves and ends with.
         metrics_address: (host, port) to serve Prometheus metrics at; port 0 takes any free one; None: not served.
         push_gateway: URL of a Prometheus push gateway to push them to; None: not pushed.
-        term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM to this agent,
+        term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM or SIGHUP,
             and those that never asked for a group to end by themselves after the end of the run.
         ledger_dir: where the ledger of this host is written, see docs/ledger.md; None: it is kept in memory only.
         page: the live page, see docs/observing.md; None: not served.
@@ -116,6 +119,7 @@ class Agent:
         await self.connections.start()
         try:
             address = self._options.address or chosen_address()
+            self._metrics.listen(self._options.metrics_address)
             await self.membership.start(self._options.url.connect_timeout_s)
             # not before: until etcd has answered, its name may be known to nobody yet
             self.connections.address = address or address_towards(self._options.url.endpoints)
@@ -126,12 +130,13 @@ class Agent:
         if self.connections.run_was_closed and self._make_supervisor is not None:
             return Outcome(1, _closed_already(self._options.url), came_late=True)
         self.connections.open()
-        self._metrics.start(self._options.metrics_address, self._options.push_gateway)
+        self._metrics.push(self._options.push_gateway)
         self._status.start()
         if self._page is not None:
             self._page.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        for number in (*DRAIN_SIGNALS, signal.SIGINT):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         for number in NOTICE_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
         try:
@@ -252,10 +257,12 @@ class Agent:
             self.supervisor.too_few.set()
 
     def _on_signal(self, number: int) -> None:
-        """SIGTERM once: the workers leave in order. A second one, or SIGINT: they are ended."""
-        is_first_term = number == signal.SIGTERM and self._stop_signal is None
+        """SIGTERM or SIGHUP once: the workers leave in order. A second SIGTERM, or SIGINT: they are ended."""
+        is_first = self._stop_signal is None
+        if number == signal.SIGHUP and not is_first:  # the kernel and the shell both send it when a terminal is closed
+            return
         self._stop_signal = number
-        (self._draining if is_first_term else self._interrupted).set()
+        (self._draining if is_first and number in DRAIN_SIGNALS else self._interrupted).set()
 
     def _on_notice(self, number: signal.Signals) -> None:
         workers = [] if self.supervisor is None else self.supervisor.workers

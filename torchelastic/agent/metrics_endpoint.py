@@ -68,12 +68,11 @@ class MetricsEndpoint:
         """
         self._registry.add(LedgerCollector(read, run_id=self._run_id, host=self._host))
 
-    def start(self, address: tuple[str, int] | None, gateway: str | None) -> None:
+    def listen(self, address: tuple[str, int] | None) -> None:
         """Be there for Prometheus.
 
         Args:
             address: (host, port) to be scraped at; port 0 takes any free one; None: nowhere.
-            gateway: URL of the push gateway to push to; None: none.
 
         Raises:
             OSError: the address cannot be listened on.
@@ -81,6 +80,13 @@ class MetricsEndpoint:
         if address is not None:
             port, self._stop_endpoint = self._registry.start_endpoint(*address)
             log.info("metrics at http://%s:%d/metrics", address[0], port)
+
+    def push(self, gateway: str | None) -> None:
+        """Push from now on.
+
+        Args:
+            gateway: URL of the push gateway to push to; None: none.
+        """
         if gateway is not None:
             self._pushing = Pushing(gateway, self._registry.collector_registry, run_id=self._run_id, host=self._host)
             self._pushing.start()

@@ -36,7 +36,7 @@ def choose(store: CoordinationStore, keys: Keys, names: Sequence[str], host: str
     if chosen and not unknown:
         return [member for name, member in present.items() if name in chosen]
     if not present:
-        raise UsageError(f"nobody is in run {keys.root!r}: it is over, or --rdzv-id names another")
+        raise UsageError(f"nobody is in run {keys.root.rpartition('/')[2]!r}: it is over, or --rdzv-id names another")
     what = f"no member is called {', '.join(unknown)}" if unknown else "give a member, or --host HOST"
     if host is not None and not unknown:
         what = f"no member is on a host called {host}"

@@ -111,7 +111,7 @@ def url_with(options: argparse.Namespace, endpoint: str, run_id: str, **query: o
     """
     words = urlencode({"min_workers": 1, **query, **access(options)})
     try:
-        return parse_url(f"etcd://{without_password(endpoint)}/{run_id}?{words}")
+        return parse_url(f"etcd://{checked_endpoint(endpoint)}/{run_id}?{words}")
     except RendezvousUrlError as error:
         raise UsageError(str(error)) from error
 
@@ -131,13 +131,16 @@ def access_words(url: RendezvousUrl) -> list[str]:
     return [word for name, value in given.items() if value for word in (f"--{name}", shlex.quote(value))]
 
 
-def without_password(endpoint: str) -> str:
-    """The endpoint as given. Raises UsageError if it has a password in it."""
+def checked_endpoint(endpoint: str) -> str:
+    """The endpoint as given. Raises UsageError if it has a password in it, or is a URL as `etcdctl` takes them."""
     if ":" in endpoint.rpartition("@")[0]:
         raise UsageError(
             "every user of this host may read a command line: give no password with --rdzv-endpoint, but "
             f"--etcd-password-file FILE, or the environment's {PASSWORD_VARIABLE}"
         )
+    if "/" in endpoint:
+        hint = "; --etcd-cacert FILE switches TLS on" if "https://" in endpoint else ""
+        raise UsageError(f"--rdzv-endpoint {endpoint!r}: write HOST:PORT[,..], without a scheme and a path{hint}")
     return endpoint
 
 

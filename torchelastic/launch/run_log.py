@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
@@ -43,9 +44,10 @@ class RunLog:
         return json_line(document) if self.form == JSON else text
 
     def say(self, kind: str, text: str, **more: Any) -> None:
-        """Write such a line at once; without a text only as JSON."""
+        """Write such a line at once, if there still is a screen; without a text only as JSON."""
         if text or self.form == JSON:
-            print(self.line(kind, text, **more), file=sys.stderr, flush=True)  # noqa: T201 - the screen
+            with contextlib.suppress(OSError):  # the terminal was closed
+                print(self.line(kind, text, **more), file=sys.stderr, flush=True)  # noqa: T201 - the screen
 
 
 def opened_log(

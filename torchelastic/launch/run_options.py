@@ -27,6 +27,8 @@ def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Transla
     theirs = translated(options, several_hosts=nodes(options.nnodes)[1] > 1, nproc=nproc)
     defaults = {"meeting_place": None, "nproc_per_node": nproc}
     ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
+    if not 0.0 <= ours.term_grace < math.inf:
+        raise UsageError(f"--term-grace is {ours.term_grace:g}: give seconds, 0 or more")
     if theirs.to_files and ours.log_dir is None:
         ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
         theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.registry import Collector
 
+from torchelastic.text import host_port
+
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 1000
@@ -156,9 +158,9 @@ class MetricsRegistry:
         address = host or "0.0.0.0"  # noqa: S104 - what an empty host means, and what Prometheus needs to scrape
         try:
             server, thread = start_http_server(port, addr=address, registry=self.collector_registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter: no port is that high
             raise OSError(
-                error.errno, f"the metrics endpoint cannot listen on {address}:{port} ({error}); choose another port"
+                f"the metrics endpoint cannot listen on {host_port(address, port)} ({error}): choose another"
             ) from error
         stopped = threading.Event()
 

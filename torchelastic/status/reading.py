@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torchelastic.rendezvous.leadership import read_members
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
-from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
+from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError, StoreUnavailableError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.publishing import LOOK_EVERY_S
 from torchelastic.status.run_status import HostStatus, RunStatus, combined
@@ -95,7 +95,7 @@ class StatusReader:
             self._sleep(POLL_S)
 
     def look(self) -> None:
-        """Notify the agents that somebody watches; `read` does that, too. Raises StoreError."""
+        """Notify the agents that somebody watches, if etcd takes writes; `read` does that, too. Raises StoreError."""
         if not self._may_look or self._clock() - self._look_s < LOOK_EVERY_S:
             return
         try:
@@ -103,6 +103,10 @@ class StatusReader:
         except StoreAccessError as error:
             log.info("agents cannot be notified that somebody watches: %s", error)
             self._may_look = False
+            return
+        except StoreUnavailableError as error:  # a full etcd takes no writes, and can be read
+            log.info("agents are not notified for now that somebody watches: %s", error)
+            self._look_s = self._clock()
             return
         self._look_s = self._clock()
         if not self._look_revision:

@@ -84,6 +84,8 @@ class Screen:
             yield Text(f"etcd is unreachable from: {', '.join(map(printable, away))}", style="bold yellow")
         if status.left and status.round.state is not RoundState.CLOSED:
             yield _one_line(f"left: {', '.join(map(self._gone, status.left))}; journals have what they did", "dim")
+            if not (status.hosts or status.silent or status.members):
+                yield _one_line("nobody is there: the run goes on when its launchers are started again", "bold yellow")
 
     def _silent(self, host: HostStatus) -> str:
         name = printable(host.host)
