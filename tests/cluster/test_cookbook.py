@@ -142,16 +142,11 @@ def test_evaluate_on_rank_0_with_rank_0_killed(jobs: MakeJob, tmp_path: Path, ca
 
 
 @pytest.mark.long
-def test_early_stopping(jobs: MakeJob, tmp_path: Path) -> None:
-    ran = Ran(jobs, tmp_path, "early_stopping", "--min-workers=2", call="evaluate", times=2, victim=0)
+@pytest.mark.parametrize(("call", "times"), [("evaluate", 2), ("optimizer", STEPS_OF_AN_EPOCH + 1)])
+def test_early_stopping_and_the_best_checkpoint(jobs: MakeJob, tmp_path: Path, call: str, times: int) -> None:
+    ran = Ran(jobs, tmp_path, "early_stopping", "--min-workers=2", call=call, times=times, victim=0)
     ran.check_both()
     assert 2 < len(ran.expected) < 2 * (EPOCHS + 1), "it stops after an epoch and before the last"
-
-
-@pytest.mark.long
-def test_best_checkpoint(jobs: MakeJob, tmp_path: Path) -> None:
-    ran = Ran(jobs, tmp_path, "best_checkpoint", "--min-workers=2", call="optimizer", times=30, victim=0)
-    ran.check_both()
     best = torch.load(ran.folder / "best.pt")
     epochs, losses = ran.expected[::2], ran.expected[1::2]
     assert best["loss"] == pytest.approx(min(losses), rel=1e-9)
@@ -196,15 +191,8 @@ def test_mlflow_log(jobs: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
-def test_gradient_clipping(jobs: MakeJob, tmp_path: Path) -> None:
-    ran = Ran(jobs, tmp_path, "gradient_clipping", "--min-workers=2", call="optimizer", times=20, victim=1)
-    ran.check_both()
-    assert ran.expected == [EPOCHS * STEPS_OF_AN_EPOCH]
-
-
-@pytest.mark.long
-def test_learning_rate_schedule_with_a_changing_world_size(jobs: MakeJob, tmp_path: Path) -> None:
-    ran = Ran(jobs, tmp_path, "learning_rate_schedule", "--min-workers=1", call="optimizer", times=20, victim=1)
+def test_clipping_and_schedule_with_a_changing_world_size(jobs: MakeJob, tmp_path: Path) -> None:
+    ran = Ran(jobs, tmp_path, "clipping_and_schedule", "--min-workers=1", call="optimizer", times=20, victim=1)
     assert re.search(r"round \d as rank 0, world size 1", ran.output), "the survivor has trained alone"
     assert any(result == pytest.approx(ran.expected, rel=1e-9) for result in ran.results.values())
     assert ran.expected[0] == EPOCHS * STEPS_OF_AN_EPOCH

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -216,10 +215,42 @@ def wrap(folder: Path, rank: int) -> None:
     plugin.teardown()
 
 
-def as_the_page_says(folder: Path, rank: int) -> None:
-    """The recipe of the page on migrating from ML Flashpoint, with the names that it takes from the user's own."""
-    page = (Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md").read_text()
-    code = re.findall(r"^```py\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1]
+#: The recipe of ML Flashpoint's guide, with our import line.
+GUIDE = """
+import os
+
+import nemo.lightning
+from torchelastic.adapters.nemo import MemoryCheckpointCallback, wrap_trainer_and_auto_resume
+
+memory_base_path = _get_my_base_path()  # such as str(job_container())
+os.makedirs(memory_base_path, exist_ok=True)
+
+callbacks.append(
+    MemoryCheckpointCallback(
+        memory_base_path,
+        args.ckpt_mlf_every_n_steps,
+        skip_every_n_steps=args.ckpt_std_every_n_steps,  # the steps of the standard checkpoints
+    )
+)
+
+auto_resume = nemo.lightning.AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
+
+trainer.strategy.setup_environment()
+
+auto_resume = wrap_trainer_and_auto_resume(
+    trainer=trainer,
+    flashpoint_base_container=memory_base_path,
+    async_save=not args.sync_save,
+    default_auto_resume=auto_resume,  # optional
+    # always_save_context=False,
+    # write_thread_count=1,
+    # initial_write_buffer_size_bytes=...,  # never a limit here
+)
+"""
+
+
+def as_the_guide_says(folder: Path, rank: int) -> None:
+    """The recipe of ML Flashpoint's guide, with the names that it takes from the user's own."""
     run = Run(folder)
     trainer = trainer_of(run, rank)
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, MemoryCheckpointCallback)]
@@ -230,7 +261,7 @@ def as_the_page_says(folder: Path, rank: int) -> None:
         "callbacks": trainer.callbacks,
         "trainer": trainer,
     }
-    exec(code, names)
+    exec(GUIDE, names)
     assert isinstance(names["auto_resume"], MemoryAutoResume)
     assert trainer.strategy.unwrapped_checkpoint_io.wrapped_checkpoint_io is own
     assert sum(isinstance(one, MemoryCheckpointCallback) for one in trainer.callbacks) == 1

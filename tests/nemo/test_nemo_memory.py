@@ -144,7 +144,7 @@ def test_a_newer_durable_checkpoint_is_taken(folder: Path) -> None:
     assert run.result()["steps"] == list(range(DURABLE_EVERY, STEPS))
 
 
-@pytest.mark.parametrize("checks", ["wrap", "as_the_page_says", "choose", "train_plainly"])
+@pytest.mark.parametrize("checks", ["wrap", "as_the_guide_says", "choose", "train_plainly"])
 def test_in_one_process(folder: Path, checks: str) -> None:
     """Functions of `small_run`, each with its assertions: what is wrapped, what is resumed from, other strategies."""
     log = folder / f"{checks}.txt"

@@ -352,7 +352,7 @@ def load_plain(root: str, hosts: str, fully_parallel: bool = False) -> Found:
         return Found(latest, loaded, {}, files_of(mem))
 
 
-def load_as_the_page_says(root: str, hosts: str, code: str, is_in_memory: bool) -> Found:
+def load_as_the_guide_says(root: str, hosts: str, code: str, is_in_memory: bool) -> Found:
     """Runs the snippet with the names that it takes from what stands before it."""
     with memory(root, hosts) as mem:
         elsewhere = CheckpointContainerId(f"{root}/{hosts[dist.get_rank()]}/nothing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.local import CkptID
-
-PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "nvrx.md"
 
 EXAMPLE = """
 from torchelastic.checkpoint.local import LocalCheckpointManager
@@ -80,10 +77,3 @@ def test_the_example_starts_from_scratch_and_then_goes_on(tmp_path: Path, capsys
     assert capsys.readouterr().out == ""
     assert torch.equal(loaded[0], torch.ones(2, 3))
     assert names["ckpt_part_id"] == CkptID(20, 0, "")
-
-
-def test_our_page_has_each_line_of_the_example() -> None:
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
-    ours = {line.strip().partition("  # ")[0] for line in code.splitlines()}
-    # the formatter has one kind of quotes
-    assert {line.strip().replace("'", '"') for line in EXAMPLE.splitlines()} <= ours

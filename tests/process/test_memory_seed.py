@@ -1,9 +1,8 @@
-"""The code of ML Flashpoint's user guide, as it stands on its page of docs/migrating, on several ranks and hosts."""
+"""The code of ML Flashpoint's user guide, with our import lines, on several ranks and hosts."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from torchelastic.network.ports import unused_ports
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md"
+GUIDE = Path(__file__).with_name("flashpoint_guide.py")
 GUARD = 'if __name__ == "__main__":'
 
 #: After a restart: every rank reads what was saved, and says whether it came from memory.
@@ -33,8 +32,8 @@ if __name__ == "__main__":
 """
 
 
-def page() -> str:
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
+def guide() -> str:
+    return GUIDE.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -78,8 +77,8 @@ def shards(base: Path) -> set[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
 def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path, number: int) -> None:
-    script = tmp_path / "page.py"
-    script.write_text(page())
+    script = tmp_path / "guide.py"
+    script.write_text(guide())
     (base,) = hosts(memory, 1)
     run(script, [base] * number, tmp_path / "long-term")
     assert [path.parent.name.split(".")[0] for path in base.glob("step-*/manifest.json")] == ["step-000000021"]
@@ -88,9 +87,9 @@ def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path,
 @pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
 def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: Path, number: int) -> None:
-    first, again = tmp_path / "page.py", tmp_path / "again.py"
-    first.write_text(page())
-    again.write_text(page().partition(GUARD)[0] + AGAIN)
+    first, again = tmp_path / "guide.py", tmp_path / "again.py"
+    first.write_text(guide())
+    again.write_text(guide().partition(GUARD)[0] + AGAIN)
     bases = hosts(memory, number)
     run(first, bases, tmp_path / "long-term")
     everything = set().union(*map(shards, bases))
@@ -105,9 +104,9 @@ def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: P
 
 @pytest.mark.long
 def test_without_anything_in_memory_the_long_term_checkpoint_is_loaded(memory: Path, tmp_path: Path) -> None:
-    first, again = tmp_path / "page.py", tmp_path / "again.py"
-    first.write_text(page())
-    again.write_text(page().partition(GUARD)[0] + AGAIN)
+    first, again = tmp_path / "guide.py", tmp_path / "again.py"
+    first.write_text(guide())
+    again.write_text(guide().partition(GUARD)[0] + AGAIN)
     (base,) = hosts(memory, 1)
     run(first, [base], tmp_path / "long-term")
     shutil.rmtree(base)

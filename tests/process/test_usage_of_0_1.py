@@ -1,18 +1,12 @@
-"""The usage document of torchelastic 0.1: its snippets run as they are; and our page has all of their lines."""
+"""The usage document of torchelastic 0.1: its snippets run as they are."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 import torchelastic
 from torchelastic.distributed import broadcast_long
 from torchelastic.rendezvous.server import EtcdServer
-
-PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "torchelastic-0.1.md"
 
 ROLLBACK = """
 snapshot = state.snapshot()
@@ -94,10 +88,3 @@ def test_the_main_of_the_document_runs_as_it_is_and_rolls_back(etcd: EtcdServer,
     assert (names["state"].count, train_step.calls) == (5, 6)
     assert names["state"].syncs == 2  # the first group, and the one after the failure
     assert names["coordinator"].stop_training
-
-
-@pytest.mark.parametrize("snippet", [ROLLBACK, MAIN], ids=["rollback", "main"])
-def test_our_page_has_each_line_of_theirs(snippet: str) -> None:
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
-    ours = {line.strip().partition("  # ")[0] for line in code.splitlines()}
-    assert {line.strip() for line in snippet.splitlines()} <= ours

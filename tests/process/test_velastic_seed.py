@@ -1,4 +1,4 @@
-"""velastic's page: its snippets run with changed import lines only; and ours has all of their lines."""
+"""velastic's page: its snippets run with changed import lines only, and with the lines that ours adds."""
 
 from __future__ import annotations
 
@@ -172,10 +172,26 @@ def test_the_manager_alone_asks_for_one_save_of_your_own(tmp_path: Path, monkeyp
     assert names["saved"][0] > 1
 
 
-@pytest.mark.parametrize("snippet", [EXTRA_STATE, INITIALIZE, RESUME, LOOP, ITER_MANAGER_ONLY])
-def test_our_page_has_each_line_of_theirs(snippet: str) -> None:
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
-    ours = {line.strip().removeprefix("# ").partition("  # ")[0] for line in code.splitlines()}
-    # the formatter has one kind of quotes
-    theirs = {line.strip().removeprefix("# ").replace("'", '"') for line in snippet.splitlines()}
-    assert theirs <= {line.replace("'", '"') for line in ours}
+def loop_of_our_page(without: str) -> str:
+    """The loop in the page's diff, without the lines that begin so: `+` gives theirs, `-` ours."""
+    diff = next(
+        one for one in re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S) if "while" in one
+    )
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(without))
+
+
+def test_our_page_shows_what_changes_in_their_loop() -> None:
+    assert loop_of_our_page(without="+").strip() == LOOP.strip()
+
+
+def test_the_loop_of_our_page_saves_stops_and_asks_for_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_numbers: list[torch.Tensor]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(DEADLINE, f"{time.time() + 5:.3f}")
+    loop, comment, end = loop_of_our_page(without="-").partition("    # Other training code...\n")
+    names: dict[str, Any] = {"losses": [], "seed": 1, "end": lambda: time.sleep(0.01)}
+    with pytest.raises(SystemExit) as ended:
+        exec("import sys\n" + BEFORE + EXTRA_STATE + INITIALIZE + RESUME + loop + comment + TRAINING + end, names)
+    assert ended.value.code == 75
+    assert len(list((tmp_path / ".velastic" / "checkpoint").glob("step-*"))) >= 1
