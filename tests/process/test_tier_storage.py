@@ -1,4 +1,4 @@
-"""Tiers on real folders, and durable ones in memory: what is put is found again, by whoever can reach it."""
+"""Tiers on real folders, and durable ones in memory and in S3: what is put is found again, by whoever can reach it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from tests.process.s3_server import NEEDS_S3, bucket
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
@@ -26,7 +27,7 @@ from torchelastic.checkpoint.store import (
 )
 from torchelastic.checkpoint.store.durable import without_credentials
 
-KINDS = ["memory", "private", "shared", "file", "object"]
+KINDS = ["memory", "private", "shared", "file", "object", pytest.param("s3", marks=NEEDS_S3)]
 
 
 def restorable(inventories: Sequence[Mapping[str, Sequence[TierEntry]]]) -> list[Candidate[SaveId, int]]:
@@ -47,6 +48,9 @@ def tier_of(kind: str, place: Path, keep: int = 2) -> Tier:
     if kind in ("file", "object"):
         url = f"file://{place}" if kind == "file" else f"memory://{place.parent.name}"
         return DurableTier(url, KeepLast(keep))
+    if kind == "s3":
+        store, options = bucket()
+        return DurableTier(f"{store}/{place.parent.name}/run", KeepLast(keep), storage_options=options)
     return DiskTier(place, KeepLast(keep), shared=kind == "shared")
 
 
