@@ -160,6 +160,23 @@ def test_the_cursor_of_the_sampler_moves_with_the_commit_alone() -> None:
     assert (sampler.cursor, state.step) == (5, 1)
 
 
+def test_accumulated_batches_of_which_a_rank_has_unequal_parts_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    sampler = ElasticBatchSampler(10, 8, epochs=3)  # batches of 8 and of 2: of the second one rank 2 has none
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=sampler)
+    for rank, world_size in ((1, 2), (2, 3), (2, 3)):  # of two ranks each has half of both batches
+        sampler.set_world(rank, world_size)
+        sampler.consume()
+        sampler.consume()
+        state.commit()
+        assert "unequal parts" not in caplog.text or world_size == 3
+    (record,) = [record for record in caplog.records if "unequal parts" in record.getMessage()]
+    assert "step 2" in record.getMessage()
+    assert "(2 of 8, 0 of 2 samples)" in record.getMessage()
+
+
 def test_what_is_saved_is_what_is_loaded() -> None:
     state = make_state(extra={"best": 0.5}, sampler=ElasticBatchSampler(20, 5, epochs=3))
     state.sync()

@@ -122,6 +122,23 @@ def test_shares_are_contiguous_and_level(samples: int, world_size: int) -> None:
     assert bounds[-1][1] == samples
 
 
+@given(st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(1, 8), st.integers(1, 5))
+def test_what_a_rank_keeps_of_a_failed_step_is_what_it_has_drawn(
+    samples: int, batch: int, shards: int | None, world_size: int
+) -> None:
+    sampler = ElasticBatchSampler(samples, batch)  # the last batch may be a small one
+    sampler.set_logical_shards(shards and min(shards, batch))
+    for _ in range(sampler.batches_per_epoch):
+        kept: list[int] = []
+        for rank in range(world_size):
+            sampler.set_world(rank, world_size)
+            units = sampler.pending_units()
+            assert sum(size for _, size in units) == sampler.consume().local_samples
+            kept += [unit for unit, _ in units]
+        assert kept == list(sampler.present_units)
+        sampler.commit()
+
+
 def test_weighted_local_means_are_the_global_mean_also_with_padding_and_accumulation() -> None:
     values = torch.randn(21, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weighted = 0.0

@@ -29,7 +29,6 @@ from torchelastic.data.shares import (
     places_of_unit,
     places_of_units,
     require_rank,
-    share_bounds,
     units_of_rank,
 )
 
@@ -178,7 +177,9 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         Units without samples are left out.
         """
         samples = len(self._batch(self._progress.position))
-        sizes = ((unit, len(places_of_unit(samples, unit, self._logical_shards))) for unit in self._units_now())
+        deal = self._reassignment
+        units = self._units_of(samples, self._rank, self._world_size) if deal is None else deal.compute
+        sizes = ((unit, len(places_of_unit(samples, unit, self._logical_shards))) for unit in units)
         return tuple((unit, size) for unit, size in sizes if size)
 
     def shares(self, batch_number: int) -> Share:
@@ -255,16 +256,14 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         share = BatchShare(*position, own, len(own), total, carried=self._of(batch, deal.carried))
         return Share(own or batch[:PADDING_SAMPLES], share)
 
-    def _units_now(self) -> Sequence[int]:
-        if self._reassignment is not None:
-            return self._reassignment.compute
-        return units_of_rank(self.units, self._rank, self._world_size)
+    def _units_of(self, samples: int, rank: int, world_size: int) -> range:
+        """The units that are this rank's in a global batch: logical shards, or places of the samples there are."""
+        return units_of_rank(self._logical_shards or samples, rank, world_size)
 
     def _places(self, samples: int, rank: int, world_size: int) -> Sequence[int]:
         """The places of this rank's samples in a global batch."""
-        if self._logical_shards is None:
-            return range(*share_bounds(samples, rank, world_size))
-        return places_of_units(samples, units_of_rank(self.units, rank, world_size), self._logical_shards)
+        units = self._units_of(samples, rank, world_size)
+        return units if self._logical_shards is None else places_of_units(samples, units, self._logical_shards)
 
     def _to_load(self, batch: tuple[int, ...], rank: int, world_size: int) -> tuple[int, ...]:
         """This rank's share; where there are fewer samples than ranks, those without any copy rank 0's."""

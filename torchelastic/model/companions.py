@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchelastic.data.shares import BatchSharing
 from torchelastic.model import random_state
 from torchelastic.model.extras import Copied, Extras
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
@@ -15,6 +17,8 @@ from torchelastic.model.optimizers import Optimizers, Settings
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.transfer import Packed
 from torchelastic.model.world_change import WorldChange, WorldWatch
+
+log = logging.getLogger(__name__)
 
 #: Types of immutable values.
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -70,12 +74,29 @@ class Companions:
         self.step = self.epoch = 0
         self.sampler = sampler
         self.extras = Extras({} if extra is None else extra)
+        self._has_warned = False
 
     def count_step(self) -> None:
         """A step has succeeded."""
         self.step += 1
+        self._warn_of_unequal_batches()
         if hasattr(self.sampler, "commit"):
             self.sampler.commit()
+
+    def _warn_of_unequal_batches(self) -> None:
+        """Gradients that were accumulated are weighted as one: right only where this rank's parts are equally large."""
+        if self._has_warned or not isinstance(self.sampler, BatchSharing):
+            return
+        pending = self.sampler.pending
+        self._has_warned = len({share.weight for share in pending}) > 1
+        if self._has_warned:
+            parts = ", ".join(f"{share.local_samples} of {share.global_samples}" for share in pending)
+            log.warning(
+                "step %d has accumulated the gradients of global batches of which this rank had unequal parts (%s "
+                "samples): at another world size their samples would count differently. Give the sampler "
+                "drop_last=True, or draw one global batch in a step and cut it into micro batches (docs/state.md)",
+                self.step, parts,
+            )  # fmt: skip
 
     def sampler_state(self) -> Any:
         """The sampler's state; None: there is none."""
