@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
         pytest.param("sync", 1, "bringing the states in sync", marks=pytest.mark.long),
         # .. or they are still in need of it, for they are not in sync before it answers
         pytest.param("sync", 0, "(?:forming the group|bringing the states in sync)", marks=pytest.mark.long),
-        ("save", 0, "saving a checkpoint"),
+        pytest.param("save", 0, "saving a checkpoint", marks=pytest.mark.long),
     ],
 )
 def test_a_worker_that_stops_between_steps_is_named_and_replaced(

@@ -76,9 +76,8 @@ def lefts(job: Job) -> set[tuple[int, int]]:
     return {(int(a), int(b)) for a, b in re.findall(r"worker (\d) left the loop at step (\d+)", job.output())}
 
 
-@pytest.mark.parametrize(
-    "way", ["break", *(pytest.param(way, marks=pytest.mark.long) for way in ("kept", "islice", "close"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["break", "kept", "islice", "close"])
 def test_stop_training_on_one_worker_ends_the_run_for_all_however_it_leaves(
     jobs: MakeJob, tmp_path: Path, way: str
 ) -> None:

@@ -126,6 +126,7 @@ def test_workers_wait_for_an_etcd_that_starts_later(jobs: MakeJob, run_id: str) 
         job.check_identity(finishers=1)
 
 
+@pytest.mark.long
 def test_metrics_of_workers_and_of_the_rendezvous_are_served_while_the_run_goes_on(jobs: MakeJob) -> None:
     job = jobs(metrics="prometheus", gates=[30])
     job.start("--standalone", "--metrics-port=0", nproc=1)

@@ -53,6 +53,7 @@ def test_a_run_shows_by_itself_how_far_it_is_and_its_loss_without_garbling_a_lin
     assert not any(map(line.fullmatch, shell.screen)), "it was in its place, and is gone"
 
 
+@pytest.mark.long
 def test_watch_the_run_without_an_address_until_ctrl_c_stops_it_and_leaves_no_process(at_terminal: AtTerminal) -> None:
     text = script(in_step="time.sleep(0.1)", epochs=100)
     shell = at_terminal("run", "--nproc-per-node=2", "--rdzv-id=mine", "train.py", text=text)

@@ -228,6 +228,7 @@ def test_a_worker_that_hangs_is_ended_within_the_bound_and_comes_back(jobs: Make
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_who_dies_in_the_very_last_step_leaves_the_others_level(jobs: MakeJob) -> None:
     faults = [Fault("kill", "backward", rank=1, step=LAST_STEP)]
     job = run_standalone(jobs(faults), nproc=2)

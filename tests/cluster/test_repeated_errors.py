@@ -139,7 +139,9 @@ state.steps += 1
     assert "RuntimeError: this place of the host is broken" in ending
 
 
-@pytest.mark.parametrize("why", ["the same error each time", "killed until its restarts are used up"])
+@pytest.mark.parametrize(
+    "why", ["the same error each time", pytest.param("killed until its restarts are used up", marks=pytest.mark.long)]
+)
 def test_the_other_hosts_of_such_a_run_end_too_and_name_the_host_whose_launcher_says_why(
     jobs: MakeJob, tmp_path: Path, why: str
 ) -> None:
@@ -168,6 +170,7 @@ state.steps += 1
     assert ("RuntimeError: this host is broken" if "error" in why else "killed by SIGKILL") in ending
 
 
+@pytest.mark.long
 def test_who_was_started_again_does_not_wait_alone_for_a_worker_that_failed_for_good(
     jobs: MakeJob, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def start(jobs: list[ShardedJob], folder: Path, *faults: Fault, **options: Any) 
     return jobs[-1]
 
 
+@pytest.mark.long
 def test_an_undisturbed_run_is_that_of_one_process(jobs: list[ShardedJob], tmp_path: Path) -> None:
     job = start(jobs, tmp_path)
     job.run()
@@ -320,6 +321,7 @@ def test_runs_with_the_same_history_have_the_same_bits(jobs: list[ShardedJob], t
 HYBRID = {"hybrid": 2, "replicas": 0, "full_world": 4}
 
 
+@pytest.mark.long
 @pairs(("optimizer",), ("drawn", "forward"), ("backward", "tail"))
 def test_with_replicas_in_the_mesh_a_loss_costs_no_step(
     jobs: list[ShardedJob], tmp_path: Path, phases: tuple[str, ...]

@@ -41,6 +41,7 @@ def test_a_worker_killed_by_a_signal_before_it_asks_for_a_group_is_started_again
     assert [event["restart"] for event in job.of("started", worker=1)] == [0, 1]
 
 
+@pytest.mark.long
 def test_a_worker_killed_at_every_start_is_given_up_after_max_restarts(jobs: MakeJob) -> None:
     job = jobs([Fault("kill", "start", incarnation=None, times=10)])
     job.start("--standalone", "--max-restarts=1", nproc=1)
@@ -105,7 +106,7 @@ print("RANK", coordinator.rank)
 """
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_launcher_fails_if_rank_0_is_lost_while_the_others_finish(jobs: MakeJob, tmp_path: Path, lost: int) -> None:
     job, script = jobs(), tmp_path / "script.py"
     script.write_text(LOST_FIRST.replace("LOST", str(lost)))

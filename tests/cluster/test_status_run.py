@@ -108,7 +108,9 @@ def test_status_shows_the_members_and_events_the_kill_of_a_worker(
     assert watcher.status()["round"]["state"] == "closed"
 
 
-@pytest.mark.parametrize("options", [(), ("--follow", "--json")], ids=["once", "following"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--follow", "--json"), marks=pytest.mark.long)], ids=["once", "following"]
+)
 def test_events_of_a_run_whose_hosts_have_left_says_where_they_are(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.hosts import Lab, why_impossible
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_two_pods_of_one_node_replicate_to_each_other(tmp_path: Path, kind: str) -> None:
     impossible = why_impossible()

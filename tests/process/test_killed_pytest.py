@@ -50,7 +50,14 @@ def job_forever(folder: str) -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("start", [forked_forever, crew_forever, job_forever])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(forked_forever, marks=pytest.mark.long),
+        pytest.param(crew_forever, marks=pytest.mark.long),
+        job_forever,
+    ],
+)
 def test_they_end_when_pytest_is_killed(start: Callable[[str], None], tmp_path: Path) -> None:
     program = f"import sys; from tests.process.test_killed_pytest import {start.__name__} as start; start(sys.argv[1])"
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -29,7 +29,9 @@ def drawn(stream: ElasticStream, batches: int | None) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("num_workers", "start"), [(0, None), (2, None), (1, "spawn")])
+@pytest.mark.parametrize(
+    ("num_workers", "start"), [(0, None), (2, None), pytest.param(1, "spawn", marks=pytest.mark.long)]
+)
 def test_a_stream_goes_on_in_the_middle_of_files_documents_and_blocks(
     tmp_path: Path, num_workers: int, start: str | None
 ) -> None:

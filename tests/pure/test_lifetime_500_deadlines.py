@@ -115,6 +115,7 @@ def one_deadline(seed: int, kind: Callable[[random.Random], Times], folder: Path
     return End(seed, kind.__name__, START_S + life_s - clock(), planned_s, str(decision))
 
 
+@pytest.mark.long
 def test_of_500_deadlines_of_many_sorts_at_least_99_in_100_are_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

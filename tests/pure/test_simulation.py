@@ -93,6 +93,7 @@ def test_faults_that_make_each_other_worse_break_no_promise(verbs: tuple[str, ..
 DRAINS = ("drain a worker", "drain a host", "ask in the store for a drain")
 
 
+@pytest.mark.long
 def test_drains_alone_break_no_round_and_cost_no_step() -> None:
     left = 0
     for seed in range(40):
@@ -390,6 +391,7 @@ def test_of_a_run_that_is_over_no_record_of_an_agent_is_left_for_longer_than_its
     assert [kv.lease_id for kv in left] == [world.store.tree.keys[KEYS.round].lease_id], "that of the host that crashed"
 
 
+@pytest.mark.long
 def test_a_large_group_survives_every_fault() -> None:
     report = strike_with_everything(11, hosts=64, nproc=4)
     assert report.rounds > len(VERBS) / 2
@@ -398,7 +400,7 @@ def test_a_large_group_survives_every_fault() -> None:
 # --- what a round costs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("members", [2, 16, 128, 1024])
+@pytest.mark.parametrize("members", [2, 16, 128, pytest.param(1024, marks=pytest.mark.long)])
 def test_a_member_puts_once_and_hears_of_two_changes_however_many_there_are(members: int) -> None:
     first, again = first_round_and_re_form(members + 1, 1)
     # broken and running; each of the others asks once, the lost one's agent says so, the leader decides twice
