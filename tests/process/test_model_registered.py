@@ -173,3 +173,16 @@ def test_an_infinite_gradient_skips_the_optimizer_and_a_later_failure_still_has_
     assert scaler.get_scale() == 512.0
     state.apply(snapshot)
     assert_same(before, picture(state))
+
+
+def test_a_new_worker_that_has_no_loss_to_scale_in_its_first_step_can_step() -> None:
+    saved = picture(committed(make_state(), 1))  # as with logical shards, where the first batch has too few for it
+    state = make_state()
+    state.load_state_dict(saved)
+    scaler = state.extra["scaler"]
+    for parameter in state.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    scaler.step(state.optimizer)
+    scaler.update()
+    assert saved["extra"]["scaler"]["scale"] == 1024.0
+    assert scaler.get_scale() == 2048.0  # the second good step: it grows as it does for the others

@@ -170,6 +170,8 @@ def _load(value: Any, state: Any) -> None:
     # failed between that and update() would leave that behind, and the repeated step would raise.
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         value._per_optimizer_states.clear()
+        # its scale is made by the first loss; a rank that has no logical shard of its first batch steps without one
+        value.scale(torch.zeros((), device=value._device))
 
 
 def copied_into(tree: Any, earlier: Any) -> Any:
