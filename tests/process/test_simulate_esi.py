@@ -144,6 +144,24 @@ def test_a_signal_ends_the_job_and_the_simulator_at_once(
     )
 
 
+def test_a_signal_that_meets_a_finalizer_ends_it_too() -> None:
+    """Python drops what a signal handler raises there."""
+    program = (
+        "import os, signal, sys\n"
+        "from torchelastic.launch import simulate_esi\n"
+        "from torchelastic.launch.main import main\n"
+        "class Finalized:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "simulate_esi.Reported.read = lambda _: Finalized() and None\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", program, "simulate-esi", "--cmd", "exec sleep 600", *FOREVER]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert b"Exception ignored in" in ended.stderr, "the fault has happened"
+
+
 def test_the_command_of_a_simulator_that_was_killed_ends_too(tmp_path: Path) -> None:
     command = [*SIMULATOR, "--cmd", f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; exec sleep 600"]
     running = subprocess.Popen([*command, *FOREVER], stderr=subprocess.DEVNULL)

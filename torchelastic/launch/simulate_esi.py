@@ -164,6 +164,8 @@ class Simulation:
     def _holds_by(self, deadline_s: float, reported: Reported, condition: Callable[[], bool]) -> bool:
         """Whether something comes true before that moment. Reads what the job reports meanwhile."""
         while not condition():
+            if self._signal:  # what the handler raised is lost where it met a finalizer
+                raise KeyboardInterrupt
             left_s = deadline_s - time.monotonic()
             if left_s <= 0.0:
                 return False
