@@ -56,6 +56,18 @@ def test_recompute_deals_the_lost_samples_out_and_ends_where_an_undisturbed_run_
     assert {len(indices) for indices in again.values()} == {2}, "dealt out evenly"
 
 
+@pytest.mark.long
+def test_what_is_lost_of_an_epochs_small_last_batch_is_computed_again(jobs: MakeJob) -> None:
+    kill = Fault("kill", "backward", rank=1, step=4)
+    job = run_standalone(jobs([kill], salvage="recompute", samples=52), nproc=3)
+    assert_all_struck(job, [kill])
+    before = counted(job, 4, 1)
+    assert sum(map(len, before.values())) == 4, "of batches of 12"
+    again = counted(job, 4, 2)
+    assert sorted(index for indices in again.values() for index in indices) == sorted(before[1]) != []
+    job.check_identity()
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     """The final weights of a single worker whom nothing happened."""
