@@ -404,6 +404,12 @@ def test_a_lost_host_is_replaced_by_its_copy_in_the_memory_of_another(crew: Crew
     assert answers == [(2, 0, True), (2, 1, True)]
 
 
+def test_of_a_shard_on_another_host_a_rank_receives_only_what_it_reads(crew: Crew, folder: Path) -> None:
+    for is_same, received_bytes, part_bytes in succeeded(crew.run(jobs.received_by_each_rank, str(folder), ranks=2)):
+        assert is_same
+        assert 0 < received_bytes < part_bytes / 5  # the header, and what only the other one has saved
+
+
 def test_an_unfinished_save_is_named_in_a_warning(folder: Path) -> None:
     saved_twice(folder)
     (folder / ".tmp-step-000000003.e1.r0.g3").mkdir()

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -166,21 +167,20 @@ def restore_while_a_holder_is_killed(folder: str) -> dict[str, Any]:
     peers._raise_if_broken = raise_if_broken
     pull = ReplicaClient.pull
 
-    def killing(self: ReplicaClient, object_id: str, destination: Destination) -> Transferred:
+    def killing(self: ReplicaClient, object_id: str, destination: Destination, **more: Any) -> Transferred:
         def begun(size_bytes: int) -> Any:
             if "shard-00001-" in object_id:
                 os.kill(pids[1], signal.SIGKILL)
             return destination(size_bytes)
 
-        return pull(self, object_id, begun)
+        return pull(self, object_id, begun, **more)
 
-    ReplicaClient.pull = killing  # type: ignore[method-assign]
     lost = ""
-    try:
-        manager.restore(state, peers)
-    except (RuntimeError, ProcessLookupError) as error:
-        lost = str(error)
-    ReplicaClient.pull = pull  # type: ignore[method-assign]
+    with mock.patch.object(ReplicaClient, "pull", killing):
+        try:
+            manager.restore(state, peers)
+        except (RuntimeError, ProcessLookupError) as error:
+            lost = str(error)
     store, survivor = f"file://{folder}/again", int(host == 2)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=store, rank=survivor, world_size=2, timeout=timedelta(seconds=30))

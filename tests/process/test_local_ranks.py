@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from tests.process.local_ranks import Crew, Failed, succeeded
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.disk import Disk
 
 CREW_SIZE = 4
+#: Columns of a tensor of which each rank has rows.
+WIDE = 100_000
 
 
 # What the ranks do
@@ -172,18 +176,18 @@ def test_split_tensors_are_put_together_by_any_number_of_ranks(
     assert succeeded(crew.run(load_split, tmp_path, ranks=after)) == [True] * after
 
 
-def split_state(fill: bool) -> dict[str, Any]:
-    whole = torch.arange(32, dtype=torch.float32).view(8, 4)
+def split_state(fill: bool, wide: int = 4) -> dict[str, Any]:
+    whole = torch.arange(8 * wide, dtype=torch.float32).view(8, wide)
     rows = 8 // dist.get_world_size()
     begin = rows * dist.get_rank()
-    part = whole[begin : begin + rows].clone() if fill else torch.zeros(rows, 4)
+    part = whole[begin : begin + rows].clone() if fill else torch.zeros(rows, wide)
     bias = torch.full((3,), 7.0) if fill else torch.zeros(3)
-    return {"split": ShardOf(part, (8, 4), (begin, 0)), "whole": bias, "step": 5 if fill else 0}
+    return {"split": ShardOf(part, (8, wide), (begin, 0)), "whole": bias, "step": 5 if fill else 0}
 
 
-def save_split(root: Path) -> None:
-    manager = manager_at(root, repl_strategy=cliques(factor=dist.get_world_size()))
-    manager.save(BasicTensorAwareStateDict(split_state(fill=True)), 5)
+def save_split(root: Path, wide: int = 4, factor: int | None = None) -> None:
+    manager = manager_at(root, repl_strategy=cliques(factor=factor or dist.get_world_size()))
+    manager.save(BasicTensorAwareStateDict(split_state(True, wide)), 5)
     dist.barrier()
     manager.close()
 
@@ -200,6 +204,29 @@ def load_split(root: Path) -> bool:
         and torch.equal(state["whole"], expected["whole"])
         and (state["step"], ckpt_id.iteration) == (5, 5)
     )
+
+
+def test_of_the_parts_on_other_hosts_only_that_is_fetched_which_the_template_has(crew: Crew, tmp_path: Path) -> None:
+    succeeded(crew.run(save_split, tmp_path, WIDE, 1, ranks=2))
+    for is_right, fetched_bytes in succeeded(crew.run(load_own_part, tmp_path, ranks=2)):
+        assert is_right
+        assert 0 < fetched_bytes < 2**17 < 4 * WIDE  # the header of the other part
+
+
+def load_own_part(root: Path) -> tuple[bool, int]:
+    manager, came, pull = manager_at(root), [0], ReplicaClient.pull
+
+    def counted(*given: Any, **more: Any) -> Transferred:
+        transferred = pull(*given, **more)
+        came.append(transferred.size_bytes)
+        return transferred
+
+    template = split_state(False, WIDE)
+    with mock.patch.object(ReplicaClient, "pull", counted):
+        manager.load_resharded(template)
+    dist.barrier()
+    manager.close()
+    return torch.equal(template["split"].tensor, split_state(True, WIDE)["split"].tensor), sum(came)
 
 
 def test_one_manager_serves_group_after_group_with_other_ranks(crew: Crew, tmp_path: Path) -> None:

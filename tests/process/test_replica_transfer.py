@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,12 @@ from tests.process.replicas import (
     content_of,
 )
 from tests.waiting import wait_until
-from torchelastic.checkpoint.replication.errors import CorruptReplicaError, PeerLostError, PeerStalledError
+from torchelastic.checkpoint.replication.errors import (
+    CorruptReplicaError,
+    PeerLostError,
+    PeerStalledError,
+    ProtocolError,
+)
 from torchelastic.checkpoint.replication.protocol import PIECE_BYTES
 from torchelastic.checkpoint.replication.receive import digest_of
 from torchelastic.checkpoint.replication.server import ReplicaServer
@@ -48,6 +54,18 @@ def test_an_object_goes_there_and_comes_back(server: ReplicaServer, shelf: Recor
     pulled = client.pull("iter_7/rank_0", lambda _: back)
     assert back == content
     assert (pulled.size_bytes, pulled.digest) == (size_bytes, sent.digest)
+
+
+def test_a_part_of_an_object_can_be_fetched(server: ReplicaServer) -> None:
+    content, client = content_of(1), client_of(server)
+    client.push("x", content, token_round=1)
+    parts = [(0, 64), (SIZE_BYTES // 2, SIZE_BYTES - 1), (SIZE_BYTES - 3, SIZE_BYTES + 9)]
+    assert client.read("x", parts) == b"".join(content[begin:end] for begin, end in parts)
+    assert client.read("x", [(SIZE_BYTES, SIZE_BYTES + 9)]) == b""
+    strange: list[Any] = [[(0, 2**40)], [(0, SIZE_BYTES)] * 2, [(-5, 3)]]
+    for wrong in strange:
+        with pytest.raises(ProtocolError, match="asked for"):
+            client.read("x", wrong)
 
 
 def test_what_is_there_already_does_not_travel_again(server: ReplicaServer) -> None:

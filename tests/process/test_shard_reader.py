@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards import ShardReader, save_tree
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES
+from torchelastic.checkpoint.shards.partial import FIRST_BYTES, PartialCopy, Ranges
+from torchelastic.checkpoint.shards.reading import open_copy
 
 TENSORS = {
     "small": torch.arange(7.0),
@@ -93,3 +96,68 @@ def test_many_threads_read_one_reader(shard: ShardReader) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(60)))
+
+
+# --- a shard that lies elsewhere --------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """Where a shard is; what of it was asked for."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.sent_bytes = 0
+
+    def fetch(self, ranges: Ranges) -> bytes:
+        sent = b"".join(self.content[begin:end] for begin, end in ranges)
+        self.sent_bytes += len(sent)
+        return sent
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_of_a_shard_that_lies_elsewhere_only_that_comes_which_is_read(
+    path: Path, tmp_path: Path, on_disk: bool
+) -> None:
+    holder, before = Elsewhere(path.read_bytes()), len(list(tmp_path.iterdir()))
+    with open_copy(PartialCopy(holder.fetch, tmp_path if on_disk else None), "far away") as shard:
+        assert torch.equal(shard.read_one("last"), TENSORS["last"])
+        assert torch.equal(shard.read(names=["half"])["half"], TENSORS["half"])
+        assert holder.sent_bytes <= FIRST_BYTES + TENSORS["last"].nbytes
+        assert is_all(shard.read())
+        shard.verify()
+        assert is_all(shard.map())
+        assert bytes(shard.view()) == holder.content
+        assert holder.sent_bytes <= len(holder.content)
+    assert len(list(tmp_path.iterdir())) == before
+
+
+def test_a_shard_that_lies_elsewhere_is_checked_where_it_is_read(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-len(content) // 2] ^= 1  # in the middle of the long one
+    holder = Elsewhere(bytes(content))
+    with open_copy(PartialCopy(holder.fetch), "far away") as shard:
+        shard.read(names=["small", "last"])
+        assert shard.failure is None
+        with pytest.raises(CorruptCheckpointError, match="far away is damaged: the checksum of its tensor 'long'"):
+            shard.read(names=["long"])
+        assert isinstance(shard.failure, CorruptCheckpointError)
+
+
+def test_a_holder_that_is_gone_or_has_less_than_it_said_is_an_error_of_the_shard(path: Path) -> None:
+    holder = Elsewhere(path.read_bytes())
+
+    def broken(ranges: Ranges) -> bytes:
+        if ranges[0][0]:
+            raise CheckpointError("the host is gone")
+        return holder.fetch(ranges)
+
+    with open_copy(PartialCopy(broken), "far away") as shard:
+        with pytest.raises(CheckpointError, match="the host is gone"):
+            shard.read()
+        assert str(shard.failure) == "the host is gone"
+    with open_copy(PartialCopy(holder.fetch), "far away") as shard:
+        holder.content = holder.content[:-1]
+        with pytest.raises(CorruptCheckpointError, match="the shard far away cannot be used: it was cut"):
+            shard.read()
+    with pytest.raises(CorruptCheckpointError, match="the shard far away cannot be used: it does not begin like"):
+        open_copy(PartialCopy(lambda _: b"no shard"), "far away")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.process.s3_server import NEEDS_S3, bucket
@@ -87,6 +90,29 @@ def test_what_a_group_puts_is_found_by_the_next_one_and_the_old_ones_go(kind: st
     assert [entry.name.step for entry in following[0].inventory()] == [2, 3]
     close(following)
     assert hidden_in(place.parent) == []
+
+
+def test_of_a_shard_in_durable_storage_only_that_is_downloaded_which_is_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def cat_file(files: LocalFileSystem, path: str, *which: int | None, **more: Any) -> bytes:
+        sent.append(len(content := AbstractFileSystem.cat_file(files, path, *which, **more)))
+        return bytes(content)
+
+    tier = tier_of("file", place)
+    tier.prepare(TierContext("run", 1, 1, 0, 1))
+    state = {"first": torch.arange(100.0), "long": torch.arange(10**6), "last": torch.ones(3)}
+    shard = sealed(name_at(1), state=state)
+    tier.commit(Manifest(name_at(1), "run", 1, (tier.put(shard),)))
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
+    with tier.open(name_at(1), 0) as reader:
+        assert torch.equal(reader.read_one("last"), state["last"])
+        assert sum(sent) < 10**5
+        assert torch.equal(reader.read_one("long"), state["long"])
+    assert sum(sent) > 8 * 10**6
+    tier.close()
 
 
 @pytest.mark.parametrize("kind", ["memory", "private"])

@@ -43,10 +43,14 @@ def name_at(step: int, *, epoch: int = 1, round_number: int = 1) -> SaveId:
 
 
 def sealed(
-    name: SaveId, rank: int = 0, world_size: int = 1, take: Callable[[Header], Stage] | None = None
+    name: SaveId,
+    rank: int = 0,
+    world_size: int = 1,
+    take: Callable[[Header], Stage] | None = None,
+    state: dict[str, Any] | None = None,
 ) -> SealedShard:
-    """One rank's shard of the state of a step, in a stage of its own or in one that a tier gives away."""
-    flat = flatten(state_at(name.step))
+    """One rank's shard of the state (of a step), in a stage of its own or in one that a tier gives away."""
+    flat = flatten(state_at(name.step) if state is None else state)
     extents = [Extent(named.name, named.shape, named.tensor.element_size()) for named in flat.tensors]
     regions = split_replicated(extents, world_size)[rank]
     parts = []

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.checkpoint import BCPState, MemoryTier
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
@@ -206,6 +208,29 @@ def after_a_host_is_lost(folder: str, kind: str) -> tuple[int, int, bool]:
     again.state.save()
     again.state.close()
     return extra["iteration"], extra["rank"], (Path(folder) / "host1-1").exists()
+
+
+def received_by_each_rank(folder: str) -> tuple[bool, int, int]:
+    """Each rank saves its part on a host of its own, and resumes there: what comes from the other, and the parts."""
+    tiers: dict[str, Any] = {"tiers": [MemoryTier(Path(folder) / f"host{dist.get_rank()}")], "wide": 40_000}
+    job = Job(Path(folder), "fsdp2", **tiers)
+    job.train(1)
+    job.state.save()
+    job.state.close()
+    again = Job(Path(folder), "fsdp2", seed=5, **tiers)
+    came: list[int] = []
+    pull = ReplicaClient.pull
+
+    def counted(*given: Any, **more: Any) -> Transferred:
+        transferred = pull(*given, **more)
+        came.append(transferred.size_bytes)
+        return transferred
+
+    with mock.patch.object(ReplicaClient, "pull", counted):
+        extra = again.resume()
+    again.state.close()
+    parts = [value.to_local().nbytes for value in again.model.state_dict().values()]
+    return extra is not None and extra["digest"] == again.digest() == job.digest(), sum(came), sum(parts)
 
 
 def damaged_for_rank_1(folder: str) -> tuple[int, int, bool, list[str]]:

@@ -220,6 +220,10 @@ class DurableCopies:
         """Training goes on from this step."""
         self._schedules.begin(step)
 
+    def open(self, shard: ShardId) -> ShardReader:
+        """Opens a shard, of which only that is downloaded which is read. Raises as `pull`."""
+        return self._tier.open(shard.name, shard.rank)
+
     def pull(self, shard: ShardId, destination: Destination) -> Transferred:
         """Downloads a shard into memory that `destination` returns for its size.
 
@@ -227,7 +231,7 @@ class DurableCopies:
             CorruptCheckpointError: it is missing, or not what was stored.
             CheckpointError: the storage does not answer.
         """
-        with self._tier.open(shard.name, shard.rank) as reader, reader.view() as view:
+        with self.open(shard) as reader, reader.view() as view:
             destination(view.nbytes)[:] = view
             return Transferred(view.nbytes, digest_of(view), view.nbytes)
 

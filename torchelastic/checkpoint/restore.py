@@ -6,12 +6,10 @@ Another copy of a damaged shard is tried, then the next older checkpoint. What i
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,12 +18,13 @@ from torchelastic.checkpoint.replication.client import Transferred, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.restore_plan import Candidate, ShardSource
-from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.partial import Fetch, PartialCopy
+from torchelastic.checkpoint.shards.reading import ShardReader, open_copy
 from torchelastic.checkpoint.shards.stage import tensors_of
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.owner import locked
-from torchelastic.checkpoint.store.reading import open_stated, require_shard
+from torchelastic.checkpoint.store.reading import require_shard, stated
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, shard_file_name
 from torchelastic.metrics import publish_metric
 
@@ -37,6 +36,7 @@ StoredCandidate = Candidate[SaveId, int]
 Pull = Callable[[ShardId, ShardSource, Destination], Transferred]
 
 Got = TypeVar("Got")
+Key = TypeVar("Key")
 
 #: For how long another process of this host is waited for that fetches the same shard.
 FETCHING_ELSEWHERE_S = 600.0
@@ -99,6 +99,47 @@ def first_good_copy(shard: object, sources: Sequence[ShardSource], take: Callabl
             failures.append(f"{source}: {error}")
             log.warning("%s is of no use at %s: %s", shard, source, error)
     raise CorruptCheckpointError(f"no good copy of {shard} is left ({'; '.join(failures) or 'nobody holds one'})")
+
+
+def read_good_copies(
+    sources: Mapping[Key, list[ShardSource]],
+    open_at: Callable[[Key, ShardSource], ShardReader],
+    take: Callable[[Mapping[Key, ShardReader]], Got],
+    pass_over: Callable[[Key, list[ShardSource], CheckpointError], tuple[str, bool]],
+) -> Got:
+    """What `take` returns for several shards that it reads together, each from the first good copy of it.
+
+    Args:
+        sources: of each shard, best first; where they were read when this returns, that is the first.
+        open_at: opens a copy.
+        take: reads; if it raises because a reader did, that copy is passed over, and all is read again.
+        pass_over: removes the first source, and others that are no better; returns why, and whether that is damage.
+
+    Raises:
+        CorruptCheckpointError: a shard has no good copy, and all that were passed over are damaged.
+        CheckpointError: it has none that can be read now; or `take` raised it and no reader did.
+    """
+    faults: list[tuple[str, bool]] = []
+
+    def opened(shard: Key, stack: ExitStack) -> ShardReader:
+        while sources[shard]:
+            try:
+                return stack.enter_context(open_at(shard, sources[shard][0]))
+            except CheckpointError as error:
+                faults.append(pass_over(shard, sources[shard], error))
+        kind = CorruptCheckpointError if all(is_damage for _, is_damage in faults) else CheckpointError
+        raise kind("; ".join(text for text, _ in faults) or f"nobody has the shard {shard}")
+
+    while True:
+        with ExitStack() as stack:
+            readers = {shard: opened(shard, stack) for shard in sources}
+            try:
+                return take(readers)
+            except CheckpointError:
+                failures = {shard: reader.failure for shard, reader in readers.items() if reader.failure is not None}
+                if not failures:
+                    raise
+        faults += [pass_over(shard, sources[shard], failure) for shard, failure in failures.items()]
 
 
 def shards_of(candidate: StoredCandidate) -> list[ShardId]:
@@ -186,27 +227,18 @@ def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[int]:
     return good
 
 
-def fetched_into_memory(shard: ShardId, pull: Callable[[Destination], Any]) -> ShardReader:
-    """A shard of another rank in anonymous memory, which goes with its reader; its data are not checked yet.
+def open_remote(shard: ShardId, fetch: Fetch) -> ShardReader:
+    """Opens a shard of another rank: what is read of it comes into memory, which goes with the reader.
 
     Args:
         shard: which.
-        pull: fetches it.
+        fetch: asks its holder; see `ReplicaClient.read`.
 
     Raises:
-        CheckpointError: what `pull` raises, or what came is no shard.
+        CheckpointError: what `fetch` raises, or it is no shard, or another one.
     """
-    descriptor = os.memfd_create("torchelastic-shard")
-
-    def destination(size_bytes: int) -> memoryview:
-        os.ftruncate(descriptor, size_bytes)
-        return memoryview(mmap.mmap(descriptor, size_bytes))
-
-    try:
-        pull(destination)
-        return open_stated(Path(f"/proc/self/fd/{descriptor}"), shard, f"the copy of {shard}")
-    finally:
-        os.close(descriptor)
+    where = f"the copy of {shard}"
+    return stated(open_copy(PartialCopy(fetch), where), shard, where)
 
 
 def make_copies(

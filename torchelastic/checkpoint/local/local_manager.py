@@ -23,9 +23,17 @@ from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.client import Transferred
+from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
-from torchelastic.checkpoint.restore import fetch, fetched_into_memory, first_good_copy, make_copies, shards_of
+from torchelastic.checkpoint.restore import (
+    fetch,
+    first_good_copy,
+    make_copies,
+    open_remote,
+    read_good_copies,
+    shards_of,
+)
 from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
@@ -152,8 +160,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """Copies the newest complete checkpoint into a state that is there, whatever number of ranks saved it.
 
         A DTensor or `ShardOf` of the template gets its own part, put together from whatever parts were saved; what
-        every rank held whole is taken from one of them. Called on all ranks, each with its own template. Parts that lie
-        on other hosts are fetched into memory, all of them.
+        every rank held whole is taken from one of them. Called on all ranks, each with its own template. Of what lies
+        on other hosts only that is fetched, into memory.
 
         Args:
             template: a state dict (or `BasicTensorAwareStateDict`) of the saved structure; its tensors are overwritten.
@@ -168,14 +176,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
         tree = plain_basic(template)
 
         def attempt(save: SaveId) -> tuple[Any, CkptID]:
-            readers: list[ShardReader] = []
-            try:
-                for shard in shards_of(self._found[save]):
-                    readers.append(self._from_any(shard, _verified, keep=False))
-                state = read_into(readers, tree, strict=strict, allow_pickles=self._allow_pickles)
-            finally:
-                for reader in readers:
-                    reader.close()
+            def take(readers: Mapping[ShardId, ShardReader]) -> Any:
+                return read_into(list(readers.values()), tree, strict=strict, allow_pickles=self._allow_pickles)
+
+            copies = {shard: self._copies_of(shard) for shard in shards_of(self._found[save])}
+            state = read_good_copies(copies, self._open, take, self._pass_over)
             return state, CkptID(save.step, self.rank, self.session_id)
 
         self._begin("load_resharded()", look=True)
@@ -398,32 +403,49 @@ class LocalCheckpointManager(BaseCheckpointManager):
         def opened(reader: ShardReader) -> Used:
             try:
                 return use(reader)
-            except CorruptCheckpointError:
+            except BaseException:
                 reader.close()
                 raise
 
-        def own() -> Used:
-            try:
-                reader = self._files.open(shard.name, shard.rank)
-            except CheckpointError as error:
-                raise CorruptCheckpointError(str(error)) from error
-            return opened(reader)
+        def use_of(source: ShardSource) -> Used:
+            return opened(self._open(shard, source))
 
-        others, why = self._others(shard), None
-        if len(others) < len(self._found[shard.name].sources[shard.rank]):
+        copies = self._copies_of(shard)
+        if not keep:
+            return first_good_copy(described(shard), copies, use_of)
+        own, why = ShardSource(self.rank), None
+        if own in copies:
             try:
-                return own()
+                return use_of(own)
             except CorruptCheckpointError as error:
-                log.warning("%s is of no use at rank %d: %s", described(shard), self.rank, error)
+                log.warning("%s is of no use at %s: %s", described(shard), own, error)
                 why = error
-        if keep:
-            fetch(self._files, shard, others, self._pull, instead_of=why)
-            return own()
-        return first_good_copy(
-            described(shard),
-            others,
-            lambda source: opened(fetched_into_memory(shard, partial(self._pull, shard, source))),
-        )
+        fetch(self._files, shard, self._others(shard), self._pull, instead_of=why)
+        return use_of(own)
+
+    def _copies_of(self, shard: ShardId) -> list[ShardSource]:
+        """Where a shard is, nearest first."""
+        others = self._others(shard)
+        is_here = len(others) < len(self._found[shard.name].sources[shard.rank])
+        return [*([ShardSource(self.rank)] if is_here else []), *others]
+
+    def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
+        """Opens a copy; of one on another host or in durable storage that comes here which is read."""
+        if self._copies is not None and source.place:
+            return self._copies.open(shard)
+        if source.rank != self.rank:
+            client = self._peers.client(source.rank, self._peers.retry.timeout_seconds)
+            return open_remote(shard, partial(client.read, str(shard)))
+        try:
+            return self._files.open(shard.name, shard.rank)
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+
+    def _pass_over(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
+        """See `read_good_copies`; a host that cannot be reached takes what it has with it."""
+        text = f"{described(shard)} is of no use at {sources.pop(0)}: {error}"
+        log.warning("%s", text)
+        return text, isinstance(error, (CorruptCheckpointError, ReplicationError))
 
     def _others(self, shard: ShardId) -> list[ShardSource]:
         """Where a shard is but in this rank's folder, nearest first."""
@@ -433,8 +455,3 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if self._copies is not None and source.place:
             return self._copies.pull(shard, destination)
         return self._peers.client(source.rank, self._peers.retry.timeout_seconds).pull(str(shard), destination)
-
-
-def _verified(reader: ShardReader) -> ShardReader:
-    reader.verify()
-    return reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -141,11 +141,36 @@ class ReplicaClient:
                         raise
         return Transferred(view.nbytes, digest, 0 if is_here else view.nbytes)
 
-    def pull(self, object_id: str, destination: Destination) -> Transferred:
+    def read(self, object_id: str, parts: Sequence[tuple[int, int]]) -> bytearray:
+        """Fetches parts of an object, joined.
+
+        Args:
+            object_id: its name.
+            parts: where each begins and ends, in bytes; what lies behind the object's end is left out.
+
+        Raises:
+            As `pull`.
+        """
+        came, most_bytes = bytearray(), sum(end - begin for begin, end in parts)
+
+        def destination(size_bytes: int) -> bytearray:
+            nonlocal came
+            if size_bytes > most_bytes:
+                raise ProtocolError(f"{self.peer} sends {size_bytes} bytes where {most_bytes} were asked for")
+            came = bytearray(size_bytes)
+            return came
+
+        self.pull(object_id, destination, parts=parts)
+        return came
+
+    def pull(
+        self, object_id: str, destination: Destination, *, parts: Sequence[tuple[int, int]] | None = None
+    ) -> Transferred:
         """Fetches an object.
 
         Args:
             object_id: its name.
+            parts: see `read`; None: all of it.
             destination: called once with the size in bytes; returns the writable, contiguous buffer to receive into.
                 If this raises, anything may be in it.
 
@@ -160,10 +185,13 @@ class ReplicaClient:
             ValueError: this is no id.
         """
         check_object_id(object_id)
+        request: Message = {"op": "pull", "id": object_id}
+        if parts is not None:
+            request["parts"] = parts
         place: memoryview | None = None
         for attempt in self._attempts():
             with attempt, self._connected() as connection:
-                connection.send({"op": "pull", "id": object_id})
+                connection.send(request)
                 size_bytes = number_in(connection.receive(), "size")
                 if place is None:
                     place = writable(destination(size_bytes), size_bytes, object_id)

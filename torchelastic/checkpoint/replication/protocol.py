@@ -40,7 +40,7 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicationError,
 )
 
-PROTOCOL = "torchelastic-replica/3"
+PROTOCOL = "torchelastic-replica/4"
 MOST_MESSAGE_BYTES = 64 << 10
 #: So much of an object is one system call. Two pieces of this size fit into a core's second-level cache: the digest
 #: costs next to nothing there.

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import msgspec
 import xxhash
 
 from torchelastic.checkpoint.replication.errors import (
@@ -31,6 +32,7 @@ from torchelastic.checkpoint.replication.protocol import (
     token_bytes,
 )
 from torchelastic.checkpoint.replication.receive import Reception, ReplicaStore, check_object_id
+from torchelastic.checkpoint.shards.regions import Length
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +244,8 @@ class ReplicaServer:
             if content is None:
                 raise NoReplicasAvailableError(f"{object_id} is not here")
             content = content.cast("B") if content.nbytes else memoryview(b"")
+            if "parts" in request:
+                content, digest = _joined(content, request["parts"]), None  # it has no digest of its own
             sent = xxhash.xxh3_64()
             connection.send({"size": content.nbytes})
             connection.send_bytes(content, sent)
@@ -270,3 +274,14 @@ def _id_in(request: Message) -> str:
         return check_object_id(text_in(request, "id"))
     except ValueError as error:
         raise ReplicaRefusedError(str(error)) from error
+
+
+def _joined(content: memoryview, parts: object) -> memoryview:
+    """The parts of an object that were asked for. Raises: ProtocolError."""
+    try:
+        ranges = msgspec.convert(parts, list[tuple[Length, Length]])
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"asked for parts that are none: {error}") from error
+    if sum(end - begin for begin, end in ranges) > content.nbytes + MOST_MESSAGE_BYTES:
+        raise ProtocolError("asked for more than there is")
+    return memoryview(b"".join(content[begin:end] for begin, end in ranges))

@@ -23,6 +23,8 @@ from torchelastic.text import shortlist
 #: How many names an error lists before it only counts.
 MAX_NAMED = 5
 
+#: A tensor that is wanted, an entry of a shard, and the region that is read of it.
+_Read = tuple[NamedTensor, Entry, Region]
 _Pieces = Mapping[str, Sequence[tuple[ShardReader, Entry]]]
 
 
@@ -59,7 +61,7 @@ def read_tensors(shards: Sequence[ShardReader]) -> dict[str, torch.Tensor]:
         _require_covered(name, whole, found)
         tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
         wanted.append(NamedTensor(name, tensor, entry.shape, whole))
-    _fill(shards, wanted)
+    _fill(_planned(shards, wanted))
     return {named.name: named.tensor for named in wanted}
 
 
@@ -88,10 +90,11 @@ def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = Tr
     present = [named for named in wanted if named.name in pieces]
     for named in present:
         _require_covered(named.name, named.region, pieces[named.name])
-    for shard, names in _needed(shards, present, pieces):
-        shard.verify(names=names)
+    reads = _planned(shards, present)
+    for shard, parts in reads:
+        shard.verify(names={entry.name for _, entry, _ in parts})
     with torch.no_grad():
-        _fill(shards, present)
+        _fill(reads)
     structure = next((shard.header.structure for shard in shards if shard.header.structure is not None), None)
     if structure is None:
         return template
@@ -117,40 +120,36 @@ def _pieces_by_name(shards: Sequence[ShardReader]) -> dict[str, list[tuple[Shard
     return dict(pieces)
 
 
-def _needed(
-    shards: Sequence[ShardReader], wanted: Sequence[NamedTensor], pieces: _Pieces
-) -> list[tuple[ShardReader, set[str]]]:
-    """Which of its tensors each shard is read for."""
-    names: dict[int, set[str]] = {id(shard): set() for shard in shards}
-    for named in wanted:
-        for shard, entry in pieces[named.name]:
-            if entry.region == named.region or entry.region.intersection(named.region):
-                names[id(shard)].add(named.name)
-    return [(shard, names[id(shard)]) for shard in shards]
-
-
-def _fill(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor]) -> None:
-    """Copies out of each shard what is wanted of it, if no shard before it had just that: what two hold is equal.
-
-    What lies in a row in its tensor is read straight into it, the rest through a copy.
-    """
+def _planned(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor]) -> list[tuple[ShardReader, list[_Read]]]:
+    """What is read of each shard, if no shard before it has just that: what two hold is equal."""
     named_as = {named.name: named for named in wanted}
     done: set[tuple[str, Region]] = set()
+    plan: list[tuple[ShardReader, list[_Read]]] = []
     for shard in shards:
-        straight: dict[str, torch.Tensor] = {}
-        by_copy: list[tuple[torch.Tensor, Entry, Region]] = []
+        parts: list[_Read] = []
         for entry in shard.header.entries:
             named = named_as.get(entry.name)
             common = None if named is None else _common(entry.region, named.region)
-            if named is None or common is None or (entry.name, common) in done:
-                continue
-            done.add((entry.name, common))
+            if named is not None and common is not None and (entry.name, common) not in done:
+                done.add((entry.name, common))
+                parts.append((named, entry, common))
+        plan.append((shard, parts))
+    return plan
+
+
+def _fill(plan: Sequence[tuple[ShardReader, Sequence[_Read]]]) -> None:
+    """Copies what was planned; what lies in a row in its tensor is read straight into it, the rest through a copy."""
+    for shard, parts in plan:
+        straight: dict[str, torch.Tensor] = {}
+        by_copy: list[tuple[torch.Tensor, Entry, Region]] = []
+        for named, entry, common in parts:
             place = named.tensor if common == named.region else named.tensor[common.within(named.region)]
             if common == entry.region and is_plain_memory(place):
                 straight[entry.name] = place
             else:
                 by_copy.append((place, entry, common))
         shard.read(straight, names=straight)
+        shard.bring(entry.name for _, entry, _ in by_copy)
         for place, entry, common in by_copy:
             part = shard.read_one(entry.name)
             copyable(place).copy_(copyable(part)[common.within(entry.region)])

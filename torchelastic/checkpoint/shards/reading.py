@@ -11,7 +11,8 @@ import itertools
 import mmap
 import os
 import stat
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ from torchelastic.checkpoint.shards.header import (
     decode_header,
     decode_preamble,
 )
+from torchelastic.checkpoint.shards.partial import PartialCopy
 from torchelastic.checkpoint.shards.tensors import dtype_named, memory_of
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.processes.file_locks import lock_file
@@ -40,20 +42,25 @@ class ShardReader:
     Args:
         path: the file.
         shown: what errors call it, where the file is a copy of what is somewhere else; None: its path.
+        copy: see `open_copy`; None: all of the shard is there.
 
     Attributes:
         path: the file.
         shown: what errors call it.
         header: what it says about itself; compared with its digest.
+        header_digest: this digest, in hexadecimal.
+        failure: why it could not be read, if it could not; None: nothing of that is known.
 
     Raises:
         CorruptCheckpointError: it is no finished shard, or it was damaged.
         CheckpointError: it cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], shown: str | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], shown: str | None = None, copy: PartialCopy | None = None) -> None:
         self.path = Path(path)
         self.shown = shown or str(self.path)
+        self.failure: CheckpointError | None = None
+        self._copy = copy
         with explained("read the checkpoint", self.path):
             # O_NONBLOCK: opening a pipe by mistake must not wait for its writer
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -61,6 +68,8 @@ class ShardReader:
         try:
             with explained("read the checkpoint", self.path):
                 self._lock()
+                if self._copy is not None:
+                    self._copy.bring_header()
                 self.header, self._data_offset, self.size_bytes = self._read_header()
             self._index = {entry.name: index for index, entry in enumerate(self.header.entries)}
         except CorruptCheckpointError as error:
@@ -88,7 +97,13 @@ class ShardReader:
         end = preamble.shard_bytes(status.st_size)
         encoded = bytearray(min(preamble.header_bytes, status.st_size))
         self._read_into([memoryview(encoded)], PREAMBLE_BYTES)
+        self.header_digest = preamble.header_digest.hex()
         return decode_header(bytes(encoded), preamble), preamble.data_offset_bytes, end
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Fetches these tensors together, as far as they are not here; see `open_copy`."""
+        if self._copy is not None:
+            self._bring([self.header.entries[index] for index in sorted(self._index[name] for name in names)])
 
     def read(
         self,
@@ -112,6 +127,7 @@ class ShardReader:
         """
         given = into or {}
         entries = [entry for entry in self.header.entries if names is None or entry.name in names]
+        self._bring(entries)
         targets = [_target(entry, given.get(entry.name)) for entry in entries]
         buffers = [memory_of(target) for target in targets]  # here, not on the threads: it needs the interpreter's lock
         found = over_batches(
@@ -133,6 +149,7 @@ class ShardReader:
         Raises:
             CorruptCheckpointError: a tensor is not what was written; names it.
         """
+        self._bring(self.header.entries)
         with explained("read the checkpoint", self.path):
             mapped = mmap.mmap(
                 self._descriptor, self.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -146,6 +163,7 @@ class ShardReader:
     def read_one(self, name: str) -> torch.Tensor:
         """Copies one tensor out of the file and checks it. Raises: KeyError if the shard has none of that name."""
         entry = self.header.entries[self._index[name]]
+        self._bring([entry])
         target = _target(entry, None)
         (checksum,) = self._copy_out([entry], [memory_of(target)])
         self._compare(entry, checksum)
@@ -154,12 +172,15 @@ class ShardReader:
     def verify(self, *, names: Container[str] | None = None) -> None:
         """Compares all tensors, or those of these names, with their checksums. Raises: CorruptCheckpointError."""
         entries = [entry for entry in self.header.entries if names is None or entry.name in names]
+        self._bring(entries)
         found = over_batches(entries, lambda batch: self._hash(entries[batch.start : batch.stop]))
         for entry, checksum in zip(entries, found, strict=True):
             self._compare(entry, checksum)
 
     def view(self) -> memoryview:
         """The whole shard as bytes, without a copy, for sending; release it before `close`."""
+        if self._copy is not None:
+            self._copy.bring([(0, self.size_bytes)])
         if self._map is None:
             with explained("read the checkpoint", self.path):
                 self._map = mmap.mmap(self._descriptor, self.size_bytes, prot=mmap.PROT_READ)
@@ -170,7 +191,27 @@ class ShardReader:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            if self._copy is not None:
+                self._copy.close()
         self._map = None  # a view of it that is still in use keeps it
+
+    def _bring(self, entries: Iterable[Entry]) -> None:
+        if self._copy is None:
+            return
+        begins = ((self._data_offset + entry.offset_bytes, entry.size_bytes) for entry in entries)
+        with self._keeping_failure():
+            try:
+                self._copy.bring((begin, begin + size_bytes) for begin, size_bytes in begins)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"the shard {self.shown} cannot be used: {error}") from error
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self.failure = error
+            raise
 
     def _hash(self, entries: Sequence[Entry]) -> list[str]:
         """Checksums of neighbours, read through a small buffer (a map would cost a page fault per page)."""
@@ -211,10 +252,10 @@ class ShardReader:
     def _read_into(self, pieces: Sequence[memoryview], begin: int) -> None:
         pieces = [piece for piece in pieces if piece.nbytes]
         while pieces:
-            with explained("read the checkpoint", self.path):
+            with self._keeping_failure(), explained("read the checkpoint", self.path):
                 got = self._read_some(pieces, begin)
-            if got == 0:
-                raise CorruptCheckpointError(f"the shard {self.shown} was cut while it was read")
+                if got == 0:
+                    raise CorruptCheckpointError(f"the shard {self.shown} was cut while it was read")
             begin += got
             while pieces and got >= pieces[0].nbytes:
                 got -= pieces.pop(0).nbytes
@@ -227,9 +268,10 @@ class ShardReader:
 
     def _compare(self, entry: Entry, checksum: str) -> None:
         if checksum != entry.checksum:
-            raise CorruptCheckpointError(
+            self.failure = CorruptCheckpointError(
                 f"the shard {self.shown} is damaged: the checksum of its tensor {entry.name!r} does not match"
             )
+            raise self.failure
 
     def __enter__(self) -> ShardReader:
         return self
@@ -238,6 +280,24 @@ class ShardReader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def open_copy(copy: PartialCopy, shown: str) -> ShardReader:
+    """Opens a shard that lies elsewhere; what is read of it comes into the copy, which is closed with the reader.
+
+    Args:
+        copy: has nothing yet.
+        shown: what errors call it.
+
+    Raises:
+        CorruptCheckpointError: it is no finished shard, or it was damaged.
+        CheckpointError: it cannot be had, or there is no room for it.
+    """
+    try:
+        return ShardReader(copy.path, shown, copy)
+    except BaseException:
+        copy.close()
+        raise
 
 
 def load_tree(path: str | os.PathLike[str], *, allow_pickles: bool = False) -> Any:

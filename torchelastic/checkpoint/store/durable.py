@@ -10,7 +10,6 @@ is alive.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,8 @@ import fsspec  # type: ignore[import-untyped]
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, kind_of, require_own
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
-from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.partial import PartialCopy, Ranges
+from torchelastic.checkpoint.shards.reading import ShardReader, open_copy
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
@@ -34,7 +34,7 @@ from torchelastic.checkpoint.store.manifest import (
     encode_manifest,
 )
 from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_fence, encode_fence
-from torchelastic.checkpoint.store.reading import open_shard
+from torchelastic.checkpoint.store.reading import recorded
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
@@ -169,22 +169,25 @@ class DurableTier(Tier):
         return [TierEntry.of(info) for info in self._infos()]
 
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
-        """Downloads the shard into a temporary file, which has no name any more when this returns. See `Tier`."""
+        """What is read of the shard is downloaded, into a temporary file without a name. See `Tier`."""
+        place = self._shown(self._folder(name))
+        missing = CorruptCheckpointError(f"the shard of rank {shard_rank} is not in {place}")
         try:
             manifest = self._read_manifest(name)
-            if shard_rank >= manifest.world_size:
-                raise FileNotFoundError
-            record = manifest.shards[shard_rank]
-            folder = Path(tempfile.mkdtemp(prefix="torchelastic-download-", dir=self._download_folder))
-            try:
-                with self._explained("download a shard"):
-                    self._files.get_file(f"{self._folder(name)}/{record.file}", str(folder / record.file))
-                return open_shard(folder, record, self._shown(self._folder(name)))
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
         except FileNotFoundError:
-            place = self._shown(self._folder(name))
-            raise CorruptCheckpointError(f"the shard of rank {shard_rank} is not in {place}") from None
+            raise missing from None
+        if shard_rank >= manifest.world_size:
+            raise missing
+        record = manifest.shards[shard_rank]
+
+        def fetch(ranges: Ranges) -> bytes:
+            try:
+                return self._read_parts(f"{self._folder(name)}/{record.file}", ranges)
+            except FileNotFoundError:
+                raise missing from None
+
+        folder = Path(self._download_folder or tempfile.gettempdir())
+        return recorded(open_copy(PartialCopy(fetch, folder), f"{place}/{record.file}"), place, record)
 
     def prune(self) -> list[SaveId]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
@@ -270,6 +273,13 @@ class DurableTier(Tier):
     def _read(self, path: str) -> bytes:
         with self._explained("read from the storage", missing_ok=True):
             return bytes(self._files.cat_file(path))
+
+    def _read_parts(self, path: str, ranges: Ranges) -> bytes:
+        """Parts of an object, joined; by several requests at once where the package can do so."""
+        parts = [(at, min(at + PART_BYTES, end)) for begin, end in ranges for at in range(begin, end, PART_BYTES)]
+        begins, ends = map(list, zip(*parts, strict=True))
+        with self._explained("download a shard", missing_ok=True):
+            return b"".join(self._files.cat_ranges([path] * len(begins), begins, ends, on_error="raise"))
 
     def _exists(self, path: str) -> bool:
         self._files.invalidate_cache()

@@ -183,7 +183,11 @@ def open_stated(path: Path, shard: ShardId, where: str) -> ShardReader:
         CorruptCheckpointError: it is damaged, or another shard.
         CheckpointError: it cannot be read.
     """
-    reader = ShardReader(path)
+    return stated(ShardReader(path), shard, where)
+
+
+def stated(reader: ShardReader, shard: ShardId, where: str) -> ShardReader:
+    """The reader, if it reads this shard; else it is closed. Raises: CorruptCheckpointError: it is another shard."""
     try:
         require_shard(shard, reader.header.meta, where)
     except BaseException:
@@ -192,27 +196,22 @@ def open_stated(path: Path, shard: ShardId, where: str) -> ShardReader:
     return reader
 
 
-def open_shard(folder: Path, record: ShardRecord, shown: str | None = None) -> ShardReader:
-    """Opens one shard and compares it with its record; errors as `open_checkpoint`.
-
-    Args:
-        folder: where it lies.
-        record: of the manifest.
-        shown: what errors call the folder, where that is a copy; None: its path.
-    """
-    place = shown or str(folder)
+def open_shard(folder: Path, record: ShardRecord) -> ShardReader:
+    """Opens one shard and compares it with its record; errors as `open_checkpoint`."""
     try:
-        reader = ShardReader(folder / record.file, f"{place}/{record.file}")
+        return recorded(ShardReader(folder / record.file), folder, record)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise CorruptCheckpointError(
-                f"{place}/{record.file}, the shard of rank {record.rank}, is missing"
+                f"{folder}/{record.file}, the shard of rank {record.rank}, is missing"
             ) from error
         raise
+
+
+def recorded(reader: ShardReader, folder: Path | str, record: ShardRecord) -> ShardReader:
+    """The reader, if what it reads is what the record says; else it is closed. Raises: CorruptCheckpointError."""
     try:
-        with reader.view() as view:
-            found = record_of(view, record.rank, record.file)
-        require_same(place, found, record)
+        require_same(folder, ShardRecord(record.rank, record.file, reader.size_bytes, reader.header_digest), record)
     except BaseException:
         reader.close()
         raise

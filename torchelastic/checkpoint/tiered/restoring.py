@@ -20,7 +20,14 @@ from torchelastic.checkpoint.replication.client import ReplicaClient, Transferre
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.restore import StoredCandidate, because, fetched_into_memory, newest_readable, shards_of
+from torchelastic.checkpoint.restore import (
+    StoredCandidate,
+    because,
+    newest_readable,
+    open_remote,
+    read_good_copies,
+    shards_of,
+)
 from torchelastic.checkpoint.restore_plan import ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -63,13 +70,11 @@ class _Own:
         content: what became of it.
         kind: what the writer said that it is; None: this rank has not read that.
         tiers: where it was read.
-        faults: what could not be read, and whether that is damage; in words.
     """
 
     content: Any = None
     kind: str | None = None
     tiers: set[str] = field(default_factory=set)
-    faults: list[tuple[str, bool]] = field(default_factory=list)
 
 
 class Restoring:
@@ -206,59 +211,44 @@ class Restoring:
 
     def _read_own(self, candidate: StoredCandidate, wanted: Mapping[int, Sequence[ShardSource]], own: _Own) -> None:
         """What this rank wants. Raises: CheckpointError: it cannot be had, or is nothing that could be loaded."""
-        left = {shard: list(wanted[shard]) for shard in sorted(wanted)}
-        while left:
-            with ExitStack() as stack:
-                shards = {shard: self._opened(candidate, shard, left[shard], own, stack) for shard in left}
-                stated = (shard for shard in shards.values() if shard.header.structure is not None)
-                own.kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
-                own.tiers = {left[shard][0].place for shard in left}
-                try:
-                    own.content = self._reading.take(list(shards.values()))
-                    return
-                except CorruptCheckpointError as error:
-                    faults = len(own.faults)
-                    for shard, reader in shards.items():  # which it is; for the rare case that one is
-                        try:
-                            reader.verify()
-                        except CorruptCheckpointError as damage:
-                            self._pass_over(candidate, shard, left[shard], own, damage)
-                    if len(own.faults) == faults:
-                        raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
-                except CheckpointError as error:
-                    raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
+        left = {shards_of(candidate)[shard]: list(wanted[shard]) for shard in sorted(wanted)}
+        if not left:
+            return
 
-    def _opened(
-        self, candidate: StoredCandidate, shard: int, sources: list[ShardSource], own: _Own, stack: ExitStack
-    ) -> ShardReader:
-        """The shard where it can be read, which is the first of its sources then."""
-        while sources:
-            source = sources[0]
+        def take(shards: Mapping[ShardId, ShardReader]) -> None:
+            stated = (shard for shard in shards.values() if shard.header.structure is not None)
+            own.kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
+            own.tiers = {sources[0].place for sources in left.values()}
             try:
-                if source.rank == self._peers.rank:
-                    return stack.enter_context(self._tiers[source.place].open(candidate.save, shard))
-                return stack.enter_context(self._fetched(shards_of(candidate)[shard], source))
+                own.content = self._reading.take(list(shards.values()))
             except CheckpointError as error:
-                self._pass_over(candidate, shard, sources, own, error)
-        kind = CorruptCheckpointError if all(is_damage for _, is_damage in own.faults) else CheckpointError
-        raise kind("; ".join(text for text, _ in own.faults))
+                if any(shard.failure for shard in shards.values()):
+                    raise
+                raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
 
-    def _pass_over(
-        self, candidate: StoredCandidate, shard: int, sources: list[ShardSource], own: _Own, error: CheckpointError
-    ) -> None:
-        """Its first source is of no use; what is damaged in a shared place is so for whoever reads it."""
+        read_good_copies(left, self._open, take, self._pass_over)
+
+    def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
+        if source.rank == self._peers.rank:
+            return self._tiers[source.place].open(shard.name, shard.rank)
+        client, object_id = self._served(shard, source)
+        return open_remote(shard, partial(client.read, object_id))
+
+    def _pass_over(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
+        """See `read_good_copies`; what is damaged in a shared place is so for whoever reads it."""
         bad, is_damage = sources.pop(0), isinstance(error, CorruptCheckpointError)
         if is_damage and self._tiers[bad.place].is_shared:
             sources[:] = [source for source in sources if source.place != bad.place]
-        text = f"shard {shard} in the {bad.place} tier of rank {bad.rank}: {error}"
-        log.warning("%s: %s", candidate.save, text)
-        own.faults.append((text, is_damage))
-
-    def _fetched(self, shard: ShardId, source: ShardSource) -> ShardReader:
-        """What another rank can read."""
-        return fetched_into_memory(shard, partial(self._pull, shard, source))
+        text = f"shard {shard.rank} in the {bad.place} tier of rank {bad.rank}: {error}"
+        log.warning("%s: %s", shard.name, text)
+        return text, is_damage
 
     def _pull(self, shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
+        client, object_id = self._served(shard, source)
+        return client.pull(object_id, destination)
+
+    def _served(self, shard: ShardId, source: ShardSource) -> tuple[ReplicaClient, str]:
+        """Whom to ask for a shard, and what it is called there."""
         server = self._servers[source.rank] if self._servers else None
         if server is None:
             raise NoReplicasAvailableError(f"rank {source.rank} cannot be reached from here")
@@ -266,7 +256,7 @@ class Restoring:
         # one that has died is not waited for: the group breaks, and restores anew
         client = ReplicaClient((str(host), int(port)), str(token), retry_s=_RETRY_S)
         number = list(self._tiers).index(source.place)
-        return client.pull(f"{number}/{shard}", destination)
+        return client, f"{number}/{shard}"
 
     def _places(self) -> str:
         return ", ".join(tier.where for tier in self._tiers.values())
