@@ -70,6 +70,23 @@ def test_gradients_are_those_of_the_global_mean_and_buffers_the_mean_over_the_sh
     assert norm_of(state).num_batches_tracked == torch.tensor(1)
 
 
+def test_a_parameter_that_no_shard_uses_is_left_alone_and_one_that_a_single_shard_uses_is_not() -> None:
+    state, loader = make_state(4)
+    unused, once = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    state.module.register_parameter("unused", unused)
+    state.module.register_parameter("once", once)
+    optimizer = torch.optim.AdamW(state.module.parameters(), lr=0.1, weight_decay=0.5)
+    state.snapshot()
+    for number, (inputs, targets) in enumerate(state.shards(loader)):
+        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+        (loss + once.sum() if number == 2 else loss).backward()  # type: ignore[no-untyped-call]  # as above
+    optimizer.step()
+    assert unused.grad is None
+    assert torch.equal(unused, torch.ones_like(unused))
+    assert once.grad is not None
+    assert torch.equal(once.grad, torch.full_like(once, 0.25))
+
+
 def test_the_end_of_the_data_ends_the_step() -> None:
     state, loader = make_state(4)
     for _ in range(3):

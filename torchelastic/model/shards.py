@@ -99,11 +99,18 @@ class LogicalShards:
             for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
                 buffer.copy_(value)
 
+    def _wanted(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
     def _slots(self) -> list[torch.Tensor]:
-        """What is summed: gradients, and the buffers, which become the mean over the shards (running statistics)."""
-        wanted = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
-        return gradients + [b if b.is_floating_point() else b.double() for b in self._module.buffers()]
+        """What is summed: gradients, of which parameters there are any, and the buffers.
+
+        Buffers become the mean over the shards (running statistics).
+        """
+        wanted = self._wanted()
+        slots = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+        slots += [p.new_tensor([q.grad is not None for q in wanted]) for p in wanted[:1]]
+        return slots + [b if b.is_floating_point() else b.double() for b in self._module.buffers()]
 
     def _flat(self, weight: float) -> Flat:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -128,9 +135,11 @@ class LogicalShards:
 
     def _targets(self) -> Iterator[tuple[torch.Tensor, torch.dtype, Callable[[torch.Tensor], Any]]]:
         """For each slot of `_slots`: what it looks like, the type in which it is summed, what takes the sum."""
-        for parameter in self._module.parameters():
-            if parameter.requires_grad:
-                yield parameter, parameter.dtype, partial(setattr, parameter, "grad")
+        wanted = self._wanted()
+        for parameter in wanted:
+            yield parameter, parameter.dtype, partial(setattr, parameter, "grad")
+        for first in wanted[:1]:
+            yield first.new_empty(len(wanted)), first.dtype, partial(_drop_unused, wanted)
         for buffer in self._module.buffers():
             dtype = buffer.dtype if buffer.is_floating_point() else torch.float64
             yield buffer, dtype, partial(_fill_buffer, buffer)
@@ -224,6 +233,13 @@ def _gather_names(mine: Sequence[Node], leaves: int, world_size: int, device: to
         names[row] = torch.tensor(node)
     gathered = all_gathered(names.to(device), world_size)
     return [[(row[0], row[1]) for row in rank.tolist() if row[0] >= 0] for rank in gathered]
+
+
+def _drop_unused(parameters: Sequence[torch.nn.Parameter], uses: torch.Tensor) -> None:
+    """A parameter that no shard has used has no gradient: with zeros AdamW would decay it."""
+    for parameter, weight in zip(parameters, uses.tolist(), strict=True):
+        if not weight:
+            parameter.grad = None
 
 
 def _fill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
