@@ -24,6 +24,8 @@ from torchelastic.launch.main import main
             "--nproc-per-node, --standalone?)",
         ),
         (["status", "--rdzv-endpoint=h:1"], "torchelastic status: --rdzv-endpoint names an etcd, not a run: give"),
+        (["status", "--rdzv-endpoint=h:abc", "--rdzv-id=x"], "torchelastic status: 'h:abc' is no HOST or HOST:PORT"),
+        (["status", "--rdzv-endpoint=h h:1", "--rdzv-id=x"], "torchelastic status: 'h h:1' is no HOST or HOST:PORT"),
         (["drain"], "torchelastic drain: the following arguments are required: --rdzv-endpoint"),
         (["checkpoint", "ls", "x", "--bogus"], "torchelastic checkpoint ls: unrecognized arguments: --bogus"),
         (["no-such-command"], "torchelastic: argument COMMAND: invalid choice: 'no-such-command'"),

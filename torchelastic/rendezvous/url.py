@@ -108,7 +108,7 @@ PARAMETERS = (*_COUNTS, *_SECONDS, "etcd_prefix", *ACCESS_PARAMETERS)
 
 _HOW = "write etcd://HOST:PORT/RUN_ID?min_workers=N"
 _ESCAPES = "and in a user's name or password / as %2F, ? as %3F, # as %23, [ as %5B, % as %25"
-_HOST = r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@,]+)(?::(\d+))?"
+_HOST = r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@,\s]+)(?::(\d+))?"
 _ENDPOINTS = f"{_HOST}(?:,{_HOST})*"
 _RUN_ID = r"[\w.:@+-]+"
 
@@ -149,7 +149,7 @@ def parse_url(url: str) -> RendezvousUrl:
     if ttl_s < SMALLEST_TTL_S:
         raise RendezvousUrlError(f"ttl={ttl_s:g} is below the {SMALLEST_TTL_S:g} s that etcd can do: raise it")
     return RendezvousUrl(
-        endpoints=_parse_endpoints(url, parts.netloc.rpartition("@")[2]),
+        endpoints=_parse_endpoints(parts.netloc.rpartition("@")[2]),
         run_id=run_id,
         min_workers=min_workers,
         max_workers=max_workers,
@@ -195,15 +195,15 @@ def _parse_access(netloc: str, query: dict[str, str]) -> AccessParameters:
     return replace(access, user=user, password=password if colon else None)
 
 
-def _parse_endpoints(url: str, netloc: str) -> tuple[tuple[str, int], ...]:
+def _parse_endpoints(netloc: str) -> tuple[tuple[str, int], ...]:
     endpoints = []
     for part in netloc.split(","):
         match = re.fullmatch(_HOST, part)
         if match is None:
-            raise RendezvousUrlError(f"{_masked(url)!r}: {part!r} is no HOST or HOST:PORT")
+            raise RendezvousUrlError(f"{part!r} is no HOST or HOST:PORT")
         port = int(match.group(2) or DEFAULT_PORT)
         if not 0 < port < 65536:
-            raise RendezvousUrlError(f"{_masked(url)!r}: port {port} is not between 1 and 65535")
+            raise RendezvousUrlError(f"{part!r}: the port is not between 1 and 65535")
         endpoints.append((match.group(1).strip("[]"), port))
     return tuple(endpoints)
 
