@@ -10,6 +10,7 @@ os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
 
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,11 +51,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """One torch thread, as in the processes that tests start: results are bit-identical only for equal numbers of them.
+    """Nothing begins when CI's time is over. One torch thread, as in the processes that tests start.
 
-    Here, and not in a fixture: it comes before the fixtures of a module, which compute, too, and before each test, for
-    libraries such as Accelerate set another number. Tests of what needs no torch do not import it.
+    Results are bit-identical only for equal numbers of threads. Not in a fixture: it comes before the fixtures of a
+    module, which compute, too, and before each test, for libraries such as Accelerate set another number. Tests of what
+    needs no torch do not import it.
     """
+    end_s = os.environ.get("TORCHELASTIC_TESTS_END_S")  # in seconds since 1970
+    if end_s is not None and time.time() > float(end_s):
+        pytest.skip("no time left in CI on this machine: run `make test-long`")
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

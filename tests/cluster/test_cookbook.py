@@ -120,6 +120,11 @@ def needs(module: str) -> Any:
         )
 
 
+def slow(*values: object) -> object:
+    """Parameters of a test that only `make test-all` runs with them."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def test_every_recipe_has_a_test() -> None:
     tests = {name for name in globals() if name.startswith("test_")}
     named = {recipe for recipe in RECIPES if any(recipe in test for test in tests)}
@@ -134,7 +139,7 @@ def test_evaluate_on_all_ranks_with_a_kill_in_the_evaluation(jobs: MakeJob, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("call", "times"), [("evaluate", 3), ("optimizer", 2 * STEPS_OF_AN_EPOCH + 1)])
+@pytest.mark.parametrize(("call", "times"), [("evaluate", 3), slow("optimizer", 2 * STEPS_OF_AN_EPOCH + 1)])
 def test_evaluate_on_rank_0_with_rank_0_killed(jobs: MakeJob, tmp_path: Path, call: str, times: int) -> None:
     ran = Ran(jobs, tmp_path, "evaluate_on_rank_0", "--min-workers=2", call=call, times=times, victim=0)
     ran.check_both()
@@ -142,7 +147,7 @@ def test_evaluate_on_rank_0_with_rank_0_killed(jobs: MakeJob, tmp_path: Path, ca
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("call", "times"), [("evaluate", 2), ("optimizer", STEPS_OF_AN_EPOCH + 1)])
+@pytest.mark.parametrize(("call", "times"), [slow("evaluate", 2), ("optimizer", STEPS_OF_AN_EPOCH + 1)])
 def test_early_stopping_and_the_best_checkpoint(jobs: MakeJob, tmp_path: Path, call: str, times: int) -> None:
     ran = Ran(jobs, tmp_path, "early_stopping", "--min-workers=2", call=call, times=times, victim=0)
     ran.check_both()
@@ -199,7 +204,9 @@ def test_clipping_and_schedule_with_a_changing_world_size(jobs: MakeJob, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("times", "where"), [(25, "before the first optimizer"), (26, "between the two optimizers")])
+@pytest.mark.parametrize(
+    ("times", "where"), [slow(25, "before the first optimizer"), (26, "between the two optimizers")]
+)
 def test_own_state(jobs: MakeJob, tmp_path: Path, times: int, where: str) -> None:
     ran = Ran(jobs, tmp_path, "own_state", "--min-workers=2", call="optimizer", times=times, victim=1)
     ran.check_both()

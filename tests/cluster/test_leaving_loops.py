@@ -77,7 +77,7 @@ def lefts(job: Job) -> set[tuple[int, int]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["break", "kept", "islice", "close"])
+@pytest.mark.parametrize("way", ["break", pytest.param("kept", marks=pytest.mark.slow), "islice", "close"])
 def test_stop_training_on_one_worker_ends_the_run_for_all_however_it_leaves(
     jobs: MakeJob, tmp_path: Path, way: str
 ) -> None:

@@ -22,6 +22,8 @@ from torchelastic.data import ElasticBatchSampler
 from torchelastic.testing.faults import Fault
 
 pytestmark = pytest.mark.timeout(400)
+#: A run of FSDP2 costs 20 s of processor time: of each sort CI has one or two.
+SLOW = pytest.mark.slow
 
 SAMPLES, BATCH, EPOCHS = 120, 12, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -120,8 +122,9 @@ def test_an_undisturbed_run_is_that_of_one_process(jobs: list[ShardedJob], tmp_p
 
 
 def pairs(daily: tuple[str, ...], *others: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Phases of steps in which a run loses a rank, one after the other."""
-    runs = [daily, *(pytest.param(phases, marks=pytest.mark.long) for phases in others)]
+    """Phases of steps in which a run loses a rank, one after the other; the last ones only in `make test-all`."""
+    marks = [*(pytest.mark.long for _ in others[1:]), SLOW]
+    runs = [daily, *(pytest.param(phases, marks=mark) for phases, mark in zip(others, marks, strict=True))]
     return pytest.mark.parametrize("phases", runs, ids="-".join)
 
 
@@ -140,7 +143,7 @@ def test_what_a_killed_rank_held_comes_from_its_copy(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("phase", ["moving", "moved", "build", "sync"])
+@pytest.mark.parametrize("phase", ["moving", *(pytest.param(one, marks=SLOW) for one in ("moved", "build")), "sync"])
 def test_a_rank_that_dies_while_parts_move(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
     """Rank 1 is killed in a step, and the next rank 1 while the others get their new parts."""
     faults = [
@@ -188,7 +191,7 @@ def test_each_rank_in_turn_with_groups_of_four_three_two_and_four(jobs: list[Sha
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["sgd", "two"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=SLOW), "two"])
 def test_other_optimizers(jobs: list[ShardedJob], tmp_path: Path, optimizer: str) -> None:
     faults = [Fault("kill", "optimizer", rank=0, step=6), Fault("raise", "backward", rank=1, step=9)]
     job = start(jobs, tmp_path, *faults, optimizer=optimizer)
