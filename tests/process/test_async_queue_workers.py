@@ -211,6 +211,20 @@ def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> N
     wait_until(lambda: is_gone(worker), PATIENCE_S, "the worker ends")
 
 
+FORGETFUL = """
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
+
+queue = AsyncCallsQueue(worker="thread")
+queue.schedule_async_request(AsyncRequest(print, ("saved",), []))
+queue.maybe_finalize_async_calls(blocking=True)
+"""
+
+
+def test_a_script_that_forgets_to_close_its_queue_ends_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", FORGETFUL], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("saved\n", "")
+
+
 def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
     script = TRAINER.replace('if __name__ == "__main__":', "if True:").replace(
         "    async_work.wait_for", "    queue.close() #"

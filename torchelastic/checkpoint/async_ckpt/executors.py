@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
 import psutil
 
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.dropped import when_dropped
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
@@ -71,6 +72,7 @@ class ThreadWorkers:
         staged = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
         if self._thread is None:
             self._thread = DaemonExecutor("async-checkpoint", partial(lower_priority, self._cpu_priority))
+            when_dropped(self, partial(self._thread.shutdown, cancel_futures=True))
         work = self._thread.submit(staged.work)
         self._works.add(work)
         return work
@@ -87,11 +89,6 @@ class ThreadWorkers:
         thread.shutdown(cancel_futures=abort)
         if abort and not all(work.done() for work in self._works):
             log.warning("a checkpoint thread is still at work; it is not waited for, and its work is not finalised")
-
-    def __del__(self) -> None:
-        thread = getattr(self, "_thread", None)
-        if thread is not None:
-            thread.shutdown(cancel_futures=True)
 
 
 class DaemonExecutor(Executor):
