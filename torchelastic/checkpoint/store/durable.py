@@ -100,6 +100,7 @@ class DurableTier(Tier):
         self._url = url
         self._download_folder = download_folder
         self._kinds: dict[str, Kind] = {}
+        self._manifest: Manifest | None = None
         try:
             self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
         except ValueError as error:
@@ -172,10 +173,12 @@ class DurableTier(Tier):
         """What is read of the shard is downloaded, into a temporary file without a name. See `Tier`."""
         place = self._shown(self._folder(name))
         missing = CorruptCheckpointError(f"the shard of rank {shard_rank} is not in {place}")
-        try:
-            manifest = self._read_manifest(name)
-        except FileNotFoundError:
-            raise missing from None
+        manifest = self._manifest
+        if manifest is None or manifest.name != name:  # what is published does not change, and has many shards
+            try:
+                self._manifest = manifest = self._read_manifest(name)
+            except FileNotFoundError:
+                raise missing from None
         if shard_rank >= manifest.world_size:
             raise missing
         record = manifest.shards[shard_rank]
