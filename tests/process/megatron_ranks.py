@@ -516,6 +516,7 @@ def look_into(root: str, hosts: str) -> dict[str, Any]:
         latest = mem.latest()
         assert latest is not None
         strategy = MegatronLoadStrategy(mem.replication, mem.loader)
+        assert strategy.checkpoint_loader is mem.loader
         strategy.register()
         return {
             "tensors": {

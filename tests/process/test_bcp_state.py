@@ -139,6 +139,18 @@ def test_another_model_or_optimizer_is_refused_by_name_and_stays_as_it_is(
     assert torch.equal(random_before, torch.get_rng_state())
 
 
+def test_no_extra_state_and_no_folder_are_the_defaults(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (str(folder), ""):
+        state = BCPState(torch.nn.Linear(1, 1), None, "ddp", lambda: None, path)
+        state.save()
+        assert state.maybe_resume_from_ckpt() == {}
+        state.close()
+    assert sorted(found.name for found in tmp_path.iterdir()) == [".velastic"]
+
+
 def test_so_many_stay_as_keep_says_and_nothing_else_is_removed(folder: Path) -> None:
     job = Job(folder, keep=3)
     folder.mkdir(parents=True)

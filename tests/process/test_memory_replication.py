@@ -260,6 +260,9 @@ def retrieve_bulk(root: str, hosts: str) -> list[Any]:
         ok, missing = False, True
         if rank == 1:
             theirs = [each.container.path_of(SHARD)]
+            with pytest.raises(ValueError, match="keeps its name"):
+                each.replication.sync_bulk_retrieve(0, theirs, [], [each.container.root / "another"])
+            assert not each.replication.sync_bulk_retrieve(2, theirs), "there is no rank 2"
             ok = each.replication.sync_bulk_retrieve(0, theirs, [step], got, containers)
             missing = each.replication.sync_bulk_retrieve(0, [each.container.path_of(ranks.shard(0, 2, 5, 1))])
         each.meet()
@@ -271,6 +274,11 @@ def test_a_whole_container_of_a_step_is_retrieved_from_one_rank(crew: Crew, root
     assert (ok, missing, got, containers) == (True, False, 1, 1)
     assert files == ["manifest.json", *(f"shard-0000{rank}-of-00003.shard" for rank in (0, 1, 2))]
     assert attached == ["common.pt"]
+
+
+def test_what_is_asked_for_before_the_ranks_know_each_other_is_not_here(caplog: pytest.LogCaptureFixture) -> None:
+    assert not ReplicationManager().sync_bulk_retrieve(0, [f"/dev/shm/{JOB}/{SHARD}"])
+    assert "call ReplicationManager.initialize()" in caplog.text
 
 
 # --- containers and buffers -------------------------------------------------------------------------------------------
@@ -307,6 +315,7 @@ def test_buffers_are_written_read_and_deleted(root: Path) -> None:
     objects.delete_object(name)
     assert not name.exists()
     assert objects.get_buffer(name) is None
+    objects.close_buffer(None)
     objects.close_buffer(objects.acquire_buffer(name, 4))
     objects.delete_container(name.parent)
     assert not name.exists()

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
 from torchelastic.adapters.hugging_face.state import refuse_sharding
+from torchelastic.adapters.lightning.memory import MemorySaving
+from torchelastic.adapters.memory_tier import StorageTier
+from torchelastic.adapters.transformers import MemoryCheckpointCallback
 from torchelastic.checkpoint.shards import ShardReader
 
 HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
@@ -209,3 +213,21 @@ def test_strategies_that_shard_the_model_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*MemoryStorageWriter"):
         refuse_sharding("MemoryCheckpointCallback", kind)
     refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
+
+
+@pytest.mark.parametrize("steps", [None, "5", 2.5])
+def test_a_number_of_steps_that_is_none_is_named(run: Run, steps: Any) -> None:
+    for callback in (MemoryCheckpointCallback, MemorySaving):
+        with pytest.raises(TypeError, match=r"every_n_steps is .* no whole number"):
+            callback(run.base, steps)
+
+
+def test_a_save_that_fails_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    tier = StorageTier(tmp_path / "file" / "job7", async_save=False)
+    tier.start()
+    tier.save(tier.path_of(2), {"weight": torch.zeros(2)})
+    tier.close()
+    (told,) = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
+    assert "Not a directory" in told
+    assert "\n" not in told

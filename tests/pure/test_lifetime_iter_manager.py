@@ -254,6 +254,21 @@ def test_an_argument_out_of_its_range_is_named(folder: Path, options: dict[str, 
         IterManager(velastic_dir=folder, **options)
 
 
+@pytest.mark.parametrize("options", [{"total_iters": None}, {"total_iters": "5"}, {"redundant_time": "5"}])
+def test_an_argument_of_another_type_is_named(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))} is .*: give"):
+        IterManager(velastic_dir=folder, **options)
+
+
+def test_the_start_time_is_that_of_the_present_iteration(folder: Path) -> None:
+    job = Job(folder, None)
+    assert job.manager.start_time is None
+    for done_s in (0.0, 3.0):
+        job.manager.iter()
+        assert job.manager.start_time == START_S + done_s
+        job.clock.advance(3.0)
+
+
 def test_the_summary_leaves_out_what_is_not_known(folder: Path) -> None:
     assert Job(folder, None).manager.summary().splitlines() == [
         "iterations: 0, 0 s each, the longest 0 s, set apart at the start: none s",

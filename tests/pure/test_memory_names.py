@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -83,6 +84,11 @@ def test_the_name_of_a_step_gives_the_step(step: int) -> None:
     match = CheckpointContainerId.get_version_container_pattern().fullmatch(name)
     assert match is not None
     assert int(match[1]) == step
+
+
+def test_a_step_may_be_numpy_s_or_torch_s() -> None:
+    for step in (np.int64(20), torch.tensor(20)):
+        assert CheckpointContainerId.format_version_container(step) == "step-20_ckpt"
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1"])

@@ -90,7 +90,6 @@ OF_FLASHPOINT = {
     "torchelastic.checkpoint.replication.ReplicationRetryConfig": "max_retries timeout_seconds",
     "torchelastic.checkpoint.replication.ReplicationManager.initialize": "self checkpoint_object_manager listen_port "
     "retry_config replication_transfer_service repl_strategy",
-    "torchelastic.checkpoint.replication.ReplicationManager.async_replicate": "self buffer_io",
     "torchelastic.checkpoint.replication.ReplicationManager.sync_bulk_retrieve": "self source_global_rank "
     "object_ids_to_retrieve container_ids_to_retrieve retrieved_object_ids retrieved_container_ids",
     "torchelastic.adapters.megatron.MegatronAsyncSaveStrategy": "storage_writer backend version "

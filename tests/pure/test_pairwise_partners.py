@@ -40,6 +40,11 @@ def test_addresses_that_make_no_hosts_are_refused(count: int, per_host: int) -> 
         PairwiseReplicationStrategy(["h:1"] * count, per_host)
 
 
+def test_no_addresses_at_all_are_refused_too() -> None:
+    with pytest.raises(ValueError, match="is empty"):
+        PairwiseReplicationStrategy(None, 2)  # type: ignore[arg-type]
+
+
 def test_a_rank_beyond_the_last_is_refused() -> None:
     with pytest.raises(ValueError, match="no rank 4"):
         strategy_of(2, 2).get_destination_ranks(4)

@@ -45,6 +45,7 @@ from torchelastic.adapters.hugging_face.state import (
 from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier, is_due, takes_memory
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
+from torchelastic.checkpoint.policy.arguments import whole_number
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -78,6 +79,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         timeout_s: how long a save may take, and how long ranks wait for each other.
 
     Raises:
+        TypeError: a number of steps is no whole number.
         ValueError: a number is not above 0, or the container is no absolute path.
     """
 
@@ -93,9 +95,9 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         resume_folder: str | os.PathLike[str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        for name, steps in (("every_n_steps", every_n_steps), ("skip_every_n_steps", skip_every_n_steps)):
-            if steps is not None and steps < 1:
-                raise ValueError(f"{name} is {steps}: give 1 or more")
+        whole_number("every_n_steps", every_n_steps, at_least=1, remedy="give 1 or more")
+        if skip_every_n_steps is not None:
+            whole_number("skip_every_n_steps", skip_every_n_steps, at_least=1, remedy="give 1 or more")
         self._tier: StorageTier | None = None
         if enabled:
             self._tier = StorageTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)

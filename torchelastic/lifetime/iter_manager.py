@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -80,15 +81,15 @@ class IterManager:
     Attributes:
         total_iters: of the run; -1: not known.
         velastic_dir: folder of the state file.
-        start_time: when it was made, by the clock.
+        start_time: when the present iteration has begun, by the clock; None: none has yet.
         given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
     """
 
     given_up_s: float | None = None
     _complain_at = math.inf  # by the count of calls of `iter`
     _has_begun = _is_counting = _is_past_end = _is_closed = _is_over = False
-    _last_s: float | None = None  # when the present iteration has begun,
-    _apart_s = 0.0  # and how long saves took in it
+    start_time: float | None = None
+    _apart_s = 0.0  # how long saves took in the present iteration
     _save_began_s: float | None = None  # one that nobody measures
     _answered: StopDecision | None = None  # what should_save_ckpt() has said yes to,
     _asked_tier: str | None = None  # and the tier that it asked for, until a save was measured
@@ -110,13 +111,14 @@ class IterManager:
         timeout_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_iters = whole_number("total_iters", max(-1, total_iters), at_least=-1, remedy="give the iterations")
+        total = whole_number("total_iters", total_iters, at_least=-sys.maxsize, remedy="give the iterations, or -1")
+        self.total_iters = max(-1, total)
         self.predict_freq = predict_freq
         self.velastic_dir = Path(velastic_dir)
         self._count = StepCount()
         self._times = IterationTimes(warm_up=COMPILING if use_torch_compile else WARM_UP)
         self._saves = SaveTimes(tiers)
-        reserve_s = real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds")
+        reserve_s = max(0.0, real_number("redundant_time", redundant_time, above=-math.inf, remedy="give seconds"))
         save_s = real_number("save_ckpt_time", save_ckpt_time, remedy="give seconds, 0 or more")
         self._monitor = GroupMonitor(
             nearest([deadline]),
@@ -132,7 +134,6 @@ class IterManager:
         self._sources = detect(clock=clock) if deadline is None else []  # last: what it starts is to be closed
         if deadline is None:
             self._monitor.deadline = nearest(self._sources)
-        self.start_time = clock()
 
     # --- in the loop --------------------------------------------------------------------------------------------------
 
@@ -146,11 +147,11 @@ class IterManager:
         self._count.calls += 1
         self._begin_incarnation()
         is_new_group = self._monitor.follow_group()
-        if not is_new_group and self._last_s is not None:
+        if not is_new_group and self.start_time is not None:
             self._save_has_ended(now_s)
-            self._times.observe(max(0.0, now_s - self._last_s - self._apart_s))
+            self._times.observe(max(0.0, now_s - self.start_time - self._apart_s))
         self._apart_s = 0.0
-        self._last_s = now_s
+        self.start_time = now_s
         self._count.begun += 1
         if is_new_group or self._monitor.is_due(now_s, self._count.calls):
             self._check(now_s, is_new_group)

@@ -7,6 +7,7 @@ from typing import Any
 from torchelastic.adapters.lightning.callback import BatchEndSaving, find_plugin
 from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
 from torchelastic.adapters.memory_tier import AnyPath, container_of, is_due
+from torchelastic.checkpoint.policy.arguments import whole_number
 
 
 class MemorySaving(BatchEndSaving):
@@ -26,7 +27,8 @@ class MemorySaving(BatchEndSaving):
         keep_mlf_checkpoint_on_train_end: the same, by ML Flashpoint's name.
 
     Raises:
-        ValueError: an interval is not a number of steps, or the container no absolute path.
+        TypeError: an interval is no whole number.
+        ValueError: it is too small, or the container is no absolute path.
     """
 
     def __init__(
@@ -40,10 +42,9 @@ class MemorySaving(BatchEndSaving):
         keep_mlf_checkpoint_on_train_end: bool = False,
     ) -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps is {every_n_steps}: give 1 or more, or enabled=False")
-        if skip_every_n_steps is not None and skip_every_n_steps < 0:
-            raise ValueError(f"skip_every_n_steps is {skip_every_n_steps}: give the interval of durable checkpoints")
+        whole_number("every_n_steps", every_n_steps, at_least=1, remedy="give 1 or more, or enabled=False")
+        remedy = "give the interval of durable checkpoints"
+        whole_number("skip_every_n_steps", skip_every_n_steps or 0, at_least=0, remedy=remedy)
         self.container = container_of(checkpoint_base_container) if enabled else None
         self.every_n_steps, self.skip_every_n_steps = every_n_steps, skip_every_n_steps
         self.enabled = enabled

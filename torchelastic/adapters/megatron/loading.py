@@ -70,7 +70,7 @@ class MegatronLoadStrategy(LoadShardedStrategy):  # type: ignore[misc] # Megatro
     ) -> None:
         super().__init__()
         self.replication_manager = replication_manager
-        self._loader = checkpoint_loader
+        self.checkpoint_loader = checkpoint_loader
         self._backend, self._version = backend, version
         self._allow_pickles = allow_pickles
 
@@ -156,7 +156,9 @@ class MegatronLoadStrategy(LoadShardedStrategy):  # type: ignore[misc] # Megatro
 
     def _reader(self, checkpoint_dir: str | os.PathLike[str]) -> MemoryStorageReader:
         path = os.fspath(checkpoint_dir)
-        return MemoryStorageReader(path=path, checkpoint_loader=self._loader, allow_pickles=self._allow_pickles)
+        return MemoryStorageReader(
+            path=path, checkpoint_loader=self.checkpoint_loader, allow_pickles=self._allow_pickles
+        )
 
     def _metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Metadata:
         return self._reader(checkpoint_dir).read_metadata()

@@ -14,12 +14,13 @@ by the last part of the container's path and its `ShardId`; where the container 
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections import UserString
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torchelastic.checkpoint.kinds import MEMORY_STATE
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -75,7 +76,7 @@ class CheckpointContainerId(CheckpointId):
     """What holds checkpoints, or the objects of one; a folder."""
 
     @classmethod
-    def format_version_container(cls, step: int) -> str:
+    def format_version_container(cls, step: SupportsIndex) -> str:
         """The name of the container of one step.
 
         Raises:
@@ -84,9 +85,13 @@ class CheckpointContainerId(CheckpointId):
         >>> CheckpointContainerId.format_version_container(20)
         'step-20_ckpt'
         """
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        try:
+            number = -1 if isinstance(step, bool) else operator.index(step)  # of numpy too
+        except TypeError:
+            number = -1
+        if number < 0:
             raise ValueError(f"{step!r} is no step: give a whole number, 0 or more")
-        return f"step-{step}_ckpt"
+        return f"step-{number}_ckpt"
 
     @classmethod
     def parse_version_container_step(cls, name: str) -> int | None:

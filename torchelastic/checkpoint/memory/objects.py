@@ -141,8 +141,10 @@ class CheckpointObjectManager:
             log.warning("%s cannot be read: %s", object_id, error)
             return None
 
-    def close_buffer(self, buffer_io: BufferIO, skip_close_if_symlink: bool = False, truncate: bool = True) -> None:
-        """Closes a buffer, which publishes what was written.
+    def close_buffer(
+        self, buffer_io: BufferIO | None, skip_close_if_symlink: bool = False, truncate: bool = True
+    ) -> None:
+        """Closes a buffer, which publishes what was written. What is no buffer is ignored, with a warning.
 
         Args:
             buffer_io: of `acquire_buffer` or `get_buffer`.
@@ -153,6 +155,9 @@ class CheckpointObjectManager:
             CheckpointError: it cannot be published.
         """
         del skip_close_if_symlink
+        if not isinstance(buffer_io, BufferIO):
+            log.warning("%r is no buffer, and nothing is closed", buffer_io)
+            return
         buffer_io.close(truncate)
 
     def delete_object(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from torchelastic.checkpoint.replication.topology import (
 )
 from torchelastic.group.rank_group import Answer, RankGroup
 from torchelastic.metrics import publish_metric
-from torchelastic.processes.background import in_background
 from torchelastic.processes.dropped import let_go_when_dropped
 from torchelastic.processes.identity import host_id
 
@@ -269,23 +268,6 @@ class ReplicationManager:
         """What another rank can give. Raises: ReplicationError if it does not say."""
         return list(self._client(holder).ids())
 
-    def async_replicate(self, buffer_io: Any) -> list[Future[int]]:
-        """Pushes a closed object in the background.
-
-        Args:
-            buffer_io: of the object manager; its `object_id` is that of a shard.
-
-        Returns:
-            One per partner, with the number of bytes; or the `ReplicationError`.
-
-        Raises:
-            ValueError: it is no object that has replicas.
-        """
-        if not self.partners or self._objects is None:
-            return []
-        object_id = self._objects.names_of(buffer_io.object_id)
-        return [in_background(partial(self._push_published, rank, object_id), "replica-push") for rank in self.partners]
-
     def sync_bulk_retrieve(
         self,
         source_global_rank: int,
@@ -300,22 +282,37 @@ class ReplicationManager:
             source_global_rank: who has them.
             object_ids_to_retrieve: shards and commits.
             container_ids_to_retrieve: containers of steps.
-            retrieved_object_ids: gets those that are here now.
+            retrieved_object_ids: an empty list gets those that are here now.
             retrieved_container_ids: the same.
 
         Returns:
             Whether all of it is here now; what failed is logged.
+
+        Raises:
+            ValueError: something is no shard, or is to get another name.
         """
-        client, all_done = self._client(source_global_rank), True
-        for wanted, retrieve, retrieved in (
+        try:
+            client, all_done = self._client(source_global_rank), True
+        except NoReplicasAvailableError as error:
+            log.warning("could not retrieve from rank %s: %s", source_global_rank, error)
+            return False
+        for asked, retrieve, retrieved in (
             (object_ids_to_retrieve, self._retrieve_object, retrieved_object_ids),
             (container_ids_to_retrieve, self._retrieve_container, retrieved_container_ids),
         ):
+            wanted = list(asked)
+            if retrieved and list(map(str, retrieved)) != list(map(str, wanted)):
+                raise ValueError(
+                    f"what is retrieved keeps its name, and {retrieved[0]} is another one: give an empty list, which "
+                    "gets what is here now"
+                )
+            here = []
             for each in wanted:
                 is_done = retrieve(client, each)
                 all_done = all_done and is_done
-                if is_done and retrieved is not None:
-                    retrieved.append(each)
+                here += [each] * is_done
+            if retrieved is not None:
+                retrieved[:] = here
         return all_done
 
     def shutdown(self) -> None:
@@ -346,12 +343,6 @@ class ReplicationManager:
             else:
                 return True
         return False
-
-    def _push_published(self, rank: int, object_id: str) -> int:
-        content = _made(self._objects).shelf.source(object_id)
-        if content is None:
-            raise NoReplicasAvailableError(f"{object_id} is not here: close its buffer before it is replicated")
-        return self._push_to(rank, object_id, content)
 
     def _retrieve_object(self, client: ReplicaClient, wanted: Any) -> bool:
         """Whether it could be fetched; why not is logged."""

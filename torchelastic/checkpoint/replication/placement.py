@@ -130,9 +130,9 @@ class PairwiseReplicationStrategy:
     """
 
     def __init__(self, replication_service_addresses: Sequence[str], processes_per_node: int) -> None:
-        number = len(replication_service_addresses)
-        if not number:
+        if not replication_service_addresses:
             raise ValueError("replication_service_addresses is empty: give the address of each rank's server")
+        number = len(replication_service_addresses)
         if processes_per_node < 1 or number % processes_per_node:
             raise ValueError(
                 f"{number} addresses are no multiple of processes_per_node={processes_per_node}: every host "

@@ -51,7 +51,7 @@ class BCPState:
         optimizer: one, several (a list or a dict), or None.
         framework: "ddp" (also for a plain model), "fsdp" or "fsdp2" (both: FSDP2).
         get_extra_fn: called by each save on each rank; returns a dict of plain values and tensors: counters, the data
-            position, state dicts of a scheduler or scaler.
+            position, state dicts of a scheduler or scaler. Or None, for an empty one.
         default_ckpt_path: the folder of checkpoints where a method is given none; all ranks must see the same. Default:
             `.velastic/checkpoint`. With an `IterManager`, give `manager.velastic_dir / "checkpoint"`.
         tiers: save here instead of in a folder: `MemoryTier`, `DiskTier`, `DurableTier`, freshest and fastest first,
@@ -79,7 +79,7 @@ class BCPState:
         model: torch.nn.Module,
         optimizer: OptimizerOrSeveral,
         framework: str = "ddp",
-        get_extra_fn: Callable[[], Mapping[str, Any]] | None = None,
+        get_extra_fn: Callable[[], Mapping[str, Any] | None] | None = None,
         default_ckpt_path: str | os.PathLike[str] | None = None,
         *,
         tiers: Sequence[Tier] | None = None,
@@ -102,7 +102,7 @@ class BCPState:
             raise ValueError(f"get_extra_fn is a {type(get_extra_fn).__name__}: give a function without arguments")
         self._objects = TrainingObjects(model, optimizer, framework)
         self._get_extra_fn = get_extra_fn
-        self._default_path = Path(self.DEFAULT_PATH if default_ckpt_path is None else default_ckpt_path)
+        self._default_path = Path(default_ckpt_path or self.DEFAULT_PATH)
         self._tiers, self._replicas, self._host, self._keep = tiers, replicas, host, keep
         self._timeout_s = timeout_s
         self._run_id = run_id
@@ -250,6 +250,8 @@ class BCPState:
         if self._get_extra_fn is None:
             return {}
         extra = self._get_extra_fn()
+        if extra is None:
+            return {}
         if not isinstance(extra, Mapping):
             raise TypeError(f"get_extra_fn returned a {type(extra).__name__}: return a dict")
         return dict(extra)
