@@ -313,7 +313,8 @@ class Agent:
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
         is_given_up = self.supervisor.too_few.is_set() and not self.membership.host.round.is_over
         if self.membership.host.round.is_over or (codes <= {0} and not is_given_up):
-            return Outcome(0)
+            ended = ", ".join(str(worker.local_rank) for worker in self.supervisor.workers if worker.was_idle)
+            return Outcome(0, f"the run is finished; worker {ended} was not needed and was ended" if ended else "")
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
         report = await self._failures.last_words()
