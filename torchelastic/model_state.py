@@ -19,7 +19,7 @@ from torchelastic.model.extras import numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
-from torchelastic.model.step_gradients import Salvaged, StepGradients
+from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
 from torchelastic.model.transfer import Packed, all_gathered, message_device, pack, synchronize, unpack
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
@@ -213,7 +213,8 @@ class ModelState(WithCompanions, State):
         Bytes move only to members that lack them. A receiver's own state stays whole until all has arrived.
 
         Raises:
-            NonRetryableException: nobody holds a whole state, and there was no checkpoint to load.
+            NonRetryableException: nobody holds a whole state, and there was no checkpoint to load; or this one has
+                other logical shards or another salvage mode than the source.
             RuntimeError: a peer was lost meanwhile.
         """
         self._gradients.leave_group()
@@ -221,7 +222,7 @@ class ModelState(WithCompanions, State):
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
-        all_progress, offers = self._gather_progress(world_size, device)
+        all_progress, offers = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
@@ -261,12 +262,21 @@ class ModelState(WithCompanions, State):
             self._own.synchronize(self._trained, equals, move)
         return bool(stale)
 
-    def _gather_progress(self, world_size: int, device: torch.device) -> tuple[list[StateProgress], list[int]]:
+    def _gather_progress(
+        self, world_size: int, rank: int, device: torch.device
+    ) -> tuple[list[StateProgress], list[int]]:
         """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
-        mine = torch.tensor([int(self._status), self.step, self._gradients.offer(self.step)], device=device)
-        rows = [row.tolist() for row in all_gathered(mine, world_size)]
-        progress = [StateProgress.of(StateStatus(status), step) for status, step, _ in rows]
-        return progress, [offer for _, _, offer in rows]
+        mine = [int(self._status), self.step, self._gradients.offer(self.step), *self._gradients.kind]
+        rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
+        progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
+        source = progress.index(max(progress))
+        here, there = rows[rank][3:], rows[source][3:]
+        if here != there:
+            raise NonRetryableException(
+                f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
+                f"{kind_text(there)}: start every worker with the same"
+            )
+        return progress, [row[2] for row in rows]
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""

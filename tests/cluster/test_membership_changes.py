@@ -50,6 +50,21 @@ def test_hosts_join_in_mid_run_and_leave_and_come_back(jobs: MakeJob, etcd: Etcd
     assert [worlds[number] for number in rounds(job)] == [1, 2, 1, 2]
 
 
+def test_a_launcher_with_other_numbers_than_the_one_that_leads_says_which_and_trains(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str
+) -> None:
+    job = jobs(full_world=2, wait_for_newcomer_at=[5])
+    job.start(*host(etcd, run_id), nproc=1)
+    job.wait_for_step(4)
+    job.start(*host(etcd, run_id), "--nnodes=2:4", "--orphan-timeout=60", nproc=1)
+    assert job.wait() == [0, 0]
+    said = "this host was started with min_workers=2, max_workers=4, orphan_timeout=60, and "
+    assert job.output_of(1).count(said) == 1
+    assert ", which decides for the run, with min_workers=1, max_workers=3, orphan_timeout=300: " in job.output_of(1)
+    assert "this host was started with" not in job.output_of(0)
+    job.check_identity(finishers=2)
+
+
 @pytest.mark.long
 def test_spares_wait_and_step_in_and_end_well_with_the_run(jobs: MakeJob) -> None:
     kill = Fault("kill", "backward", rank=1, step=20)

@@ -90,13 +90,21 @@ def test_the_same_command_again_goes_on_from_the_checkpoint(at_terminal: AtTermi
 
 
 @pytest.mark.long
-def test_a_closed_terminal_saves_and_ends_the_run_as_sigterm_does(at_terminal: AtTerminal, host_folder: Path) -> None:
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "ctrl-backslash"])
+def test_a_closed_terminal_and_ctrl_backslash_save_and_end_the_run_as_sigterm_does(
+    at_terminal: AtTerminal, host_folder: Path, is_closed: bool
+) -> None:
     keeps = 'checkpoint = EverySteps(100)\nset_checkpoint_manager(FileSystemCheckpointManager("saved"))'
     does = 'time.sleep(0.1); print(state.step + 1, file=open("did", "a"), flush=True)'
     text = script(prepares=keeps, in_step=does, epochs=4)
     shell = at_terminal("run", "--rdzv-id=mine", "train.py", text=text)
     shell.until("committed its first step")
-    assert shell.hang_up() == 128 + signal.SIGHUP
+    if is_closed:
+        assert shell.hang_up() == 128 + signal.SIGHUP
+    else:
+        shell.type("\x1c")
+        assert shell.end() == 128 + signal.SIGQUIT
+        assert shell.screen[-2] == "stopped by SIGQUIT"
     assert list(host_folder.glob("te-*")) == list(host_folder.glob("torchelastic-etcd-*")) == [], "nothing is left"
     again = at_terminal("run", "--rdzv-id=mine", "train.py")
     assert again.end() == 0, again.said

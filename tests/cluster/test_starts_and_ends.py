@@ -29,6 +29,7 @@ def test_a_worker_that_hangs_before_it_asks_for_a_group_is_ended_after_the_run_h
     assert re.search(rf"the run has finished, and {name} has not asked for a group: waiting 1 s for it", output)
     assert len(re.findall(rf"{name} did not end within 1 s .*its stacks follow in its log", output)) == 1
     assert stack in output, "the stacks of the worker that hung are missing"
+    assert output.splitlines()[-1] == "the run is finished; worker 1 was not needed and was ended", "and no stack"
     assert not re.search("worker 1 failed|worker 1.*(lost|left the run in order)", output), "neither failed nor left"
 
 

@@ -1,4 +1,4 @@
-"""Workers that are in no group and ask for none, and workers that hang: who is named, who is ended, and who is not."""
+"""Workers that are in no group, and workers that hang: who is named, who is ended, and who is not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import pytest
 
 from tests.process.supervised import ask, failures_into, pid_of, supervise
 from tests.waiting import until
+from torchelastic.agent import idle_workers
 from torchelastic.agent import supervisor as supervising
 from torchelastic.agent.causes import FailedWorker
-from torchelastic.agent.idle_workers import IdleWorkers
+from torchelastic.agent.events import MemberWaits, RoundChanged
+from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState
+from torchelastic.rendezvous.url import parse_url
 from torchelastic.rendezvous.worker_rules import LATE_START_FLOOR_S
 
 RUNNING = Round(1, RoundState.RUNNING, ("h-0", "h-1"))
@@ -52,6 +55,39 @@ class Watched:
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
+
+
+# --- waiting for a group ----------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_group_says_what_it_takes_once_until_there_is_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_workers, "SAY_AFTER_S", 0.04)
+    since_s: dict[str, float] = {"h-0": 1.0, "h-1": 1.0}
+
+    async def waits(limit: WaitLimit, names: str, because: Round) -> int:
+        limit.on_event(RoundChanged(because))
+        for name in names.split():
+            limit.on_event(MemberWaits(name))
+        await asyncio.sleep(0.2)
+        return len(warnings(caplog))
+
+    async def scenario() -> None:
+        url = parse_url("etcd://host/run?min_workers=3&last_call_timeout=0.01")
+        limit = WaitLimit(url, lambda _event: None, since_s.get, lambda: None)
+        assert await waits(limit, "gone", NO_ROUND) == 0
+        assert await waits(limit, "h-0 h-1", NO_ROUND) == 1
+        assert await waits(limit, "h-0", replace(NO_ROUND, orphaned=True)) == 1
+        assert await waits(limit, "h-0", RUNNING) == 1, "a spare"
+        assert await waits(limit, "h-1", replace(RUNNING, state=RoundState.BROKEN)) == 2
+
+    asyncio.run(scenario())
+    assert warnings(caplog) == [
+        f"{name} has waited 0.05 s for a group, which takes min_workers=3: it gives up after 600 s (--rdzv-timeout); "
+        "`torchelastic status` lists who is here"
+        for name in ("h-0", "h-1")
+    ]
 
 
 # --- the process that is meant ----------------------------------------------------------------------------------------

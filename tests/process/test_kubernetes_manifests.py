@@ -220,6 +220,15 @@ def test_the_command_line_of_the_pods_means_an_elastic_run_that_a_late_pod_does_
     assert ours <= known
 
 
+@pytest.mark.parametrize("folder", ["base", "gpu"])
+def test_the_workers_of_a_pod_share_its_processors(folder: str) -> None:
+    [job] = [one for one in kustomized(folder) if one["kind"] == "Job"]
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    [threads] = [int(one["value"]) for one in container["env"] if one["name"] == "OMP_NUM_THREADS"]
+    [workers] = re.findall(r"--nproc-per-node=(\d+)", " ".join(container["command"]))
+    assert threads * int(workers) == int(container["resources"]["requests"]["cpu"])
+
+
 def outcome(job: Object, exit_code: int, *, is_disrupted: bool = False) -> str:
     """What Kubernetes does with a pod that failed: the first rule counts (Job, "Pod failure policy")."""
     for rule in job["spec"]["podFailurePolicy"]["rules"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 import torchelastic
+from tests.process.forked_ranks import run_ranks
 from tests.process.pairs import dies_at_reduction, survivor_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.data.shares import MODES
+from torchelastic.model.step_gradients import kind_text
 
 SAMPLES, BATCH = 16, 8
 
@@ -80,8 +84,8 @@ def recomputes(folder: Path) -> dict[str, Any]:
     return salvages(folder, "recompute")
 
 
-def victim(_folder: Path) -> None:
-    state, loader = make_state("drop")
+def victim(_folder: Path, salvage: str = "drop") -> None:
+    state, loader = make_state(salvage)
     state.sync(2, 1)
     dies_at_reduction(1)
     compute(state, loader)
@@ -113,12 +117,38 @@ def test_drop_commits_what_the_survivor_has_computed(tmp_path: Path) -> None:
 
 
 def test_recompute_adds_what_the_lost_one_would_have_computed(tmp_path: Path) -> None:
-    found = survivor_of(tmp_path, recomputes, victim)
+    found = survivor_of(tmp_path, recomputes, partial(victim, salvage="recompute"))
     assert found["computed"] == (4, 5, 6, 7)
     assert found["postponed"] == ()
     assert found["salvaged"] == (0, 4, 4, 0)
     for one, other in zip(found["buffers"], found["after first"]["buffers"], strict=True):
         assert torch.equal(one, other)
+
+
+def syncs(options: list[dict[str, Any]]) -> str:
+    """What a rank says that was given these options of its state, one for each rank."""
+    rank = dist.get_rank()
+    module, sampler = torch.nn.Linear(4, 2), ElasticBatchSampler(SAMPLES, BATCH)
+    state = torchelastic.ModelState(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), sampler=sampler, **options[rank]
+    )
+    try:
+        state.sync(len(options), rank)
+    except torchelastic.NonRetryableException as error:
+        return str(error)
+    except RuntimeError:
+        return "another is gone"
+    return ""
+
+
+@pytest.mark.parametrize("other", [{"logical_shards": 4}, {"salvage": "drop"}], ids=str)
+def test_a_worker_with_other_shards_or_another_mode_than_the_source_says_so_and_ends(other: dict[str, Any]) -> None:
+    ends = run_ranks(syncs, [{"salvage": "recompute"}, other], ranks=2)
+    said = kind_text((other.get("logical_shards", 0), MODES.index(other.get("salvage", "discard"))))
+    assert ends[1].value == (
+        f"this worker's ModelState has {said}, and that of rank 0, which the others go by, logical_shards=None, "
+        "salvage='recompute': start every worker with the same"
+    )
 
 
 def test_a_step_of_several_batches_is_repeated_as_a_whole() -> None:

@@ -15,7 +15,16 @@ from tests.simulation.tree import Tree, check_txn
 from torchelastic.rendezvous.credentials import Credentials, CredentialsError
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.protocol import RULES
-from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, encode_member, encode_round
+from torchelastic.rendezvous.records import (
+    NO_ROUND,
+    AgentRecord,
+    Keys,
+    Member,
+    Round,
+    RoundState,
+    encode_member,
+    encode_round,
+)
 from torchelastic.rendezvous.requests import Ask, EndWatches, Message, Receive, Sleep, get
 from torchelastic.rendezvous.round_document import RoundDocument, StartOverError
 from torchelastic.rendezvous.store import (
@@ -45,7 +54,7 @@ class Stage:
         contacts: when the signs of life were sent for which the host may go on.
     """
 
-    def __init__(self, ttl_s: float = 10.0) -> None:
+    def __init__(self, ttl_s: float = 10.0, **started_with: str) -> None:
         self.store = MemoryStore(clock=lambda: 0.0)
         self.now_s = 0.0
         self.posted: list[Message] = []
@@ -64,6 +73,7 @@ class Stage:
             post=self.posted.append,
             on_round=self.rounds.append,
             on_contact=self.contacts.append,
+            about=AgentRecord(1, started_with),
         )
         self._run: Coroutine[Any, Any, None] | None = None
 
@@ -148,6 +158,26 @@ def test_a_leader_that_hears_of_another_one_starts_over() -> None:
     assert stage.host.leads
     assert isinstance(stage.hears(EventKind.PUT, KEYS.leader, b"another", 77), EndWatches)
     assert not stage.host.leads
+
+
+def test_a_host_that_was_started_with_something_else_than_the_leader_says_so_once_for_each_leader(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage(max_workers="4", version="1")
+    others = {"as-here-1": {"max_workers": "4"}, "n-1": {"max_workers": "8", "version": "1"}, "n-2": {"version": "2"}}
+    for name, started_with in others.items():
+        stage.store.put(f"{KEYS.agents}{name[:-2]}/{name}", AgentRecord(1, started_with).encode())
+    stage.store.put(f"{KEYS.agents}n/n-3", b"no record")
+    lease_id = stage.store.grant_lease(10.0).lease_id
+    stage.store.put(KEYS.leader, b"as-here-1", lease_id)
+    stage.go()
+    for leader in (b"n-1", b"n-1", b"n-2", b"n-3", b"n-4", b"\xff" * 10_000):
+        stage.hears(EventKind.PUT, KEYS.leader, leader, lease_id)
+    assert [record.message.partition(": ")[0] for record in caplog.records if "started with" in record.message] == [
+        f"this host was started with {here}, and {name}, which decides for the run, with {there}"
+        for here, name, there in (("max_workers=4", "n-1", "max_workers=8"), ("version=1", "n-2", "version=2"))
+    ]
+    assert f"ignored: {KEYS.agents}n/n-3" in caplog.text
 
 
 @pytest.mark.parametrize("leads", [True, False])

@@ -34,6 +34,7 @@ class ElasticJob(Job):
         """Submit one job for these nodes; returns its id."""
         words: list[str | Path] = [SCRIPT, "--ttl=3", *self.launcher, self.script, *self.job_arguments()]
         options = ["--time=20", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--chdir={ROOT}"]
+        options.append("--ntasks-per-node=2")  # of a user's own scripts: a node has one launcher all the same
         settings = {"PYTHON": sys.executable, "RUNS": str(self.runs_folder), "RES_OPTIONS": "timeout:1 attempts:1"}
         job_id = self.slurm.submit("", *options, words=words, **{**settings, "WATCH_S": "1", **variables})
         self.ids.append(job_id)

@@ -40,8 +40,10 @@ from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
-#: At the first of them the workers leave in order: SIGHUP says that the terminal was closed.
-DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+#: At the first of them the workers leave in order: SIGHUP says that the terminal was closed, SIGQUIT is Ctrl-\.
+DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: Who ignores them when it starts this process means it: `nohup`, and a script that starts it with `&`.
+MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class AgentOptions:
         owner_pid: of a private agent: the process that it serves and ends with.
         metrics_address: (host, port) to serve Prometheus metrics at; port 0 takes any free one; None: not served.
         push_gateway: URL of a Prometheus push gateway to push them to; None: not pushed.
-        term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM or SIGHUP,
+        term_grace_s: how long workers may take to leave the run and to end by themselves after a drain signal,
             and those that never asked for a group to end by themselves after the end of the run.
         ledger_dir: where the ledger of this host is written, see docs/ledger.md; None: it is kept in memory only.
         page: the live page, see docs/observing.md; None: not served.
@@ -135,7 +137,7 @@ class Agent:
         if self._page is not None:
             self._page.start()
         for number in (*DRAIN_SIGNALS, signal.SIGINT):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+            if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         for number in NOTICE_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
@@ -257,7 +259,7 @@ class Agent:
             self.supervisor.too_few.set()
 
     def _on_signal(self, number: int) -> None:
-        """SIGTERM or SIGHUP once: the workers leave in order. A second SIGTERM, or SIGINT: they are ended."""
+        """A drain signal once: the workers leave in order. A second one but SIGHUP, or SIGINT: they are ended."""
         is_first = self._stop_signal is None
         if number == signal.SIGHUP and not is_first:  # the kernel and the shell both send it when a terminal is closed
             return
@@ -311,7 +313,8 @@ class Agent:
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
         is_given_up = self.supervisor.too_few.is_set() and not self.membership.host.round.is_over
         if self.membership.host.round.is_over or (codes <= {0} and not is_given_up):
-            return Outcome(0)
+            ended = ", ".join(str(worker.local_rank) for worker in self.supervisor.workers if worker.was_idle)
+            return Outcome(0, f"the run is finished; worker {ended} was not needed and was ended" if ended else "")
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
         report = await self._failures.last_words()

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: Between two checks.
 CHECK_S = 0.5
+#: Who has waited for a group so much longer than the last call says so.
+SAY_AFTER_S = 30.0
 
 
 class WaitLimit:
@@ -51,7 +53,7 @@ class WaitLimit:
     ) -> None:
         self._url, self._publish = url, publish
         self._waiting_since_s, self._store_wait_since_s = waiting_since_s, store_wait_since_s
-        self._said_store = False
+        self._said_store = self._said_wait = False
         self._round = NO_ROUND
         self._trained_until_s = 0.0  # when somebody did last, as far as is known; infinite: now
 
@@ -62,7 +64,10 @@ class WaitLimit:
                 trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
                 self._round = round_
                 self._trained_until_s = float("inf") if trains else min(self._trained_until_s, time.monotonic())
+                self._said_wait = self._said_wait and not trains
             case MemberWaits(member_id):
+                since_s, after_s = self._waiting_since_s(member_id), self._url.last_call_timeout_s + SAY_AFTER_S
+                asyncio.get_running_loop().call_later(after_s, self._say_wait, member_id, since_s, after_s)
                 self._check_later(member_id, self._url.timeout_s)
             case StoreReach() | MemberDeclared():
                 waits = self.waits_for_store()
@@ -77,6 +82,18 @@ class WaitLimit:
             return ""
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - since_s)))
         return f"the run waits for etcd at {self._url.endpoints_text} since {clock}"
+
+    def _say_wait(self, member_id: str, since_s: float | None, after_s: float) -> None:
+        """Once until there is a group, and where nothing else says why there is none."""
+        if since_s is None or self._waiting_since_s(member_id) != since_s or self._trained_until_s == float("inf"):
+            return
+        if not self._said_wait and not self._round.orphaned and not self.waits_for_store():
+            self._said_wait = True
+            log.warning(
+                "%s has waited %g s for a group, which takes %s: it gives up after %g s (--rdzv-timeout); "
+                "`torchelastic status` lists who is here",
+                member_id, after_s, self._url.settings.least, self._url.timeout_s,
+            )  # fmt: skip
 
     def _check_later(self, member_id: str, after_s: float) -> None:
         since_s = self._waiting_since_s(member_id)

@@ -6,7 +6,6 @@ Two asyncio tasks, one for the session with the store and one for the signs of l
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import random
@@ -23,10 +22,11 @@ from torchelastic.agent.predecessors import POLL_S, Predecessors, describe
 from torchelastic.agent.tasks import keep_running
 from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.host import Host
-from torchelastic.rendezvous.records import Keys, Round, RoundState
+from torchelastic.rendezvous.records import AgentRecord, Keys, Round, RoundState
 from torchelastic.rendezvous.requests import Ask, EndWatches, Failed, Message, OpenWatch, Receive, Request, Sleep
 from torchelastic.rendezvous.store import CoordinationStore, StoreError, StoreEvent, StoreUnavailableError, Watch
 from torchelastic.rendezvous.view import Settings
+from torchelastic.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Membership:
             name=host,
             agent_id=agent_id,
             incarnation=uuid.uuid4().hex,
-            about=json.dumps({"pid": os.getpid()}).encode(),
+            about=AgentRecord(os.getpid(), {**settings.agreed, "version": __version__}),
             describe=partial(describe, {} if processes is None else processes),
             clock=clock,
             jitter=random.random,

@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--url", required=True)
     parser.add_argument("--agent-pid", required=True, type=int)
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(
             number, signal.SIG_IGN
         )  # sent to all of a job, they are for the launcher, which says when it ends

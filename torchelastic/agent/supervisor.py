@@ -180,7 +180,7 @@ class Supervisor:
         if worker.process is not None:
             pid = worker.process.pid
             log.warning("worker %d (pid %d) %s: %s", worker.local_rank, pid, why, _dump_stacks(pid))
-            worker.leaves = True
+            worker.leaves = worker.was_idle = True
             ends = (DUMP_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)
             self._task(worker.end(worker.process, *ends))
 

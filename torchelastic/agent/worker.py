@@ -39,6 +39,7 @@ class Worker:
             not be started again.
         came_late: the run was finished while it was started again, so it leaves, with whatever exit code.
         is_hung: its present process is being ended because it hung.
+        was_idle: it was ended because nobody needed it any more, and it did not end by itself.
         started_s: when its present process was started, by the monotonic clock.
         asked_s: when that process first asked for a group; None: it has not.
         fails_for_good: that process has said that its error would come again in another one.
@@ -59,6 +60,7 @@ class Worker:
     leaves: bool = False
     came_late: bool = False
     is_hung: bool = False
+    was_idle: bool = False
     started_s: float = 0.0
     asked_s: float | None = None
     fails_for_good: bool = False

@@ -29,7 +29,7 @@ MAPPED = (
 WITHOUT_EFFECT = {
     "monitor-interval": "the death of a worker is seen at once",
     "start-method": "each worker is a new process",
-    "signals-to-handle": "SIGTERM and SIGHUP let workers leave in order, SIGINT ends them, SIGUSR1 and 2 are passed on",
+    "signals-to-handle": "SIGTERM, SIGHUP, SIGQUIT let workers leave in order, SIGINT ends them, SIGUSR1, 2 go to them",
 }
 #: Options that are refused, and what to do instead.
 INSTEAD = {

@@ -94,6 +94,12 @@ class StepGradients:
         self._is_brought = False
 
     @property
+    def kind(self) -> tuple[int, int]:
+        """What is to be the same on all ranks, as numbers: how many logical shards (0: none), and the salvage mode."""
+        shards = self._source.shards if isinstance(self._source, LogicalShards) else 0
+        return (shards, MODES.index(self._mode))
+
+    @property
     def model(self) -> torch.nn.Module:
         """The module to call in a step."""
         return self._module if self._wrapped is None else self._wrapped
@@ -236,6 +242,16 @@ class StepGradients:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_wrapped": None}  # a group's wrapper belongs to this process alone
+
+
+def kind_text(kind: Sequence[int]) -> str:
+    """A `StepGradients.kind` as it was given.
+
+    >>> kind_text((4, 2))
+    "logical_shards=4, salvage='recompute'"
+    """
+    shards, mode = kind
+    return f"logical_shards={shards or None}, salvage={MODES[mode]!r}"
 
 
 def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:

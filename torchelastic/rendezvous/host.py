@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from torchelastic.rendezvous.dead_agents import MAX_WRITES, Predecessor, declare_dead
 from torchelastic.rendezvous.leadership import Leadership, read_members
 from torchelastic.rendezvous.own_records import OwnRecords
-from torchelastic.rendezvous.records import Keys, Member, Round
+from torchelastic.rendezvous.records import MAX_TEXT, AgentRecord, Keys, Member, RecordError, Round
 from torchelastic.rendezvous.requests import (
     Changed,
     EndWatches,
@@ -51,6 +51,7 @@ from torchelastic.rendezvous.store import (
     Target,
 )
 from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings
+from torchelastic.text import escaped
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Host:
         settings: for the case that this host leads; its `ttl_s` is also the lease's.
         name: this host's name.
         agent_id: unique for each agent process.
-        about: the value of the agent's key: which process it is.
+        about: the value of the agent's key: which process it is, and what it was started with.
         describe: the content of the record that outlives this agent, of its lease and of its living members, so that
             somebody on its host can tell later whether their processes have ended.
         incarnation: a random word; that of the first agent in an empty store names the store's life.
@@ -99,7 +100,7 @@ class Host:
         jitter: Callable[[], float],
         post: Callable[[Message], None],
         on_round: Callable[[Round], None],
-        about: bytes = b"{}",
+        about: AgentRecord | None = None,
         describe: Callable[[int, Collection[str]], bytes] = lambda _lease_id, _members: b"{}",
         on_contact: Callable[[float], None] = lambda _sent_s: None,
         on_reach: Callable[[bool], None] = lambda _in_reach: None,
@@ -112,7 +113,8 @@ class Host:
         self._leadership = Leadership(keys, agent_id, settings, self._document, clock)
         self._drain, self._on_drain = keys.drain_of_host(name), on_drain
         self._keys, self._settings, self._agent_id = keys, settings, agent_id
-        self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
+        self._own_key, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", incarnation
+        self._about = about or AgentRecord()
         self._clock, self._jitter, self._post = clock, jitter, post
         self._on_round, self._on_contact, self._on_progress = on_round, on_contact, on_progress
         self._on_reach = on_reach
@@ -126,6 +128,7 @@ class Host:
         self._lease_id, self._own_revision = 0, 0
         self._old_leases: list[int] = []
         self._lease_ttl_s = settings.ttl_s
+        self._said_of_leader = ""
 
     # --- what the workers of this host do -----------------------------------------------------------------------------
 
@@ -332,6 +335,25 @@ class Host:
             await self._leadership.unseat(leader)
         elif leader.value == self._agent_id.encode():
             await self._leadership.take(leader.create_revision, was_lost=self._was_lost)
+        else:
+            await self._compare_with(leader)
+
+    async def _compare_with(self, leader: KeyValue) -> None:
+        """Another host decides, by what it was started with: say what is different here, once."""
+        name = leader.value[:MAX_TEXT].decode(errors="replace")
+        kv = await get(f"{self._keys.agents}{name.rpartition('-')[0]}/{name}")
+        try:
+            there = {} if kv is None else AgentRecord.decode(kv.key, kv.value).started_with
+        except RecordError as error:
+            log.error("ignored: %s", error)
+            return
+        here = self._about.started_with
+        names = [one for one, value in here.items() if there.get(one, value) != value]
+        mine, others = (", ".join(f"{one}={started[one]}" for one in names) for started in (here, there))
+        text = escaped(f"{mine}, and {name}, which decides for the run, with {others}")
+        if names and text != self._said_of_leader:
+            log.warning("this host was started with %s: start every host of a run with the same", text)
+            self._said_of_leader = text
 
     async def _take_messages(self) -> None:
         """Wait for something to happen, then take in all that has happened."""
@@ -382,6 +404,8 @@ class Host:
             await self._leadership.unseat(kv)
         elif not self.leads and kv.value == self._agent_id.encode():
             await self._leadership.take(kv.create_revision, was_lost=self._was_lost)
+        elif not self.leads:
+            await self._compare_with(kv)
 
     def _on_change(self, round_: Round) -> None:
         if round_.number > self._told and any(member.member_id in round_.members for member in self.members):
@@ -407,7 +431,7 @@ class Host:
         """Write in the name of this host: once, in order, or not at all."""
         nothing_since = Compare(self._own_key, Target.MOD_REVISION, self._own_revision)
         sent_s = self._clock()
-        result = await txn((nothing_since,), (Put(self._own_key, self._about, self._lease_id), *writes))
+        result = await txn((nothing_since,), (Put(self._own_key, self._about.encode(), self._lease_id), *writes))
         if not result.succeeded:
             raise StartOverError("the key of this host is not as it was left")
         self._own_revision, self._wrote_s = result.revision, sent_s

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from torchelastic.foreign_json import Amount, Count, checked, decode_object
+from torchelastic.foreign_json import Amount, Count, Text, checked, decode_object
 from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
 
 #: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
@@ -129,6 +129,28 @@ class Member:
     def progress(self) -> tuple[StateStatus, int]:
         """The order in which members are chosen as the source of the state, of those that trained together."""
         return (self.state_status, self.step)
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """One host's agent, as it declares itself.
+
+    Attributes:
+        pid: of its process.
+        started_with: by name, what is to be the same on every host of the run.
+    """
+
+    pid: Count = 0
+    started_with: Mapping[Text, Text] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(key: str, value: bytes) -> AgentRecord:
+        """The inverse of `encode`. Raises RecordError."""
+        return checked(key, decode_object(key, value, most_bytes=MAX_VALUE_BYTES), AgentRecord)
 
 
 class JoinRequest(msgspec.Struct, frozen=True):

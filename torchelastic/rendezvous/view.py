@@ -71,6 +71,16 @@ class Settings:
         return size if size >= self.min_workers else 0
 
     @property
+    def agreed(self) -> dict[str, str]:
+        """What every host has to be started with alike: the leader's decides, and a host cut off goes by its own.
+
+        >>> Settings(3, 9).agreed
+        {'min_workers': '3', 'max_workers': '9', 'multiple_of': '1', 'orphan_timeout': '300'}
+        """
+        counts = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "multiple_of")}
+        return {**counts, "orphan_timeout": f"{self.orphan_timeout_s:g}"}
+
+    @property
     def least(self) -> str:
         """What a group needs, for messages.
 
