@@ -253,7 +253,7 @@ def make_tiers(options: argparse.Namespace, log: EventLog, plan: FaultPlan) -> T
 
 def _told(original: Callable[[Any], Any], phase: str, log: EventLog, plan: FaultPlan) -> Callable[[Any], Any]:
     def told(what: Any) -> Any:
-        plan.reach(phase, what.name.step)
+        plan.reach(phase, what.name.step, getattr(what, "rank", None))
         result = original(what)
         log(phase, step=what.name.step)
         return result

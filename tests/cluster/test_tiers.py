@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job, run_standalone
 from tests.waiting import is_gone, wait_until
+from torchelastic.checkpoint.tiered.manager import SILENT_S
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 
@@ -20,6 +23,7 @@ WORLD = 2
 #: Saved are the steps 5, 10, ...; the run is killed in step 13, so 10 is to be found.
 OPTIONS: dict[str, Any] = {"seed": 5, "checkpoint_every": 5, "epochs": 2}
 KILLED_IN, FOUND = 13, 10
+LAST_STEP = 20
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +104,24 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_older_checkpoint(
     run_standalone(job, nproc=WORLD)
     assert [event["step"] for event in job.of("loaded")] == [FOUND - 5]
     assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_is_killed_in_the_last_save_of_a_run_is_not_waited_for_and_one_that_is_slow_is(
+    jobs: MakeJob, tmpfs: Path, lost: int
+) -> None:
+    hangs = Fault("spin", "put-memory", rank=lost, step=LAST_STEP)
+    job = jobs([hangs], tiers=[f"memory={tmpfs / 'tier'}"], seed=5, checkpoint_every=5, epochs=2)
+    launcher = job.start("--standalone", nproc=WORLD)
+    wait_until(lambda: "is closed: " in job.output(), 60, "the end of the run")
+    time.sleep(SILENT_S + 5.0)
+    assert not job.of("finished"), "the save that is under way in the background was not waited for"
+    os.kill(job.of("committed", step=LAST_STEP - 1, rank=lost)[0]["pid"], signal.SIGKILL)
+    killed_s = time.monotonic()
+    assert launcher.wait(60) == 1
+    assert time.monotonic() - killed_s < SILENT_S + 20.0
+    assert len(job.of("finished")) == 1
 
 
 @pytest.mark.slow

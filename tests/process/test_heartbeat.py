@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tests.process.fork_server import fork_server, started
-from tests.waiting import pause, wait_until
+from tests.waiting import is_gone, pause, wait_until
 from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 
@@ -118,7 +119,7 @@ def serve(end: Connection) -> None:
 
 
 @contextmanager
-def server_and_client() -> Iterator[tuple[int, TCPStore]]:
+def server_and_client(timeout_s: float = 2.0) -> Iterator[tuple[int, TCPStore]]:
     """A store's server in a process of its own, which can be stopped: its pid, and a connection to it."""
     here, there = fork_server().Pipe()
     server = started(serve, there)
@@ -126,7 +127,7 @@ def server_and_client() -> Iterator[tuple[int, TCPStore]]:
         assert here.poll(20.0)
         port, pid = here.recv(), server.pid
         assert pid is not None
-        yield pid, TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
+        yield pid, TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     finally:
         server.kill()
 
@@ -164,3 +165,20 @@ def test_notes_do_not_wait_for_a_store_whose_host_is_silent_and_reach_it_when_it
         notes.post("key", b"new words")
         assert notes.look("key") == b"new words"
         assert of_group.check(["round/note/key"]), "the connection of the group was left alone"
+
+
+def test_notes_do_not_wait_for_a_killed_rank_0_that_still_listens_when_its_connections_have_ended() -> None:
+    """As the kernel takes a process apart; torch, which then is refused, would try for the time-out of the store."""
+    with server_and_client(timeout_s=10.0) as (server, of_group):
+        notes = StoreMailbox(of_group)
+        notes.post("key", b"words")
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(RuntimeError):
+            notes.look("key")
+        wait_until(lambda: is_gone(server))
+        listener = socket.create_server(("127.0.0.1", of_group.port))
+        threading.Timer(0.3, listener.close).start()
+        began_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="cannot be reached"):
+            notes.post("key", b"new words")
+        assert time.monotonic() - began_s < 8.0

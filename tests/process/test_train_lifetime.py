@@ -114,6 +114,8 @@ class TwoPeers:
 
     def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class WorldOfTwo(World):
     other_host = "another host"

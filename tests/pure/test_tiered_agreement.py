@@ -55,6 +55,16 @@ def test_rank_0_names_who_has_not_stored() -> None:
     assert 10.0 <= rig.clock() < 11.0
 
 
+def test_a_rank_that_is_lost_is_not_waited_for_and_what_it_had_said_counts() -> None:
+    rig = Rig(3)
+    for rank in (0, 1):
+        rig.store(rank)
+    rig.ranks[0].lose([1, 2])
+    with pytest.raises(OutOfStepError, match="rank 2 gives no sign of life any more"):
+        rig.ranks[0].gather(NAME, "disk", {}, 0.0)
+    assert rig.clock() < 1.0
+
+
 def test_why_a_rank_could_not_store_is_what_all_are_told() -> None:
     rig = Rig(2)
     rig.store(0)

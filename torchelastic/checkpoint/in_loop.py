@@ -259,6 +259,9 @@ class LoopCheckpoints(LoopObserver):
         manager = self.manager
         if _is_tiered(manager) and not self._has_ended:
             manager.end_run()
+        peers = self._coordinator.peers()
+        if peers is not None:
+            peers.close()
 
     def gives_up(self) -> None:
         """The time is over: `over` waits for nothing any more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -86,12 +86,17 @@ class Notes:
     ) -> None:
         self.timeout_s = timeout_s
         self._mailbox, self._monotonic, self._sleep = mailbox, monotonic, sleep
+        self._lost: frozenset[int] = frozenset()
         self._until_s = math.inf  # nothing is waited for after that: who is not done soon after the group may be gone
 
     def end(self, grace_s: float) -> None:
         """The group has ended: nothing is waited for any longer than so many seconds from now; from any thread."""
         self._until_s = min(self._until_s, self._monotonic() + grace_s)
         self._mailbox.end(grace_s)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """These ranks leave no further notes; what they have left is still read. From any thread."""
+        self._lost = frozenset(ranks)
 
     def post(self, key: str, value: Any) -> None:
         """Leave a note. Raises: OutOfStepError if the group has ended."""
@@ -114,19 +119,22 @@ class Notes:
             timeout_s: default: as given at the start.
 
         Raises:
-            OutOfStepError: it is not there in time, or the group has ended.
+            OutOfStepError: it is not there in time, its rank is lost, or the group has ended.
         """
         pause_s, timeout_s = FIRST_LOOK_S, self.timeout_s if timeout_s is None else timeout_s
         until_s = self._monotonic() + timeout_s
         while True:
             if self._monotonic() > self._until_s:  # not asked any more: if its host is gone, answers take long
                 raise OutOfStepError(f"the group has ended before rank {rank} had stored or decided anything")
+            is_lost = rank in self._lost
             try:
                 words = self._mailbox.look(key)
             except RuntimeError as error:
                 raise _ended(error) from error
             if words is not None:
                 return json.loads(words)
+            if is_lost:
+                raise OutOfStepError(f"rank {rank} gives no sign of life any more")
             if self._monotonic() >= until_s:
                 raise OutOfStepError(f"rank {rank} has neither stored nor decided anything for {timeout_s:g} s")
             self._sleep(pause_s)

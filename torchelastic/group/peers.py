@@ -48,6 +48,15 @@ class Peers(Protocol):
     def mailbox(self) -> Mailbox:
         """The notes of this group; called once."""
 
+    def silent_s(self) -> dict[int, float]:
+        """For how long other ranks have given no sign of life, counted from the first call; empty: nobody gives any.
+
+        A rank that has closed this is silent as well.
+        """
+
+    def close(self) -> None:
+        """No other rank waits for this one any more: it gives no signs of life. Idempotent."""
+
 
 class Alone:
     """A group of one.
@@ -80,3 +89,10 @@ class Alone:
     def mailbox(self) -> Mailbox:
         """See `Peers`."""
         return Drawer()
+
+    def silent_s(self) -> dict[int, float]:
+        """See `Peers`."""
+        return {}
+
+    def close(self) -> None:
+        """See `Peers`."""

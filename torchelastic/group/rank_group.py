@@ -231,6 +231,13 @@ class ProgramPeers:
         """See `Peers`: keys of the store of the program."""
         return StoreMailbox(c10d.PrefixStore(f"torchelastic.peers/{self._name}", c10d._get_default_store()))
 
+    def silent_s(self) -> dict[int, float]:
+        """See `Peers`."""
+        return {}
+
+    def close(self) -> None:
+        """See `Peers`."""
+
 
 def _told(ended: Future[Any]) -> dict[str, Any]:
     """What the other ranks learn of this one's part."""

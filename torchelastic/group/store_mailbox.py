@@ -29,6 +29,9 @@ T = TypeVar("T")
 ANSWER_S = 10.0
 #: Who is just connecting tries it anew after a cut, until the time-out of the group's store.
 _CUT_AGAIN_S = 0.2
+#: For so long after a connection has ended no new one is tried: a rank 0 that was killed may still listen as its
+#: connections end, and torch, which is refused a moment later, goes on trying for twice the time-out of the store.
+_LOST_S = 1.0
 #: For how long a process that ends waits for threads that it has just freed.
 MAX_EXIT_S = 1.0
 
@@ -48,6 +51,7 @@ class OwnConnection:
     def __init__(self, store: Store, answer_s: float | None = ANSWER_S) -> None:
         self._of_group, self._answer_s = store, answer_s
         self._own: Store | None = None
+        self._again_s = -math.inf
         self._is_over, self._is_idle = threading.Event(), threading.Event()
         self._is_idle.set()
         self._sockets = SocketSet(leads_to(store))
@@ -68,6 +72,8 @@ class OwnConnection:
                     self._own = self._connected()
                 return what(self._own)
         except RuntimeError:
+            if self._own is not None:
+                self._again_s = time.monotonic() + _LOST_S
             self._own = None
             self._sockets.clear()
             raise
@@ -84,6 +90,7 @@ class OwnConnection:
                 return
 
     def _connected(self) -> Store:
+        self._is_over.wait(max(0.0, self._again_s - time.monotonic()))
         host, port = _address_of(self._of_group)
         if host is not None and port is not None:
             try:  # torch tries for 30 s, and nothing interrupts it

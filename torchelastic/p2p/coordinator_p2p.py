@@ -183,7 +183,8 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
-        self._watchdog.enter(FORMING, Heartbeat(self.store, self.rank, self.world_size))
+        heartbeat = Heartbeat(self.store, self.rank, self.world_size)
+        self._watchdog.enter(FORMING, heartbeat)
         self._watchdog.publish(self.store, self.rank)
         self._groups.form(self.store, self.rank, self.world_size)
         if self.rank == 0:
@@ -196,7 +197,14 @@ class CoordinatorP2P(Coordinator):
             Alone(number)
             if group is None
             else GroupPeers(
-                group, self.store, self.rank, self.world_size, number, self._raise_if_broken, self.rendezvous.address
+                group,
+                self.store,
+                self.rank,
+                self.world_size,
+                number,
+                self._raise_if_broken,
+                self.rendezvous.address,
+                heartbeat,
             )
         )
         self._timer.reached("re_form")
@@ -397,7 +405,7 @@ class CoordinatorP2P(Coordinator):
         """Publish that this worker is done, release those that wait for it, and leave when all are done."""
         if self.stop_training:
             return
-        self._watchdog.leave()
+        self._watchdog.leave(is_over=True)
         self.rendezvous.signal_done(self._committed_steps)
         self._groups.abort()
         self.stop_training = self.rendezvous.wait_closed()

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.notes import Mailbox
 from torchelastic.group.store_mailbox import StoreMailbox
+from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.text import listed
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class GroupPeers:
         round_number: of the rendezvous.
         raise_if_broken: raises RuntimeError if the round has ended.
         address: at which the other hosts reach this one; empty: there are none.
+        heartbeat: of the group; None: nobody gives signs of life.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class GroupPeers:
         round_number: int,
         raise_if_broken: Callable[[], None],
         address: str = "",
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        self._heartbeat = heartbeat
         self.address = address or "127.0.0.1"
         self.rank = rank
         self.world_size = world_size
@@ -93,6 +97,15 @@ class GroupPeers:
     def mailbox(self) -> Mailbox:
         """Messages in the store of the round, on a connection of their own, so that no wait blocks them."""
         return StoreMailbox(self._store)
+
+    def silent_s(self) -> dict[int, float]:
+        """See `Peers`."""
+        return {} if self._heartbeat is None else self._heartbeat.silent_s()
+
+    def close(self) -> None:
+        """See `Peers`."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
 
 
 def wait_for_key(

@@ -154,13 +154,17 @@ class Watchdog:
         self.patience_s = self.bound_s
         self._wake_up()
 
-    def leave(self) -> None:
-        """The group is left, for whatever reason: nothing is timed before the next `begin`."""
+    def leave(self, *, is_over: bool = False) -> None:
+        """The group is left, for whatever reason: nothing is timed before the next `begin`.
+
+        Args:
+            is_over: the run is: signs of life are still given, since others may wait for what this rank saves.
+        """
         if self._step.began_s is not None:
             self.patience_s = self._patience_of_step_s()
         self._step.rest()
         self._end_phase()
-        if self._heartbeat is not None:
+        if self._heartbeat is not None and not is_over:
             self._heartbeat.end()
             self._heartbeat = None
 
@@ -240,7 +244,7 @@ class Watchdog:
 
     def end(self) -> None:
         """The run is over for this worker. Idempotent."""
-        self.leave()
+        self.leave(is_over=True)
         self._is_over = True
         self._wake.set()
 

@@ -7,7 +7,7 @@ and only rank 0 as many as there are ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
 from torchelastic.checkpoint.errors import CheckpointError
@@ -38,6 +38,10 @@ class SaveAgreement:
     def end(self, grace_s: float) -> None:
         """The group has ended: nobody is waited for any longer than so many seconds from now; from any thread."""
         self._notes.end(grace_s)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """These ranks are lost, and are not waited for; from any thread."""
+        self._notes.lose(ranks)
 
     def choose_tiers(self, name: SaveId, chosen: list[str] | None) -> list[str]:
         """Which tiers take part: rank 0 says it, the others hear it. Raises: OutOfStepError."""

@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 #: Lays a shard out, given what its header is to state; see `TieredCheckpointManager.save_shard`.
 LayOut = Callable[[Mapping[str, Any]], tuple[Header, Sequence[torch.Tensor]]]
+#: At the end of a run a rank is not waited for any more when it has given no sign of life for SILENT_S.
+LOOK_S, SILENT_S = 0.5, 10.0
 
 
 class TieredCheckpointManager(CheckpointManager):
@@ -351,10 +353,15 @@ class TieredCheckpointManager(CheckpointManager):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are done or given up; default: for at most `end_wait_s`."""
         timeout_s = self._end_wait_s if timeout_s is None else timeout_s
-        is_done = self._background.wait(timeout_s)
-        if not is_done:
-            log.warning("a checkpoint is still not finished after %g s", timeout_s)
-        return is_done
+        until_s = self._monotonic() + timeout_s
+        while not self._background.wait(max(0.0, min(LOOK_S, until_s - self._monotonic()))):
+            if self._monotonic() >= until_s:
+                log.warning("a checkpoint is still not finished after %g s", timeout_s)
+                return False
+            if self._agreement is not None and self._peers is not None:  # no group follows that would end this one
+                silent_s = self._peers.silent_s()
+                self._agreement.lose([rank for rank in silent_s if silent_s[rank] > SILENT_S])
+        return True
 
     def end_run(self) -> None:
         """The run is over for this worker: wait, for a bounded time, until its last save is done everywhere."""
