@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torchelastic
 from tests.process.forked_ranks import run_ranks, values
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
@@ -120,3 +121,30 @@ def test_a_full_disk_is_refused_before_training(small_disk: Path) -> None:
         (small_disk / "filler").write_bytes(bytes(8 << 20))
     with pytest.raises(CheckpointError, match=r"could not prepare the folder for checkpoints: No space left"):
         FileSystemCheckpointManager(small_disk)
+
+
+class SavesAlways(torchelastic.CoordinatorP2P):
+    """After each step."""
+
+    def should_save_checkpoint(self) -> bool:
+        return True
+
+
+def test_a_disk_that_fills_up_costs_a_line_for_each_save_and_training_goes_on(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = torch.nn.Linear(1200, 1200)  # 5.8 MB
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def train_step(state: torchelastic.ModelState) -> None:
+        if state.step == 3:
+            raise StopIteration
+        state.model(torch.ones(1, 1200)).sum().backward()
+        state.optimizer.step()
+
+    torchelastic.train(SavesAlways(), train_step, state, checkpoint=FileSystemCheckpointManager(small_disk))
+    failed = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.getMessage().split(";")[0] for record in failed] == [f"could not save step {n}" for n in (1, 2, 3)]
+    assert all("No space left on device (the disk is full" in record.getMessage() for record in failed)
+    assert not any(record.exc_info for record in failed), "a traceback says no more"
+    assert list(small_disk.iterdir()) == []

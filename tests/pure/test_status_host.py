@@ -62,6 +62,17 @@ def status_at(now_ns: int, round_: int = 1) -> HostStatus:
     return view.status(a_book())
 
 
+def test_a_run_that_is_over_has_no_rate() -> None:
+    clock = Clock()
+    view = HostView("h", "1", clock_ns=clock, wall_s=clock.wall_s)
+    for state, steps in ((RoundState.RUNNING, 20), (RoundState.RUNNING, 40), (RoundState.CLOSED, 40)):
+        view.heard_of(Round(1, state))
+        started = Start(at_ns=0, worker="h-1/0.0")
+        status = view.status(HostLedger().after_all([started, counted("h-1/0.0", trained(clock.ns, steps))]))
+        assert bool(status.workers[0].steps_per_s) == (steps == 40 and state is RoundState.RUNNING)
+        clock.ns += 2 * S
+
+
 def test_workers_that_live_are_told_and_the_sums_are_of_all_that_ever_did() -> None:
     status = status_at(10 * S)
     assert [(w.worker, w.rank, w.step, w.restarts, w.account) for w in status.workers] == [

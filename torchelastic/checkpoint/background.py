@@ -115,8 +115,9 @@ class Background:
                 self._busy = True
             try:
                 job()
-            except Exception:  # nothing of the background may end the training
-                log.exception("a checkpoint could not be finished; training goes on, the one before stays the latest")
+            except Exception as error:  # nothing of the background may end the training
+                text = "a checkpoint could not be finished; training goes on, the one before stays the latest: %s"
+                log.error(text, error, exc_info=None if isinstance(error, CheckpointError) else error)
             del job  # it holds the tensors of a stage
             with self._changed:
                 self._busy = False

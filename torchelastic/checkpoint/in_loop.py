@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torchelastic.checkpoint import api
 from torchelastic.checkpoint.api import CheckpointManager
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.group.peers import Alone, Peers
@@ -295,10 +296,8 @@ class LoopCheckpoints(LoopObserver):
         self._schedule.began(self._step)
         try:
             manager.save_step(state, self._step, peers, everywhere=leaves, observe=partial(self._saved, self._step))
-        except (OSError, RuntimeError):
-            log.exception(
-                "could not save step %d; training goes on, the checkpoint before stays the latest", self._step
-            )
+        except (OSError, RuntimeError) as error:
+            self._failed(error)
         self._schedule.resumes()
 
     def _save_whole(self, manager: CheckpointManager, state: State) -> None:
@@ -306,16 +305,18 @@ class LoopCheckpoints(LoopObserver):
         began_s = self._clock()
         try:
             api.save(manager, state)
-        except (OSError, RuntimeError):
-            # the disk may be full: the last checkpoint stays, and the step that was trained stays trained
-            log.exception(
-                "could not save a checkpoint; training goes on at step %d, the one before stays the latest", self._step
-            )
+        except (OSError, RuntimeError) as error:
+            self._failed(error)  # the disk may be full: the step that was trained stays trained
         else:
             took_s = self._clock() - began_s
             self._saved(self._step, ONLY_TIER, stall_s=took_s, durable_s=took_s)
             publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * took_s)
         self._schedule.resumes()
+
+    def _failed(self, error: Exception) -> None:
+        says_all = isinstance(error, CheckpointError)
+        text = "could not save step %d; training goes on, the checkpoint before stays the latest: %s"
+        log.error(text, self._step, error, exc_info=None if says_all else error)
 
     def _saved_in(self) -> tuple[str, ...]:
         """The tiers in which the step that was committed last is durable, as far as this rank knows."""

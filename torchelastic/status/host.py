@@ -194,7 +194,7 @@ class HostView:
             round=tally.round,
             step=tally.step,
             end_step=self._end_steps.get(life.worker, -1),
-            steps_per_s=round(self._paces[life.worker].steps_per_s(now_ns), 4),
+            steps_per_s=0.0 if self._round.is_over else round(self._paces[life.worker].steps_per_s(now_ns), 4),
             account=tally.account.label,
             amounts=life.amounts(now_ns),
             restarts=restarts,
