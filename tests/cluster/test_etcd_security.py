@@ -387,7 +387,8 @@ def texts_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "where_it_may_be"), [("environment", {"it: environ"}), ("file", set())], ids=["environment", "file"]
+    ("source", "where_it_may_be"),
+    [pytest.param("environment", {"it: environ"}, id="environment", marks=pytest.mark.long), ("file", set())],
 )
 def test_under_the_launcher_the_password_is_nowhere_but_in_the_environment_that_had_it(
     jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str, password_file: Path, source: str, where_it_may_be: set[str]

@@ -228,6 +228,7 @@ def test_two_hosts_meet_at_one_of_them_as_with_torchrun(tmp_path: Path, backend:
         assert probe.connect_ex(("127.0.0.1", port)), "it has ended with the launchers"
 
 
+@pytest.mark.long
 def test_on_two_hosts_a_script_that_fails_again_and_again_fails(tmp_path: Path, etcd: str) -> None:
     text = "import os, sys; os.environ['RANK']; sys.exit('an error')"
     (tmp_path / "train.py").write_text(text)

@@ -109,7 +109,7 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_checkpoint_before_or_the_n
     assert max(one.hidden for one in swept) <= left, "left-overs of the dead are removed"
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in FACADES])
 def test_a_disk_that_is_full_at_any_call_costs_that_save_and_no_other(name: str, place: Path) -> None:
     swept = sweep(FACADES[name], "full", place)
     assert len(swept) > 3

@@ -188,7 +188,7 @@ def test_data_workers_may_be_killed_at_any_moment() -> None:
 
 
 @pytest.mark.parametrize("persist", [True, False])
-@pytest.mark.parametrize("what", ["fails", "ends", "hangs"])
+@pytest.mark.parametrize("what", ["fails", "ends", pytest.param("hangs", marks=pytest.mark.long)])
 def test_training_waits_for_no_data_worker_that_is_replaced(tmp_path: Path, what: str, persist: bool) -> None:
     sampler = ElasticBatchSampler(64, 4, shuffle=False)
     options = {"timeout": 1} if what == "hangs" else {}
@@ -211,6 +211,7 @@ def test_training_waits_for_no_data_worker_that_is_replaced(tmp_path: Path, what
     wait_until(lambda: not any(map(psutil.pid_exists, before | after)), 40, "all of them end")
 
 
+@pytest.mark.long
 def test_training_waits_for_no_data_worker_that_hangs_beside_a_killed_one() -> None:
     sampler = ElasticBatchSampler(64, 4, shuffle=False)
     loader = ElasticLoader(ProcessIds(64), sampler, num_workers=2)

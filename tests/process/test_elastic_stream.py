@@ -239,6 +239,7 @@ def test_a_killed_worker_process_is_started_again_and_nothing_is_lost(caplog: py
     stream.close()
 
 
+@pytest.mark.long
 def test_a_worker_process_that_hangs_beside_a_killed_one_is_not_waited_for() -> None:
     others = {process.pid for process in multiprocessing.active_children()}  # of tests before
     stream = make(60, 70, 50, num_workers=2)

@@ -92,6 +92,7 @@ def slower_and_slower(folder: str) -> list[tuple[bool, float, float]]:
     return ends
 
 
+@pytest.mark.long
 def test_iterations_that_become_a_hundred_times_as_long_do_not_cost_the_deadline(crew: Crew, tmp_path: Path) -> None:
     for ends in succeeded(crew.run(slower_and_slower, str(tmp_path), ranks=2)):
         assert all(stops and left_s + stalled_s > 0.4 for stops, left_s, stalled_s in ends), ends

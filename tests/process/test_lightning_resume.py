@@ -148,6 +148,7 @@ def test_an_epoch_goes_on_where_it_was_interrupted(folder: Path, data: Loader) -
     assert fit(folder / "whole", data=data).batches == [], "it was over"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", [loader, stream_loader], ids=["index", "stream"])
 def test_what_worker_processes_have_loaded_ahead_is_not_counted(folder: Path, data: Loader) -> None:
     whole = fit(folder / "whole", data=data).batches

@@ -113,10 +113,11 @@ class RelayedServer(ReplicaServer):
 
 
 CREW_SIZE = 2
+STOPPED = pytest.param("stopped before the save", marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("fate", ["killed before the save", "killed in the transfer", "stopped before the save"])
+@pytest.mark.parametrize("fate", ["killed before the save", "killed in the transfer", STOPPED])
 def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_partner(
     crew: Crew, tmp_path: Path, fate: str, is_async: bool
 ) -> None:

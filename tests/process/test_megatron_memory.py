@@ -121,6 +121,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(crew: Crew, root: str) -> None:
     succeeded(crew.run(work.save_plain, root, TWO, [1.0], ranks=2))
     expected = succeeded(crew.run(work.expected_plain, 1.0, ranks=2))

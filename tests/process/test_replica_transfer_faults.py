@@ -88,6 +88,7 @@ def from_either(first: ReplicaClient, second: ReplicaClient, back: bytearray) ->
     )
 
 
+@pytest.mark.long
 def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:
     back = bytearray(SIZE_BYTES)
     with running(SERVES_SLOWLY) as first, holder(content_of(1)) as second:
