@@ -5,6 +5,8 @@ Needs root, the packages of SLURM and network namespaces; `make test-slurm`.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import PATIENCE_S, POLL_S
-from tests.slurm.elastic import ElasticJob
+from tests.slurm.elastic import SCRIPT, ElasticJob
 from tests.slurm.hosts import SlurmHosts, running_hosts, why_no_hosts
 from tests.waiting import wait_until
 
@@ -80,6 +82,14 @@ def test_a_node_is_lost_and_one_is_added_in_mid_run_and_no_sample_is_lost_or_rep
     job.check_identity(finishers=2)
     assert job.rounds() == {1: 2, 2: 1, 3: 2}
     job.wait_for_end(second)  # the first one waits until SLURM has seen that a node is lost
+
+
+def test_nodes_that_are_to_join_a_job_which_is_not_there_end_with_one_line(tmp_path: Path) -> None:
+    job = {"JOIN": "4711", "RUNS": str(tmp_path), "SLURM_JOB_ID": "4712", "SLURM_NNODES": "1"}
+    done = subprocess.run(["bash", SCRIPT, "train.py"], env={**os.environ, **job}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"JOIN=4711: there is no run of that job in {tmp_path}/job-4711; give its id")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
