@@ -157,6 +157,12 @@ def test_an_etcd_that_is_not_there_is_named(command: str, capsys: pytest.Capture
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 
+def test_who_waits_for_an_etcd_that_does_not_answer_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--connect-timeout=4"]) == 1
+    text = "etcd at 127.0.0.1:1 has not answered yet: trying for 4 s (--connect-timeout)"
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
 @pytest.mark.parametrize("command", ["status", "events", "top"])
 def test_a_password_on_the_command_line_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

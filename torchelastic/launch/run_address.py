@@ -12,13 +12,13 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.launch.command_line import ACCESS_OPTIONS
@@ -31,6 +31,11 @@ from torchelastic.usage import CommandError, UsageError
 
 #: In there: where the agent listens, which says that the launcher lives; and the run's URL, without a password.
 SOCKET, ADDRESS = "agent", "run"
+
+log = logging.getLogger(__name__)
+
+#: A command that has waited for etcd so long says so.
+SAY_AFTER_S = 2.0
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore, Ren
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         with unanswered(options) as (store, url):
-            wait_for_answer(store, url)
+            wait_for_answer(store, url, log.warning)
             yield store, url
     except StoreError as error:
         raise CommandError(str(error)) from error
@@ -72,17 +77,28 @@ def unanswered(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore,
         store.close()
 
 
-def wait_for_answer(store: CoordinationStore, url: RendezvousUrl) -> None:
+def wait_for_answer(
+    store: CoordinationStore, url: RendezvousUrl, say: Callable[[str], None] = lambda _text: None
+) -> None:
     """Wait until etcd answers. Raises StoreError: not within `--connect-timeout`, or it refuses.
 
     Args:
         store: of the run's etcd.
         url: of the run.
+        say: is called once with a line for people where it takes long.
     """
+    said: list[str] = []
+
+    def about_to_sleep(state: RetryCallState) -> None:
+        if not said and (state.seconds_since_start or 0.0) > SAY_AFTER_S:
+            said.append(f"etcd at {url.endpoints_text} has not answered yet: trying for {url.connect_timeout_s:g} s")
+            say(f"{said[0]} (--connect-timeout)")
+
     retrying = Retrying(
         retry=retry_if_exception_type(StoreUnavailableError),
         stop=stop_after_delay(url.connect_timeout_s),
         wait=wait_exponential(multiplier=0.05, max=1.0),
+        before_sleep=about_to_sleep,
         reraise=True,
     )
     retrying(store.get, Keys(url.root).round)
