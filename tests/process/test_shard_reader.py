@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards import ShardReader, save_tree
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES
-from torchelastic.checkpoint.shards.partial import FIRST_BYTES, PartialCopy, Ranges
+from torchelastic.checkpoint.shards.partial import FIRST_BYTES, GAP_BYTES, PartialCopy, Ranges
 from torchelastic.checkpoint.shards.reading import open_copy
 
 TENSORS = {
@@ -129,6 +131,35 @@ def test_of_a_shard_that_lies_elsewhere_only_that_comes_which_is_read(
         assert bytes(shard.view()) == holder.content
         assert holder.sent_bytes <= len(holder.content)
     assert len(list(tmp_path.iterdir())) == before
+
+
+@settings(max_examples=25)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), max_size=5), max_size=6))
+def test_whatever_is_read_in_whatever_order_comes_once(reads: list[list[tuple[int, int]]]) -> None:
+    holder = Elsewhere(b"".join(number.to_bytes(4, "big") for number in range(300_000)))
+    copy = PartialCopy(holder.fetch)
+    for lengths in reads:
+        ranges = sorted((begin, begin + length) for begin, length in lengths)
+        copy.bring(ranges)
+        content = copy.path.read_bytes()
+        assert all(content[begin:end] == holder.content[begin:end] for begin, end in ranges)
+    assert holder.sent_bytes == sum(end - begin for begin, end in copy._here) <= len(holder.content)
+    copy.close()
+
+
+def test_thousands_of_parts_come_in_few_requests_and_only_once() -> None:
+    requests: list[int] = []
+
+    def fetch(ranges: Ranges) -> bytes:
+        requests.append(len(ranges))
+        return bytes(sum(end - begin for begin, end in ranges))
+
+    copy = PartialCopy(fetch)
+    parts = [(number * 2 * GAP_BYTES, number * 2 * GAP_BYTES + 5) for number in range(3999)]
+    for _ in range(2):
+        copy.bring(parts)
+    assert requests == [1000, 1000, 1000, 999]
+    copy.close()
 
 
 def test_a_shard_that_lies_elsewhere_is_checked_where_it_is_read(path: Path) -> None:

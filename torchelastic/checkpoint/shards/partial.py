@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
-from torchelastic.checkpoint.shards.regions import Region, uncovered
 
 #: Where parts of a shard begin and end, in bytes, ascending.
 Ranges = Sequence[tuple[int, int]]
@@ -43,7 +43,7 @@ class PartialCopy:
     def __init__(self, fetch: Fetch, folder: Path | None = None) -> None:
         self._fetch = fetch
         self._place = Path("memory") if folder is None else folder
-        self._here: list[Region] = []
+        self._here: list[tuple[int, int]] = []  # ascending; no two overlap
         with explained("make room for a copy of a shard", self._place):
             made = os.memfd_create("torchelastic-shard") if folder is None else _unnamed_file(folder)
         self._descriptor = made
@@ -68,12 +68,8 @@ class PartialCopy:
             CorruptCheckpointError: the shard ends before, or is not what its holder has stored.
             CheckpointError: it cannot be had, or there is no room for it.
         """
-        missing = (
-            (*part.offsets, *part.sizes)
-            for begin, end in _joined(ranges)
-            for part in uncovered(Region((begin,), (end - begin,)), self._here)
-        )
-        for request in _requests((begin, begin + size_bytes) for begin, size_bytes in missing):
+        missing = [part for begin, end in _joined(ranges) for part in _missing(begin, end, self._here)]
+        for request in _requests(missing):
             came, wanted_bytes = self._fetch(request), sum(end - begin for begin, end in request)
             if len(came) != wanted_bytes:
                 raise CorruptCheckpointError(f"it was cut: {len(came)} of {wanted_bytes} bytes came")
@@ -91,7 +87,8 @@ class PartialCopy:
         with explained("keep a copy of a shard", self._place):
             while rest:
                 rest = rest[os.pwrite(self._descriptor, rest, begin + len(content) - len(rest)) :]
-        self._here.append(Region((begin,), (len(content),)))
+        if content:
+            bisect.insort(self._here, (begin, begin + len(content)))
 
 
 def _unnamed_file(folder: Path) -> int:
@@ -112,6 +109,22 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def _missing(begin: int, end: int, here: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of a range that are not here; a shard may come in thousands of pieces.
+
+    >>> list(_missing(5, 30, [(0, 10), (20, 25)]))
+    [(10, 20), (25, 30)]
+    """
+    index = max(0, bisect.bisect_right(here, (begin, begin)) - 1)
+    while begin < end and index < len(here) and here[index][0] < end:
+        if here[index][0] > begin:
+            yield begin, here[index][0]
+        begin = max(begin, here[index][1])
+        index += 1
+    if begin < end:
+        yield begin, end
 
 
 def _requests(parts: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
