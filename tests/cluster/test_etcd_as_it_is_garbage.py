@@ -214,6 +214,7 @@ def test_keys_that_are_no_text_under_the_prefix_disturb_nobody(etcd: EtcdServer,
 OBEYED = "\x1b[2J\nWARNING all is lost"
 
 
+@pytest.mark.long
 def test_names_of_keys_that_a_terminal_would_obey_are_written_as_escapes_by_agents_and_commands(
     etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:

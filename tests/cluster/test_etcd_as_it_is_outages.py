@@ -213,6 +213,7 @@ def slow_syncs(etcd: EtcdServer, above_s: float) -> int:
     return int(total.split()[-1]) - int(fast.split()[-1])
 
 
+@pytest.mark.long
 @needs_strace
 def test_a_disk_whose_every_sync_takes_1_s_costs_no_round_and_a_loss_is_made_good_within_20_s(
     tmp_path: Path, run_id: str

@@ -50,6 +50,7 @@ def test_hosts_join_in_mid_run_and_leave_and_come_back(jobs: MakeJob, etcd: Etcd
     assert [worlds[number] for number in rounds(job)] == [1, 2, 1, 2]
 
 
+@pytest.mark.long
 def test_a_launcher_with_other_numbers_than_the_one_that_leads_says_which_and_trains(
     jobs: MakeJob, etcd: EtcdServer, run_id: str
 ) -> None:

@@ -161,6 +161,7 @@ def test_an_absent_service_is_found_out_once_and_quietly(
     assert not caplog.records
 
 
+@pytest.mark.long
 def test_a_cloud_that_is_named_and_comes_up_after_the_first_seconds_is_heard_of_all_the_same(cloud: Cloud) -> None:
     """By the clock, and through what `IterManager` and `train(lifetime=)` call."""
     cloud.is_down = True

@@ -111,6 +111,7 @@ def sweep(root: Path, hosts: str, victim: int, stride: int, is_async: bool) -> l
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_during_a_save_and_a_lost_host_leave_the_step_or_the_one_before(root: Path, victim: int) -> None:
     found = sweep(root, "ab", victim, 9, is_async=False)

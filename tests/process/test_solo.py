@@ -85,6 +85,7 @@ def test_readmes_first_program_trains_alone_under_plain_python(tmp_path: Path) -
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_typed_into_an_interactive_interpreter_it_trains(tmp_path: Path) -> None:
     out, err = run(tmp_path, "-i", stdin=readme())
     assert "trained 16 False" in out, err
