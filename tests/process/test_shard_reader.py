@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,6 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.shards import ShardReader, save_tree
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES
 from torchelastic.checkpoint.shards.partial import FIRST_BYTES, GAP_BYTES, PartialCopy, Ranges
-from torchelastic.checkpoint.shards.reading import open_copy
 
 TENSORS = {
     "small": torch.arange(7.0),
@@ -103,6 +103,10 @@ def test_many_threads_read_one_reader(shard: ShardReader) -> None:
 # --- a shard that lies elsewhere --------------------------------------------------------------------------------------
 
 
+def far_away(copy: PartialCopy) -> ShardReader:
+    return ShardReader(copy.path, "far away", copy)
+
+
 class Elsewhere:
     """Where a shard is; what of it was asked for."""
 
@@ -121,7 +125,7 @@ def test_of_a_shard_that_lies_elsewhere_only_that_comes_which_is_read(
     path: Path, tmp_path: Path, on_disk: bool
 ) -> None:
     holder, before = Elsewhere(path.read_bytes()), len(list(tmp_path.iterdir()))
-    with open_copy(PartialCopy(holder.fetch, tmp_path if on_disk else None), "far away") as shard:
+    with far_away(PartialCopy(holder.fetch, tmp_path if on_disk else None)) as shard:
         assert torch.equal(shard.read_one("last"), TENSORS["last"])
         assert torch.equal(shard.read(names=["half"])["half"], TENSORS["half"])
         assert holder.sent_bytes <= FIRST_BYTES + TENSORS["last"].nbytes
@@ -144,7 +148,7 @@ def test_whatever_is_read_in_whatever_order_comes_once(reads: list[list[tuple[in
         content = copy.path.read_bytes()
         assert all(content[begin:end] == holder.content[begin:end] for begin, end in ranges)
     assert holder.sent_bytes == sum(end - begin for begin, end in copy._here) <= len(holder.content)
-    copy.close()
+    os.close(copy.descriptor)
 
 
 def test_thousands_of_parts_come_in_few_requests_and_only_once() -> None:
@@ -159,14 +163,14 @@ def test_thousands_of_parts_come_in_few_requests_and_only_once() -> None:
     for _ in range(2):
         copy.bring(parts)
     assert requests == [1000, 1000, 1000, 999]
-    copy.close()
+    os.close(copy.descriptor)
 
 
 def test_a_shard_that_lies_elsewhere_is_checked_where_it_is_read(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-len(content) // 2] ^= 1  # in the middle of the long one
     holder = Elsewhere(bytes(content))
-    with open_copy(PartialCopy(holder.fetch), "far away") as shard:
+    with far_away(PartialCopy(holder.fetch)) as shard:
         shard.read(names=["small", "last"])
         assert shard.failure is None
         with pytest.raises(CorruptCheckpointError, match="far away is damaged: the checksum of its tensor 'long'"):
@@ -182,13 +186,13 @@ def test_a_holder_that_is_gone_or_has_less_than_it_said_is_an_error_of_the_shard
             raise CheckpointError("the host is gone")
         return holder.fetch(ranges)
 
-    with open_copy(PartialCopy(broken), "far away") as shard:
+    with far_away(PartialCopy(broken)) as shard:
         with pytest.raises(CheckpointError, match="the host is gone"):
             shard.read()
         assert str(shard.failure) == "the host is gone"
-    with open_copy(PartialCopy(holder.fetch), "far away") as shard:
+    with far_away(PartialCopy(holder.fetch)) as shard:
         holder.content = holder.content[:-1]
         with pytest.raises(CorruptCheckpointError, match="the shard far away cannot be used: it was cut"):
             shard.read()
     with pytest.raises(CorruptCheckpointError, match="the shard far away cannot be used: it does not begin like"):
-        open_copy(PartialCopy(lambda _: b"no shard"), "far away")
+        far_away(PartialCopy(lambda _: b"no shard"))

@@ -19,7 +19,7 @@ from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.restore_plan import Candidate, ShardSource
 from torchelastic.checkpoint.shards.partial import Fetch, PartialCopy
-from torchelastic.checkpoint.shards.reading import ShardReader, open_copy
+from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import tensors_of
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.checkpoint.store.memory import MemoryTier
@@ -238,7 +238,8 @@ def open_remote(shard: ShardId, fetch: Fetch) -> ShardReader:
         CheckpointError: what `fetch` raises, or it is no shard, or another one.
     """
     where = f"the copy of {shard}"
-    return stated(open_copy(PartialCopy(fetch), where), shard, where)
+    copy = PartialCopy(fetch)
+    return stated(ShardReader(copy.path, where, copy), shard, where)
 
 
 def make_copies(

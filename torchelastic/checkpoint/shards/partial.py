@@ -34,6 +34,7 @@ class PartialCopy:
         folder: on whose file system it is; None: in memory.
 
     Attributes:
+        descriptor: of the file, for reading and writing; whoever reads it closes it.
         path: under which this process can open it.
 
     Raises:
@@ -46,7 +47,7 @@ class PartialCopy:
         self._here: list[tuple[int, int]] = []  # ascending; no two overlap
         with explained("make room for a copy of a shard", self._place):
             made = os.memfd_create("torchelastic-shard") if folder is None else _unnamed_file(folder)
-        self._descriptor = made
+        self.descriptor = made
         self.path = Path(f"/proc/self/fd/{made}")
 
     def bring_header(self) -> None:
@@ -55,7 +56,7 @@ class PartialCopy:
         self._keep(0, first)
         preamble = decode_preamble(bytes(first[:PREAMBLE_BYTES]))
         with explained("make room for a copy of a shard", self._place):
-            os.ftruncate(self._descriptor, preamble.data_offset_bytes + preamble.data_bytes)
+            os.ftruncate(self.descriptor, preamble.data_offset_bytes + preamble.data_bytes)
         self.bring([(PREAMBLE_BYTES, PREAMBLE_BYTES + preamble.header_bytes)])
 
     def bring(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -78,15 +79,11 @@ class PartialCopy:
                 self._keep(begin, content[position : position + end - begin])
                 position += end - begin
 
-    def close(self) -> None:
-        """Gives the room back, once whoever reads the file has closed it."""
-        os.close(self._descriptor)
-
     def _keep(self, begin: int, content: bytes | bytearray | memoryview) -> None:
         rest = memoryview(content)
         with explained("keep a copy of a shard", self._place):
             while rest:
-                rest = rest[os.pwrite(self._descriptor, rest, begin + len(content) - len(rest)) :]
+                rest = rest[os.pwrite(self.descriptor, rest, begin + len(content) - len(rest)) :]
         if content:
             bisect.insort(self._here, (begin, begin + len(content)))
 

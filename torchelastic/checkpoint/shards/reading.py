@@ -42,7 +42,8 @@ class ShardReader:
     Args:
         path: the file.
         shown: what errors call it, where the file is a copy of what is somewhere else; None: its path.
-        copy: see `open_copy`; None: all of the shard is there.
+        copy: of what is somewhere else, into which that comes which is read; `path` is not used then. It has nothing
+            yet, and is closed with this object, also where this raises. None: all of the shard is there.
 
     Attributes:
         path: the file.
@@ -57,13 +58,16 @@ class ShardReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], shown: str | None = None, copy: PartialCopy | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(path) if copy is None else copy.path
         self.shown = shown or str(self.path)
         self.failure: CheckpointError | None = None
         self._copy = copy
-        with explained("read the checkpoint", self.path):
-            # O_NONBLOCK: opening a pipe by mistake must not wait for its writer
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if copy is not None:
+            self._descriptor = copy.descriptor
+        else:
+            with explained("read the checkpoint", self.path):
+                # O_NONBLOCK: opening a pipe by mistake must not wait for its writer
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._map: mmap.mmap | None = None
         try:
             with explained("read the checkpoint", self.path):
@@ -101,7 +105,7 @@ class ShardReader:
         return decode_header(bytes(encoded), preamble), preamble.data_offset_bytes, end
 
     def bring(self, names: Iterable[str]) -> None:
-        """Fetches these tensors together, as far as they are not here; see `open_copy`."""
+        """Fetches these tensors together, as far as they are not here; see `PartialCopy`."""
         if self._copy is not None:
             self._bring([self.header.entries[index] for index in sorted(self._index[name] for name in names)])
 
@@ -191,8 +195,6 @@ class ShardReader:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            if self._copy is not None:
-                self._copy.close()
         self._map = None  # a view of it that is still in use keeps it
 
     def _bring(self, entries: Iterable[Entry]) -> None:
@@ -280,24 +282,6 @@ class ShardReader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def open_copy(copy: PartialCopy, shown: str) -> ShardReader:
-    """Opens a shard that lies elsewhere; what is read of it comes into the copy, which is closed with the reader.
-
-    Args:
-        copy: has nothing yet.
-        shown: what errors call it.
-
-    Raises:
-        CorruptCheckpointError: it is no finished shard, or it was damaged.
-        CheckpointError: it cannot be had, or there is no room for it.
-    """
-    try:
-        return ShardReader(copy.path, shown, copy)
-    except BaseException:
-        copy.close()
-        raise
 
 
 def load_tree(path: str | os.PathLike[str], *, allow_pickles: bool = False) -> Any:

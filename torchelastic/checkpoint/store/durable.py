@@ -24,7 +24,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.kinds import Kind, kind_of, require_own
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.partial import PartialCopy, Ranges
-from torchelastic.checkpoint.shards.reading import ShardReader, open_copy
+from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
@@ -189,8 +189,8 @@ class DurableTier(Tier):
             except FileNotFoundError:
                 raise missing from None
 
-        folder = Path(self._download_folder or tempfile.gettempdir())
-        return recorded(open_copy(PartialCopy(fetch, folder), f"{place}/{record.file}"), place, record)
+        copy = PartialCopy(fetch, Path(self._download_folder or tempfile.gettempdir()))
+        return recorded(ShardReader(copy.path, f"{place}/{record.file}", copy), place, record)
 
     def prune(self) -> list[SaveId]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
