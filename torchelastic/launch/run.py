@@ -39,7 +39,7 @@ from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl
-from torchelastic.usage import UsageError
+from torchelastic.usage import CommandError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,10 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
         if access(options):
             raise UsageError("--standalone has an etcd of its own: leave out --etcd-..., which is about another one")
-        endpoint = stack.enter_context(OwnEtcd()).endpoint
+        try:
+            endpoint = stack.enter_context(OwnEtcd()).endpoint
+        except (OSError, RuntimeError) as error:
+            raise CommandError(f"the etcd of --standalone cannot be started: {error}") from error
         run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:
@@ -157,7 +160,7 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
 def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> None:
     try:
         stack.enter_context(meeting_place(host, port, run_id))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise UsageError(f"the hosts cannot meet at {host}:{port}: {error}") from error
 
 
