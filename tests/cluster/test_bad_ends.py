@@ -176,6 +176,8 @@ def test_too_few_workers_end_after_the_rendezvous_timeout(jobs: MakeJob) -> None
     [
         (["--standalone", "--nnodes=2:3", str(JOB)], "--standalone is for one host"),
         (["--standalone", "--min-workers=3", "--max-workers=2", str(JOB)], "max_workers=2 is below min_workers=3"),
+        (["--standalone", "--min-workers=0", str(JOB)], "min_workers='0' must be a whole number of at least 1"),
+        (["--standalone", "--max-workers=0", str(JOB)], "max_workers='0' must be a whole number of at least 1"),
         (["--standalone", "--multiple-of=0", str(JOB)], "multiple_of='0' must be a whole number of at least 1"),
         (["--standalone", "--nproc-per-node=3", "--multiple-of=4", str(JOB)], "no group could ever be formed"),
         (["--rdzv-endpoint=localhost", str(JOB)], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"),

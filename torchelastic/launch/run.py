@@ -123,8 +123,9 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     per_node = options.nproc_per_node
     if per_node < 1 or options.max_restarts < 0:
         raise UsageError("--nproc-per-node starts at 1 and --max-restarts at 0")
-    min_workers = options.min_workers or (1 if options.standalone else min_nodes * per_node)
-    max_workers = options.max_workers or max_nodes * per_node
+    least = 1 if options.standalone else min_nodes * per_node
+    min_workers = least if options.min_workers is None else options.min_workers
+    max_workers = max_nodes * per_node if options.max_workers is None else options.max_workers
     if options.standalone:
         if options.rdzv_endpoint or max_nodes > 1:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
