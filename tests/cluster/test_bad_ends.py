@@ -19,7 +19,7 @@ from tests.waiting import is_gone, wait_until
 from torchelastic.launch.main import main
 from torchelastic.network.ports import unused_ports
 from torchelastic.p2p import CoordinatorP2P
-from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.rendezvous.server import BINARY_VARIABLE, EtcdServer
 from torchelastic.testing.faults import Fault
 
 MakeJob = Callable[..., Job]
@@ -52,6 +52,19 @@ def test_metrics_that_cannot_be_served_are_one_line(jobs: MakeJob, tmp_path: Pat
     assert last_line(job).startswith(f"the metrics endpoint cannot listen on 127.0.0.1:{port} (")
     assert last_line(job).endswith("the run was not started")
     assert "Traceback" not in job.output()
+
+
+@pytest.mark.parametrize(
+    ("binary", "said"), [("/nowhere/etcd", "which is no executable file"), ("/bin/false", "ended with status 1")]
+)
+def test_an_own_etcd_that_does_not_start_is_told_without_a_traceback(
+    binary: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(BINARY_VARIABLE, binary)
+    assert main(["run", "--standalone", str(JOB)]) == 1
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("torchelastic run: the etcd of --standalone cannot be started: ")
+    assert said in first
 
 
 # --- a worker's own errors --------------------------------------------------------------------------------------------
@@ -163,6 +176,8 @@ def test_too_few_workers_end_after_the_rendezvous_timeout(jobs: MakeJob) -> None
     [
         (["--standalone", "--nnodes=2:3", str(JOB)], "--standalone is for one host"),
         (["--standalone", "--min-workers=3", "--max-workers=2", str(JOB)], "max_workers=2 is below min_workers=3"),
+        (["--standalone", "--min-workers=0", str(JOB)], "min_workers='0' must be a whole number of at least 1"),
+        (["--standalone", "--max-workers=0", str(JOB)], "max_workers='0' must be a whole number of at least 1"),
         (["--standalone", "--multiple-of=0", str(JOB)], "multiple_of='0' must be a whole number of at least 1"),
         (["--standalone", "--nproc-per-node=3", "--multiple-of=4", str(JOB)], "no group could ever be formed"),
         (["--rdzv-endpoint=localhost", str(JOB)], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"),

@@ -339,6 +339,7 @@ def test_a_secret_that_everybody_may_read_is_an_error_and_is_not_shown(tmp_path:
         ("--rdzv-endpoint etcd --rdzv-id a/b", "run id"),
         ("--state-size many", "--state-size"),
         ("--port 0", "--port"),
+        ("--checkpoint-dir s3://bucket/run", "--checkpoint-dir s3://bucket/run is a URL"),
         ("--wait nan", "--wait"),
         ("--wait -1", "--wait"),
     ],

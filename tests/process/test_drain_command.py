@@ -11,6 +11,7 @@ import pytest
 from tests.memory_store import MemoryStore
 from tests.waiting import wait_until
 from torchelastic.launch.drain import choose, drained
+from torchelastic.launch.main import main
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.usage import UsageError
 
@@ -67,6 +68,17 @@ def test_what_is_unknown_is_named_and_what_is_known_listed(names: list[str], hos
 def test_a_run_without_members_is_named() -> None:
     with pytest.raises(UsageError, match="nobody is in run 'test'"):
         choose(store_with(), KEYS, ["a-0"], None)
+
+
+@pytest.mark.parametrize("timeout", ["-1", "nan", "inf"])
+def test_a_timeout_that_makes_no_sense_is_refused_before_anybody_is_asked(
+    timeout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--rdzv-endpoint", "127.0.0.1:1", "--rdzv-id", "x", "--connect-timeout", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["drain", *place, "--host", "a", "--timeout", timeout])
+    assert ended.value.code == 2
+    assert f"--timeout {timeout}: give seconds, 0 or more" in capsys.readouterr().err
 
 
 def test_it_returns_when_all_have_left_whether_their_record_says_so_or_is_gone() -> None:

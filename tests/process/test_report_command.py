@@ -128,7 +128,7 @@ def test_journals_of_several_runs_need_a_choice_and_can_be_compared(
     for path in written(tmp_path / "b", killed_run("tuesday")).iterdir():
         path.rename(logs / path.name.replace("-a1", "-b2"))
     assert main(["report", str(logs)]) == 1
-    assert "--run-id: monday, tuesday" in capsys.readouterr().err
+    assert "--run-id (of --compare: --compare-run-id): monday, tuesday" in capsys.readouterr().err
     page = tmp_path / "page.html"
     words = ["--run-id", "monday", "--compare", str(logs), "--compare-run-id", "tuesday", "-o", str(page)]
     assert main(["report", str(logs), *words]) == 0

@@ -205,4 +205,26 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
     assert running.wait(PATIENCE_S) == 143
 
 
+def test_a_report_that_cannot_be_written_is_told_after_the_table() -> None:
+    done = simulate("true", "--timeout", "60", "--report", "/dev/full")
+    told = done.stderr.decode()
+    assert done.returncode == 1
+    assert told.endswith("torchelastic simulate-esi: --report /dev/full cannot be written: No space left on device\n")
+    assert "finished in life 1" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--timeout", "1e300"], "--timeout 1e+300: give seconds, above 0, and at most"),
+        (["--timeout", "5", "--pause", "1e300"], "--pause 1e+300: give seconds, 0 or more, and at most"),
+        (["--timeout", "5", "--report", "/tmp"], "--report /tmp: give a file"),
+    ],
+)
+def test_words_that_cannot_be_carried_out_are_refused_before_the_job_starts(words: list[str], said: str) -> None:
+    done = simulate("true", *words)
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith(f"torchelastic simulate-esi: {said}")
+
+
 # --- its parts ------------------------------------------------------------------------------------

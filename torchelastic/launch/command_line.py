@@ -269,7 +269,7 @@ def _add_doctor(commands: _Commands) -> None:
     add_option(parser, "nproc-per-node", "workers on each host", type=int, metavar="N")
     add_option(parser, "wait", "for the other hosts (default 7 s)", default=7.0, **_SECONDS)
     what = "where checkpoints go; may be given several times"
-    add_option(parser, "checkpoint-dir", what, type=Path, action="append", default=[], metavar="DIR")
+    add_option(parser, "checkpoint-dir", what, action="append", default=[], metavar="DIR")
     add_option(parser, "state-size", "what the ranks of a host save together, such as 30GiB", metavar="SIZE")
     what = "has to be free here, and reached by the other hosts; may be given several times"
     add_option(parser, "port", what, type=int, action="append", default=[], metavar="PORT")

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from pathlib import Path
 
 from torchelastic.doctor.examination import Question, examine
 from torchelastic.doctor.findings import exit_code
@@ -52,12 +53,15 @@ def read_question(options: argparse.Namespace, environment: dict[str, str]) -> Q
     for port in options.port:
         if not 0 < port < 65536:
             raise UsageError(f"--port {port}: give one from 1 to 65535")
+    for folder in options.checkpoint_dir:
+        if "://" in folder:
+            raise UsageError(f"--checkpoint-dir {folder} is a URL: give a folder; the doctor does not try URLs")
     return Question(
         url_with(options, options.rdzv_endpoint, options.rdzv_id) if options.rdzv_endpoint else None,
         options.nnodes,
         options.nproc_per_node,
         options.wait,
-        tuple(options.checkpoint_dir),
+        tuple(map(Path, options.checkpoint_dir)),
         None if options.state_size is None else parse_size(options.state_size),
         tuple(dict.fromkeys(options.port)),
         environment.get(IFACE_VARIABLE) or None if options.iface is None else options.iface,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,8 @@ MAX_WRITES = 100
 
 def drain(options: argparse.Namespace) -> int:
     """Ask, and wait until they have left. Exit code 0 if all have, 1 if not, 2 for a name that is none."""
+    if not 0.0 <= options.timeout < math.inf:
+        raise UsageError(f"--timeout {options.timeout:g}: give seconds, 0 or more")
     with opened(options) as (store, url):
         keys = Keys(url.root)
         return 0 if drained(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1

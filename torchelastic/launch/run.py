@@ -39,7 +39,7 @@ from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl
-from torchelastic.usage import UsageError
+from torchelastic.usage import CommandError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -123,14 +123,18 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     per_node = options.nproc_per_node
     if per_node < 1 or options.max_restarts < 0:
         raise UsageError("--nproc-per-node starts at 1 and --max-restarts at 0")
-    min_workers = options.min_workers or (1 if options.standalone else min_nodes * per_node)
-    max_workers = options.max_workers or max_nodes * per_node
+    least = 1 if options.standalone else min_nodes * per_node
+    min_workers = least if options.min_workers is None else options.min_workers
+    max_workers = max_nodes * per_node if options.max_workers is None else options.max_workers
     if options.standalone:
         if options.rdzv_endpoint or max_nodes > 1:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
         if access(options):
             raise UsageError("--standalone has an etcd of its own: leave out --etcd-..., which is about another one")
-        endpoint = stack.enter_context(OwnEtcd()).endpoint
+        try:
+            endpoint = stack.enter_context(OwnEtcd()).endpoint
+        except (OSError, RuntimeError) as error:
+            raise CommandError(f"the etcd of --standalone cannot be started: {error}") from error
         run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:
@@ -157,7 +161,7 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
 def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> None:
     try:
         stack.enter_context(meeting_place(host, port, run_id))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise UsageError(f"the hosts cannot meet at {host}:{port}: {error}") from error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import os
 import signal
 import subprocess
@@ -40,6 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 _POLL_S = 0.05
+_LONGEST_S = 365 * 86_400.0
 #: How long processes may take to be gone after SIGKILL.
 _KILL_TIMEOUT_S = 10.0
 _MAX_BYTES = 1 << 20
@@ -51,20 +51,23 @@ def simulate_esi(options: argparse.Namespace) -> int:
     path = options.report
     if sys.platform != "linux":
         raise UsageError("it needs Linux, whose kernel hands it the processes that a job leaves behind")
-    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)):
         raise UsageError(f"--report {path}: give a file in a folder that exists and may be written to")
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder:
             lives, verdict = Simulation(options, Path(folder)).run()
-        said = {"command": options.cmd, "timeout_s": options.timeout, "grace_s": options.grace}
-        document = said | report_document(lives, verdict)
-        if path is not None:
-            path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise CommandError(str(error)) from error
+    said = {"command": options.cmd, "timeout_s": options.timeout, "grace_s": options.grace}
+    document = said | report_document(lives, verdict)
     _say(verdict.reason, above=table(document))
     if options.json:
         print(json.dumps(document, allow_nan=False), flush=True)  # noqa: T201 - asked for
+    if path is not None:
+        try:
+            path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise CommandError(f"--report {path} cannot be written: {error.strerror}") from error
     return verdict.exit_code
 
 
@@ -74,8 +77,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--cmd is empty: give the command that starts the job")
     for name, least in (("timeout", "above 0"), ("grace", "0 or more"), ("pause", "0 or more")):
         seconds = getattr(options, name)
-        if not math.isfinite(seconds) or seconds < 0.0 or (seconds == 0.0 and name == "timeout"):
-            raise UsageError(f"--{name} {seconds:g}: give seconds, {least}")
+        if not 0.0 <= seconds <= _LONGEST_S or (seconds == 0.0 and name == "timeout"):
+            raise UsageError(f"--{name} {seconds:g}: give seconds, {least}, and at most {_LONGEST_S:.0f} (a year)")
     if not all(1 <= code <= 255 for code in options.requeue_code or ()):
         raise UsageError("--requeue-code: give an exit code from 1 to 255")
     if options.max_restarts is not None and options.max_restarts < 0:

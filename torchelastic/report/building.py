@@ -86,7 +86,8 @@ def _of_one_run(journals: Mapping[str, Journal], run_id: str | None) -> dict[str
     if not runs:
         raise NoRunError("there is no journal that can be read: give the --log-dir of `torchelastic run`")
     if run_id is None and len(runs) > 1:
-        raise NoRunError(f"there are journals of several runs: say which with --run-id: {', '.join(runs)}")
+        which = "say which with --run-id (of --compare: --compare-run-id)"
+        raise NoRunError(f"there are journals of several runs: {which}: {', '.join(runs)}")
     chosen = {name: one for name, one in journals.items() if one.head.run_id == (run_id or runs[0])}
     if not chosen:
         raise NoRunError(f"there is no journal of the run {run_id}, but of {', '.join(runs)}")

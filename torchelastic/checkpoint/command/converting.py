@@ -15,7 +15,7 @@ from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.tree import Flat, flatten
 from torchelastic.checkpoint.shards.writing import hidden_path, write_shard
-from torchelastic.text import bytes_text
+from torchelastic.text import bytes_text, counted
 
 
 def convert(
@@ -51,7 +51,7 @@ def convert(
         raise CheckpointCommandError(f"{place}: {error}; or use --allow-pickles") from error
     write_any(target, tree, flat, to, meta=meta, allow_pickles=allow_pickles, disk=disk)
     held = sum(named.tensor.nbytes for named in flat.tensors)
-    say(f"{place} -> {target} ({to}, {len(flat.tensors)} tensors, {bytes_text(held)})")
+    say(f"{place} -> {target} ({to}, {counted(len(flat.tensors), 'tensor')}, {bytes_text(held)})")
     return 0
 
 
