@@ -15,7 +15,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
-from torchelastic.model.extras import numpy_globals
+from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
@@ -335,8 +335,11 @@ class ModelState(WithCompanions, State):
         return {name for name in names if name.startswith("optimizer/") or name in weights}
 
     def save(self, stream: BinaryIO) -> None:
-        """Write everything to a file-like object."""
-        torch.save(self.state_dict(), stream)
+        """Write everything to a file-like object. Raises TypeError for what `load` would refuse."""
+        state = self.state_dict()
+        extra = {f"extra[{name!r}]": value for name, value in state["extra"].items()}
+        check_loadable({name: value for name, value in state.items() if name != "extra"} | extra)
+        torch.save(state, stream)
 
     def load(self, stream: BinaryIO) -> None:
         """Read what `save` wrote; executes no pickled code."""

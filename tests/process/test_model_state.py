@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import io
 import pickle
 from typing import Any
@@ -251,3 +253,18 @@ def test_a_tree_of_any_types_survives_packing() -> None:
         "strided": torch.arange(12).view(3, 4).t(),
     }
     assert_same(tree, unpack(pack(tree)))
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 2), collections.deque([1]), [{"deep": frozenset([1])}]])
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(value: Any) -> None:
+    stream = io.BytesIO()
+    with pytest.raises(TypeError, match=r"extra\['mine'\] .* could not be loaded again"):
+        make_state(extra={"fine": 1, "mine": value}).save(stream)
+    assert not stream.getvalue()
+
+
+def test_a_loss_with_its_graph_in_extra_is_named() -> None:
+    state = make_state(extra={"fine": 1, "losses": []})
+    state.extra["losses"].append(forward(state))
+    with pytest.raises(TypeError, match=r"extra\['losses'\] .*loss\.item\(\)"):
+        state.snapshot()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.process.forked_ranks import run_ranks, values
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.model import transfer
 from torchelastic.model.companions import copied
+from torchelastic.model.transfer import pack, unpack
 
 SOURCE, WORLD_SIZE = 1, 3
 
@@ -72,3 +76,9 @@ def test_a_copy_of_a_state_shares_nothing_that_can_change() -> None:
     copy["weights"].zero_()
     assert nested["left"] == [1, 2]
     assert nested["weights"].sum() == 2
+
+
+def test_what_a_newcomer_will_not_run_is_named() -> None:
+    sent = pack({"extra": {"fine": 1, "day": datetime.date(2026, 1, 2)}})
+    with pytest.raises(CheckpointError, match="extra/day of the state that a peer has sent"):
+        unpack(sent)
