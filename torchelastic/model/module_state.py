@@ -6,7 +6,7 @@ checkpoint, or a new worker, fits whether either side is compiled or not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,17 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         prefixed = {plain_name(name): name for name in own}
         state = {prefixed.get(plain_name(name), name): value for name, value in state.items()}
     module.load_state_dict(state)
+
+
+def frozen(module: torch.nn.Module) -> set[str]:
+    """The parameters that require no gradient, by name."""
+    return {plain_name(name) for name, value in module.named_parameters() if not value.requires_grad}
+
+
+def freeze(module: torch.nn.Module, names: Collection[str]) -> None:
+    """Have these parameters require no gradient, and all others one."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(plain_name(name) not in names)
 
 
 def _has_prefix(name: str) -> bool:

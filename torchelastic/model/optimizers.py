@@ -71,19 +71,19 @@ class Optimizers:
         given: one `torch.optim.Optimizer`, or a list, a tuple or a dict of them.
         copy_others: called before the first step that is copied; copies what else the user's code may change between
             two optimizers. None: nothing is ever copied, because whole snapshots are taken.
-        before_first: called before the first step of a train step; what it raises fails the train step untouched.
+        before_step: called before each step, with whether it is the train step's first: what it raises fails that.
 
     Raises:
         ValueError: something else was given.
     """
 
     def __init__(
-        self, given: Any, copy_others: Callable[[], None] | None, before_first: Callable[[], None] | None = None
+        self, given: Any, copy_others: Callable[[], None] | None, before_step: Callable[[bool], None] | None = None
     ) -> None:
         self._all = OneOrMany("optimizer", given)
         self.objects: Sequence[torch.optim.Optimizer] = self._all.objects
         self.names: Sequence[str] = self._all.names
-        self._copy_others, self._before_first = copy_others, before_first
+        self._copy_others, self._before_step = copy_others, before_step
         size = len(self.objects)
         self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
         self._kept: dict[int, _UndoCopy] = {}
@@ -173,8 +173,8 @@ class Optimizers:
             optimizer.register_step_post_hook(_Call(self._ends, number))
 
     def _begins(self, number: int) -> None:
-        if self._before_first is not None and not any(self._begun):
-            self._before_first()
+        if self._before_step is not None:
+            self._before_step(not any(self._begun))
         if number not in self._copied:
             if self._copy_others is not None and self.counts.more_to_come(number):
                 if not self._copied:
