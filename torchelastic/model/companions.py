@@ -127,7 +127,7 @@ class Companions:
             with torch.no_grad():
                 for buffer, value in zip(trained.buffers, snapshot.buffers, strict=True):
                     buffer.copy_(value)
-            trained.optimizers.load_settings(snapshot.groups)
+            trained.optimizers.load_settings(snapshot.groups, undoes=True)
             trained.schedulers.load_state_dict(copied(snapshot.scheduler))
         if self.sampler is not None:
             self.sampler.load_state_dict(copied(snapshot.sampler))

@@ -151,10 +151,17 @@ class Optimizers:
         """The hyperparameters of each parameter group of each optimizer: to be restored, or sent."""
         return tuple(tuple(_settings(group) for group in optimizer.param_groups) for optimizer in self.objects)
 
-    def load_settings(self, settings: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """Go back to what `settings` returned, here or on another rank."""
+    def load_settings(self, settings: Sequence[Sequence[dict[str, Any]]], *, undoes: bool = False) -> None:
+        """Go to what `settings` returned here or on another rank.
+
+        Args:
+            settings: of as many parameter groups as there are.
+            undoes: a step has failed here, which may have added groups: they go too, unless they were trained already.
+        """
         for optimizer, groups in zip(self.objects, settings, strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
+            if undoes and self.progress is OptimizerProgress.UNTOUCHED:
+                del optimizer.param_groups[len(groups) :]
+            for group, values in zip(optimizer.param_groups, groups, strict=not undoes):
                 group.update(_settings(values))
 
     def state_dict(self) -> Any:
