@@ -14,6 +14,7 @@ import torch
 
 import torchelastic
 from torchelastic.data import ElasticBatchSampler
+from torchelastic.errors import is_retryable
 from torchelastic.model.transfer import pack, unpack
 from torchelastic.rendezvous.records import StateStatus
 
@@ -238,7 +239,7 @@ def test_modules_that_are_sharded_or_wrapped_are_refused(model: torch.nn.Module,
         torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("options", [{"snapshot": "deep"}, {"sampler": object()}, {"scheduler": 3}])
+@pytest.mark.parametrize("options", [{"snapshot": "deep"}, {"sampler": object()}, {"scheduler": 3}, {"extra": ["a"]}])
 def test_arguments_that_cannot_work_are_refused_by_name(options: dict[str, Any]) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -268,3 +269,24 @@ def test_a_loss_with_its_graph_in_extra_is_named() -> None:
     state.extra["losses"].append(forward(state))
     with pytest.raises(TypeError, match=r"extra\['losses'\] .*loss\.item\(\)"):
         state.snapshot()
+
+
+def test_a_scheduler_and_a_sampler_that_the_saved_state_had_not_begin_as_built(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = torchelastic.ModelState(model, optimizer, scheduler=scheduler, sampler=ElasticBatchSampler(20, 5))
+    tree = torchelastic.ModelState(model, optimizer).state_dict()
+    state.load_state_dict({**tree, "step": 7})
+    assert (state.step, state.sampler.cursor, scheduler.last_epoch) == (7, 0, 0)
+    assert [record.args for record in caplog.records] == [("scheduler",), ("sampler",)]
+
+
+def test_a_checkpoint_of_another_model_ends_the_run_at_once() -> None:
+    stream = io.BytesIO()
+    make_state(width=6).save(stream)
+    with pytest.raises(ValueError, match="does not fit this model") as raised:
+        make_state(width=8).load(io.BytesIO(stream.getvalue()))
+    assert not is_retryable(raised.value)
