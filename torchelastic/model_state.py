@@ -15,7 +15,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
-from torchelastic.model.extras import numpy_globals
+from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
@@ -250,11 +250,12 @@ class ModelState(WithCompanions, State):
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
         move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
         if stale:
-            tree = self.state_dict() if rank == source else None
+            tree = {**self.state_dict(), "frozen": module_state.frozen(self.module)} if rank == source else None
             received = move(tree, stale=stale)
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
+                module_state.freeze(self.module, received["frozen"])  # the source may have changed it in the run
                 if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
                     random_state.restore(self._random_when_failed[1])  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
@@ -335,8 +336,11 @@ class ModelState(WithCompanions, State):
         return {name for name in names if name.startswith("optimizer/") or name in weights}
 
     def save(self, stream: BinaryIO) -> None:
-        """Write everything to a file-like object."""
-        torch.save(self.state_dict(), stream)
+        """Write everything to a file-like object. Raises TypeError for what `load` would refuse."""
+        state = self.state_dict()
+        extra = {f"extra[{name!r}]": value for name, value in state["extra"].items()}
+        check_loadable({name: value for name, value in state.items() if name != "extra"} | extra)
+        torch.save(state, stream)
 
     def load(self, stream: BinaryIO) -> None:
         """Read what `save` wrote; executes no pickled code."""

@@ -344,6 +344,7 @@ def test_an_epoch_that_is_left_early_goes_on_with_what_was_not_trained() -> None
     [
         (lambda: ElasticStream(Shards(1, 1), 2, global_batch_size=5), "=5 must be a multiple of logical_shards=2"),
         (lambda: ElasticStream(Shards(), 0, global_batch_size=5), "start at 1"),
+        (lambda: ElasticStream([1, 2], 2, global_batch_size=2), r"a list is no source: .*from_datasets"),  # type: ignore[arg-type]
         (lambda: make(1, 1, num_workers=-1), "num_workers starts at 0"),
         (lambda: make(1, 1, prefetch_batches=0), "prefetch_batches at 1"),
         (lambda: make(1, 1).set_world(0, 3), "3 ranks share 2 logical shards"),

@@ -43,5 +43,5 @@ def test_a_state_with_the_compilers_names_is_loaded_too() -> None:
 
 def test_what_does_not_fit_is_refused_as_ever() -> None:
     state = make_state("compiled", seed=0)
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(ValueError, match="Missing key"):
         state.load_state_dict({**state.state_dict(), "module": {}})

@@ -271,3 +271,19 @@ def test_a_sync_that_fails_after_a_step_was_found_to_stand_does_not_bring_its_nu
         state.sync()
     state.apply(snapshot)
     assert (state.step, state.status) == (1, StateStatus.COMPLETE), "its weights are those after the step"
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_step_that_adds_a_parameter_group_is_undone_or_committed_as_a_whole(has_stepped: bool) -> None:
+    module = Pair()
+    state = torchelastic.ModelState(module, sgd(module.first.parameters()))
+    state.sync()
+    before = state.snapshot()
+    state.optimizer.add_param_group({"params": list(module.second.parameters()), "lr": 0.5})
+    state.model(torch.randn(4, 4)).square().mean().backward()
+    if has_stepped:
+        state.optimizer.step()
+    state.apply(before)
+    state.sync()
+    assert [group["lr"] for group in state.optimizer.param_groups] == ([0.1, 0.5] if has_stepped else [0.1])
+    assert state.step == has_stepped

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import io
 import pickle
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 import torchelastic
 from torchelastic.data import ElasticBatchSampler
+from torchelastic.errors import is_retryable
 from torchelastic.model.transfer import pack, unpack
 from torchelastic.rendezvous.records import StateStatus
 
@@ -236,7 +239,7 @@ def test_modules_that_are_sharded_or_wrapped_are_refused(model: torch.nn.Module,
         torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("options", [{"snapshot": "deep"}, {"sampler": object()}, {"scheduler": 3}])
+@pytest.mark.parametrize("options", [{"snapshot": "deep"}, {"sampler": object()}, {"scheduler": 3}, {"extra": ["a"]}])
 def test_arguments_that_cannot_work_are_refused_by_name(options: dict[str, Any]) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -251,3 +254,39 @@ def test_a_tree_of_any_types_survives_packing() -> None:
         "strided": torch.arange(12).view(3, 4).t(),
     }
     assert_same(tree, unpack(pack(tree)))
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 2), collections.deque([1]), [{"deep": frozenset([1])}]])
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(value: Any) -> None:
+    stream = io.BytesIO()
+    with pytest.raises(TypeError, match=r"extra\['mine'\] .* could not be loaded again"):
+        make_state(extra={"fine": 1, "mine": value}).save(stream)
+    assert not stream.getvalue()
+
+
+def test_a_loss_with_its_graph_in_extra_is_named() -> None:
+    state = make_state(extra={"fine": 1, "losses": []})
+    state.extra["losses"].append(forward(state))
+    with pytest.raises(TypeError, match=r"extra\['losses'\] .*loss\.item\(\)"):
+        state.snapshot()
+
+
+def test_a_scheduler_and_a_sampler_that_the_saved_state_had_not_begin_as_built(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = torchelastic.ModelState(model, optimizer, scheduler=scheduler, sampler=ElasticBatchSampler(20, 5))
+    tree = torchelastic.ModelState(model, optimizer).state_dict()
+    state.load_state_dict({**tree, "step": 7})
+    assert (state.step, state.sampler.cursor, scheduler.last_epoch) == (7, 0, 0)
+    assert [record.args for record in caplog.records] == [("scheduler",), ("sampler",)]
+
+
+def test_a_checkpoint_of_another_model_ends_the_run_at_once() -> None:
+    stream = io.BytesIO()
+    make_state(width=6).save(stream)
+    with pytest.raises(ValueError, match="does not fit this model") as raised:
+        make_state(width=8).load(io.BytesIO(stream.getvalue()))
+    assert not is_retryable(raised.value)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+import torchelastic
 from tests.process.forked_ranks import run_ranks, values
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.model import transfer
 from torchelastic.model.companions import copied
+from torchelastic.model.transfer import pack, unpack
 
 SOURCE, WORLD_SIZE = 1, 3
 
@@ -72,3 +77,39 @@ def test_a_copy_of_a_state_shares_nothing_that_can_change() -> None:
     copy["weights"].zero_()
     assert nested["left"] == [1, 2]
     assert nested["weights"].sum() == 2
+
+
+def test_what_a_newcomer_will_not_run_is_named() -> None:
+    sent = pack({"extra": {"fine": 1, "day": datetime.date(2026, 1, 2)}})
+    with pytest.raises(CheckpointError, match="extra/day of the state that a peer has sent"):
+        unpack(sent)
+
+
+def unfrozen_later() -> list[list[float]]:
+    """Two ranks; a part of the model is frozen for two steps; afterwards a third step has begun in a new group."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    module[0].requires_grad_(dist.get_rank() == 1)  # a newcomer, that does not know what the source has frozen
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state.sync()
+    refused = 0
+    while state.step < 4:
+        torch.manual_seed(10 * state.step + dist.get_rank())
+        before = state.snapshot()
+        module[0].requires_grad_(state.step >= 2)
+        state.optimizer.zero_grad()
+        state.model(torch.randn(8, 4)).square().mean().backward()
+        try:
+            state.optimizer.step()
+        except torchelastic.RetryableException:
+            refused += 1
+            state.apply(before)
+            state.sync()
+        else:
+            state.commit()
+    assert refused == 1
+    return [parameter.flatten().tolist() for parameter in module.parameters()]
+
+
+def test_parameters_that_are_unfrozen_in_a_run_are_averaged_too() -> None:
+    first, second = values(run_ranks(unfrozen_later, ranks=2))
+    assert first == second

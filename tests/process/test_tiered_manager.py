@@ -204,6 +204,13 @@ def test_a_child_of_fork_does_not_save(managers: Make, tmp_path: Path) -> None:
     assert steps_of(manager) == [1]
 
 
+@pytest.mark.parametrize("named", ["policy", "keep of 'disk'", "every of 'disk'"])
+def test_a_number_in_place_of_a_policy_is_refused(tmp_path: Path, named: str) -> None:
+    options: dict[str, Any] = {} if named == "policy" else {named.split()[0]: 3}
+    with pytest.raises(TypeError, match=f"{named} is 3: give a policy"):
+        TieredCheckpointManager([DiskTier(tmp_path, **options)], policy=3 if named == "policy" else None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("tiers", "text"), [([], "at least one"), (["a", "a"], "name of its own")])
 def test_tiers_without_distinct_names_are_refused(tmp_path: Path, tiers: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -244,6 +244,8 @@ def test_an_incomplete_state_is_refused_by_the_name_of_what_is_missing() -> None
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="dataset_size=0"):
         ElasticBatchSampler([], 4)
+    with pytest.raises(ValueError, match="a generator has no length"):
+        ElasticBatchSampler((number for number in range(3)), 4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="global_batch_size=0"):
         ElasticBatchSampler(10, 0)
     with pytest.raises(ValueError, match="drop_last leaves no batch"):

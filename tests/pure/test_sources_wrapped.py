@@ -164,6 +164,8 @@ def test_wrong_arguments_are_told_at_once() -> None:
         mixed({"a": NUMBERS}, {"b": 1})
     with pytest.raises(ValueError, match="one weight for each source"):
         mixed({}, {})
+    with pytest.raises(ValueError, match="dicts with the same names"):
+        mixed([NUMBERS], [1])  # type: ignore[arg-type]
     for weight in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="weights are numbers above 0"):
             mixed({"a": NUMBERS}, {"a": weight})

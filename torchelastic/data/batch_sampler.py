@@ -54,7 +54,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         drop_last: leave out an epoch's last batch if it is not full.
 
     Raises:
-        ValueError: a size is not positive, or with `drop_last` no batch is left.
+        ValueError: a size is not positive, the dataset has none, or with `drop_last` no batch is left.
     """
 
     def __init__(
@@ -68,6 +68,11 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         super().__init__()
+        if not hasattr(dataset_size, "__len__") and not isinstance(dataset_size, int):
+            raise ValueError(
+                f"a {type(dataset_size).__name__} has no length to be divided by: write __len__ and __getitem__, "
+                "or use ElasticStream, which takes data without an index"
+            )
         self.dataset_size = dataset_size if isinstance(dataset_size, int) else len(dataset_size)
         self.global_batch_size = global_batch_size
         self.epochs = epochs

@@ -87,7 +87,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         multiprocessing_context: how worker processes are started, as for DataLoader.
 
     Raises:
-        ValueError: numbers that do not go together.
+        ValueError: numbers that do not go together, or `make_iterator` cannot be called.
     """
 
     def __init__(
@@ -104,6 +104,11 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         multiprocessing_context: str | None = None,
     ) -> None:
         super().__init__()
+        if not callable(make_iterator):
+            raise ValueError(
+                f"a {type(make_iterator).__name__} is no source: give a function of (shard, num_shards, position), or "
+                "one of torchelastic.data, such as lines(files), from_datasets(dataset) or from_stateful(make_loader)"
+            )
         _check(logical_shards, global_batch_size, epochs, num_workers, prefetch_batches)
         self.logical_shards = logical_shards
         self.global_batch_size = global_batch_size
@@ -220,7 +225,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         if not share.global_samples:
             raise ValueError(
                 f"none of the {self.logical_shards} logical shards has a sample in epoch {progress.epoch}: does "
-                "make_iterator find its data?"
+                "its source find its data?"
             )
         batch = self._batch(drawn) if share.pieces else self._padding_batch(progress, places)
         if not self._pending:

@@ -66,13 +66,15 @@ class Companions:
         epoch: where the sampler has none.
 
     Raises:
-        ValueError: the sampler cannot be kept.
+        ValueError: the sampler cannot be kept, or `extra` is no dict.
     """
 
     def __init__(self, sampler: Any, extra: dict[str, Any] | None) -> None:
         check_stateful("sampler", sampler)
         self.step = self.epoch = 0
         self.sampler = sampler
+        if extra is not None and not isinstance(extra, dict):
+            raise ValueError(f"extra is a {type(extra).__name__}: give a dict of your own values by name")
         self.extras = Extras({} if extra is None else extra)
         self._has_warned = False
 
@@ -127,7 +129,7 @@ class Companions:
             with torch.no_grad():
                 for buffer, value in zip(trained.buffers, snapshot.buffers, strict=True):
                     buffer.copy_(value)
-            trained.optimizers.load_settings(snapshot.groups)
+            trained.optimizers.load_settings(snapshot.groups, undoes=True)
             trained.schedulers.load_state_dict(copied(snapshot.scheduler))
         if self.sampler is not None:
             self.sampler.load_state_dict(copied(snapshot.sampler))
@@ -156,9 +158,12 @@ class Companions:
             with_random: the random numbers too: not those of another rank, or two would draw alike.
         """
         trained.optimizers.usual = tree.get("optimizer_steps", ())
-        trained.schedulers.load_state_dict(tree["scheduler"])
-        if self.sampler is not None:
-            self.sampler.load_state_dict(tree["sampler"])
+        schedulers = trained.schedulers if trained.schedulers.objects else None
+        for name, own in (("scheduler", schedulers), ("sampler", self.sampler)):
+            if own is not None and tree[name] is None:
+                log.warning("the state that is loaded has no %s: this one begins as it was built", name)
+            elif own is not None:
+                own.load_state_dict(tree[name])
         self.extras.load_state_dict(tree["extra"])
         self.step, self.epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:

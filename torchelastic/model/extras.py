@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import _codecs
 import copy
+import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
+from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.model.one_or_many import is_stateful
 
 log = logging.getLogger(__name__)
 
 #: States with more bytes of tensors than this are not copied before each step.
 SMALL_BYTES = 64 * 1024
+_NO_DATA = torch.empty(0)
 
 
 def numpy_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
@@ -84,7 +88,7 @@ class Extras:
                 self._large.add(id(value))  # it was empty when the group formed, and has grown
                 continue
             states[name] = copy.deepcopy(state)
-        plain = copy.deepcopy({name: value for name, value in self.values.items() if name not in objects})
+        plain = _copied({name: value for name, value in self.values.items() if name not in objects})
         return Copied(plain, objects, states, tuple(self.values))
 
     def restore(self, copied: Copied) -> None:
@@ -146,6 +150,40 @@ class Extras:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["values"])  # type: ignore[misc]  # ids of another process mean nothing here
+
+
+def _copied(plain: dict[str, Any]) -> dict[str, Any]:
+    copies: dict[str, Any] = {}
+    memo: dict[int, Any] = {}
+    for name, value in plain.items():
+        try:
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise TypeError(
+                f"extra[{name!r}] cannot be copied before a step, which undoes it: keep plain values (loss.item()), "
+                f"tensors without a gradient (loss.detach()), or objects with a state_dict: {error}"
+            ) from error
+    return copies
+
+
+def check_loadable(state: Mapping[str, Any]) -> None:
+    """Raise TypeError for what `torch.load(weights_only=True)` would refuse when it is too late.
+
+    Args:
+        state: by the name that a message gives.
+    """
+    for name, part in state.items():
+        stream = io.BytesIO()
+        try:
+            torch.save(tree_map_only(torch.Tensor, lambda _: _NO_DATA, part), stream)
+            stream.seek(0)
+            with torch.serialization.safe_globals(numpy_globals()):
+                torch.load(stream, weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"{name} of the state holds what could not be loaded again: keep plain values and tensors there, or an "
+                f"object whose state_dict() gives such: {torch_reason(error)}"
+            ) from error
 
 
 def tensor_bytes(tree: Any) -> int:

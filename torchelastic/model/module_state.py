@@ -6,7 +6,7 @@ checkpoint, or a new worker, fits whether either side is compiled or not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,30 @@ def state_of(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """The inverse, for names with or without prefixes. Raises what `load_state_dict` does."""
+    """The inverse, for names with or without prefixes.
+
+    Raises:
+        ValueError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
+    """
     own = list(module.state_dict())
     if any(map(_has_prefix, own)) or any(map(_has_prefix, state)):
         prefixed = {plain_name(name): name for name in own}
         state = {prefixed.get(plain_name(name), name): value for name, value in state.items()}
-    module.load_state_dict(state)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"the state that is loaded does not fit this model: {error}") from error
+
+
+def frozen(module: torch.nn.Module) -> set[str]:
+    """The parameters that require no gradient, by name."""
+    return {plain_name(name) for name, value in module.named_parameters() if not value.requires_grad}
+
+
+def freeze(module: torch.nn.Module, names: Collection[str]) -> None:
+    """Have these parameters require no gradient, and all others one."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(plain_name(name) not in names)
 
 
 def _has_prefix(name: str) -> bool:

@@ -71,19 +71,19 @@ class Optimizers:
         given: one `torch.optim.Optimizer`, or a list, a tuple or a dict of them.
         copy_others: called before the first step that is copied; copies what else the user's code may change between
             two optimizers. None: nothing is ever copied, because whole snapshots are taken.
-        before_first: called before the first step of a train step; what it raises fails the train step untouched.
+        before_step: called before each step, with whether it is the train step's first: what it raises fails that.
 
     Raises:
         ValueError: something else was given.
     """
 
     def __init__(
-        self, given: Any, copy_others: Callable[[], None] | None, before_first: Callable[[], None] | None = None
+        self, given: Any, copy_others: Callable[[], None] | None, before_step: Callable[[bool], None] | None = None
     ) -> None:
         self._all = OneOrMany("optimizer", given)
         self.objects: Sequence[torch.optim.Optimizer] = self._all.objects
         self.names: Sequence[str] = self._all.names
-        self._copy_others, self._before_first = copy_others, before_first
+        self._copy_others, self._before_step = copy_others, before_step
         size = len(self.objects)
         self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
         self._kept: dict[int, _UndoCopy] = {}
@@ -151,10 +151,17 @@ class Optimizers:
         """The hyperparameters of each parameter group of each optimizer: to be restored, or sent."""
         return tuple(tuple(_settings(group) for group in optimizer.param_groups) for optimizer in self.objects)
 
-    def load_settings(self, settings: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """Go back to what `settings` returned, here or on another rank."""
+    def load_settings(self, settings: Sequence[Sequence[dict[str, Any]]], *, undoes: bool = False) -> None:
+        """Go to what `settings` returned here or on another rank.
+
+        Args:
+            settings: of as many parameter groups as there are.
+            undoes: a step has failed here, which may have added groups: they go too, unless they were trained already.
+        """
         for optimizer, groups in zip(self.objects, settings, strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
+            if undoes and self.progress is OptimizerProgress.UNTOUCHED:
+                del optimizer.param_groups[len(groups) :]
+            for group, values in zip(optimizer.param_groups, groups, strict=not undoes):
                 group.update(_settings(values))
 
     def state_dict(self) -> Any:
@@ -173,8 +180,8 @@ class Optimizers:
             optimizer.register_step_post_hook(_Call(self._ends, number))
 
     def _begins(self, number: int) -> None:
-        if self._before_first is not None and not any(self._begun):
-            self._before_first()
+        if self._before_step is not None:
+            self._before_step(not any(self._begun))
         if number not in self._copied:
             if self._copy_others is not None and self.counts.more_to_come(number):
                 if not self._copied:

@@ -116,7 +116,7 @@ class Reduction:
         if self._usual:
             raise RetryableException(
                 f"rank {rank} steps its optimizer without having reduced gradients, as it did in the step before: it "
-                "has skipped backward() (of `state.model`'s output), for which the other ranks wait"
+                "has skipped backward() (of `state.model`'s output), for which the others wait, or frozen parameters"
             )
         if not self._has_complained:
             self._has_complained = True

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchelastic.data.shares import MODES, SecondDeal, second_deals
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
 from torchelastic.model.reduction import Reduction
@@ -83,6 +83,7 @@ class StepGradients:
         self._module, self._sampler, self._mode = module, sampler, salvage
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
+        self._frozen: list[torch.nn.Parameter] = []  # what this group's wrapper leaves out
         self._rank = 0
         if logical_shards is not None:
             sampler.set_logical_shards(logical_shards)
@@ -126,14 +127,22 @@ class StepGradients:
         """A step (or another attempt at one) begins."""
         self._source.begin_step()
 
-    def check_reduced(self) -> None:
-        """Asked before the first optimizer of a step begins.
+    def check_reduced(self, is_first: bool) -> None:
+        """Asked before each optimizer of a step begins.
+
+        Args:
+            is_first: of this train step.
 
         Raises:
-            RetryableException: this rank has left out what the others wait for.
+            RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
             NonRetryableException: the step is not written for logical shards.
         """
-        if self._wrapped is not None or isinstance(self._source, LogicalShards):
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RetryableException(
+                "parameters require a gradient that did not when this group was formed, and are not averaged: the step "
+                "is repeated in a new group"
+            )
+        if is_first and (self._wrapped is not None or isinstance(self._source, LogicalShards)):
             self._source.check_reduced(self._rank)
 
     def keep(self, step: int, buffers: Sequence[torch.Tensor]) -> None:
@@ -183,6 +192,7 @@ class StepGradients:
         """Take the wrapper of the last group off."""
         wrapping.unwrap(self._wrapped)
         self._wrapped = None
+        self._frozen = []
 
     def offer(self, step: int) -> int:
         """How many units of a failed step this rank could bring to a second attempt."""
@@ -208,6 +218,8 @@ class StepGradients:
         if not isinstance(self._source, Reduction):
             return
         self._source.world_size = world_size
+        if world_size > 1:
+            self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
         has_gradients = any(parameter.requires_grad for parameter in self._module.parameters())
         # also a single worker, if it has gradients to add to those of the step
         if has_gradients and (world_size > 1 or self._is_brought):
@@ -241,7 +253,7 @@ class StepGradients:
             self._source.bring(self._kept.gradients)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wrapped": None}  # a group's wrapper belongs to this process alone
+        return {**self.__dict__, "_wrapped": None, "_frozen": []}  # a group's wrapper belongs to this process alone
 
 
 def kind_text(kind: Sequence[int]) -> str:

@@ -15,8 +15,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from torchelastic.checkpoint.command.structures import places_of
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.text import shortlist
 
 #: Small tensors travel together up to this size: fewer messages.
 CHUNK_BYTES = 32 * 1024 * 1024
@@ -65,7 +68,16 @@ def pack(tree: Any) -> Packed:
 def unpack(packed: Packed) -> Any:
     """Put a state together again. Raises CheckpointError if it holds anything but plain values and tensors."""
     structure, forms = _read(packed.skeleton)
-    return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
+    try:
+        return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
+    except CheckpointError as error:
+        refused = [place for place, _ in places_of(structure, ("pickle",))]
+        if not refused:
+            raise
+        raise CheckpointError(
+            f"{shortlist(refused)} of the state that a peer has sent is no plain value or tensor, and foreign code is "
+            "not run: keep plain values there, or an object whose state_dict() gives such"
+        ) from error
 
 
 def _read(skeleton: bytes) -> tuple[Any, list[_TensorForm]]:

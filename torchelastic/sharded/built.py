@@ -37,7 +37,7 @@ class Built:
         build: the user's.
         mesh: of the group.
         seed: of the random numbers while it runs: the same on all ranks.
-        before_first: see `Optimizers`.
+        before_first: called before the first optimizer of a train step steps.
 
     Attributes:
         mesh: as given.
@@ -65,7 +65,9 @@ class Built:
             device = torch.device(mesh.device_type)
             self.model.to_empty(device=device)
             self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
-        self.optimizers = Optimizers(self.optimizer, lambda: None, before_first)
+        self.optimizers = Optimizers(
+            self.optimizer, lambda: None, lambda is_first: before_first() if is_first else None
+        )
         self.schedulers = OneOrMany("scheduler", self.scheduler)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._optimized: list[list[tuple[str, torch.Tensor]]] = [

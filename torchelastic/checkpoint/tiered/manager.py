@@ -83,6 +83,7 @@ class TieredCheckpointManager(CheckpointManager):
         failures: the latest failures of the background, oldest first, in words.
 
     Raises:
+        TypeError: a policy is none.
         ValueError: no tier, two of the same name, or replicas without a memory tier.
     """
 
@@ -107,6 +108,7 @@ class TieredCheckpointManager(CheckpointManager):
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"the tiers are named {names}: give at least one, each with a name of its own")
+        _check_policies(policy, tiers)
         self.tiers = tuple(tiers)
         for tier in self.tiers:
             tier.kind = kind
@@ -416,3 +418,11 @@ class TieredCheckpointManager(CheckpointManager):
         )
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
+
+
+def _check_policies(policy: object, tiers: Sequence[Tier]) -> None:
+    """Raises TypeError for what cannot decide: a number, say."""
+    of_tiers = [(f"{name} of {tier.name!r}", getattr(tier, name)) for tier in tiers for name in ("keep", "every")]
+    for what, given in (("policy", policy), *of_tiers):
+        if given is not None and not hasattr(given, "decide"):
+            raise TypeError(f"{what} is {given!r}: give a policy, such as EverySteps(1000), or KeepLast(3) for keep")

@@ -131,6 +131,8 @@ class mixed(Generic[T]):
     until: Literal["all", "first"] = "all"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sources, Mapping) or not isinstance(self.weights, Mapping):
+            raise ValueError("sources and weights are dicts with the same names")
         if not self.sources or set(self.sources) != set(self.weights):
             raise ValueError(f"give one weight for each source: {sorted(self.sources)} have {sorted(self.weights)}")
         if not all(0 < weight < float("inf") for weight in self.weights.values()):
