@@ -15,8 +15,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.command.structures import places_of
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.shards.structures import places_of
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 from torchelastic.text import shortlist

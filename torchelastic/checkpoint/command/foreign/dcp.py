@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
-from torchelastic.checkpoint.command.structures import from_json, leaf_paths, places_of, to_json
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.shards.structures import from_json, leaf_paths, places_of, to_json
 from torchelastic.checkpoint.shards.tree import unflatten
 
 METADATA_FILE = ".metadata"

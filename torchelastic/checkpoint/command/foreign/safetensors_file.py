@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
-from torchelastic.checkpoint.command.structures import from_json, leaf_paths, to_json
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.shards.structures import from_json, leaf_paths, to_json
 from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, tensor_names, unflatten
 

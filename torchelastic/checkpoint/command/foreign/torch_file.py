@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
-from torchelastic.checkpoint.command.structures import places_of
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained, torch_reason
+from torchelastic.checkpoint.shards.structures import places_of
 from torchelastic.checkpoint.verification import damage_of_torch_file
 from torchelastic.text import shortlist
 
