@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Processes that run tests at the same time: each file of tests is one's. Most tests wait for processes of their own.
-WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p tests.progress
+# Processes that run tests at the same time: each file of tests is one's. Most tests wait for processes of their own, the
+# long ones less so: four of these are too many for two cores.
+WORKERS ?= 4
+LONG_WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --dist loadfile -p tests.progress
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
@@ -49,13 +51,13 @@ types: $(READY)
 	$(BIN)/mypy --num-workers 2
 
 test: lint types
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -n $(WORKERS) -m "not slow and not long"
 
 test-long: $(READY)
-	$(PYTEST) -m "long and not slow"
+	$(PYTEST) -n $(LONG_WORKERS) -m "long and not slow"
 
 test-all: lint types
-	$(PYTEST)
+	$(PYTEST) -n $(LONG_WORKERS)
 
 test-slurm: $(READY)
 	$(BIN)/python -m pytest tests/slurm

@@ -45,10 +45,13 @@ class ShardedJob(Job):
         committed: dict[int, int] = {}
         for event in self.of("committed"):
             committed[event["step"]] = max(event["round"], committed.get(event["step"], 0))
-        assert sorted(committed) == list(range(first_step, STEPS)), f"steps committed: {sorted(committed)}"
         drawn: dict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
         for event in self.of("drawn"):
             drawn[event["step"], event["round"]][event["rank"]] = event
+        for event in self.of("synced"):  # a step of which all optimizers were done when the group ended stands so
+            rounds = [round_number for step, round_number in drawn if step == event["step"] - 1]
+            committed |= {event["step"] - 1: max(rounds)} if rounds and event["step"] - 1 not in committed else {}
+        assert sorted(committed) == list(range(first_step, STEPS)), f"steps committed: {sorted(committed)}"
         sampler = ElasticBatchSampler(SAMPLES, BATCH, epochs=EPOCHS, seed=3)
         for step, round_number in committed.items():
             shares = drawn[step, round_number]
