@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 from unittest import mock
 
 from torchelastic.checkpoint.replication import protocol
-from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import MemoryShelf
 from torchelastic.checkpoint.replication.server import ReplicaServer
@@ -53,6 +54,21 @@ class RecordingShelf(MemoryShelf):
         content = self.source(object_id)
         assert content is not None
         return bytes(content)
+
+
+@contextmanager
+def counting_pulls() -> Iterator[list[int]]:
+    """The bytes of everything that this process fetches from other ranks meanwhile."""
+    came: list[int] = []
+    pull = ReplicaClient.pull
+
+    def counted(*given: Any, **more: Any) -> Transferred:
+        transferred = pull(*given, **more)
+        came.append(transferred.size_bytes)
+        return transferred
+
+    with mock.patch.object(ReplicaClient, "pull", counted):
+        yield came
 
 
 class Wire:

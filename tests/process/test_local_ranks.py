@@ -10,17 +10,16 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.process.local_ranks import Crew, Failed, succeeded
+from tests.process.replicas import counting_pulls
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.disk import Disk
@@ -214,15 +213,8 @@ def test_of_the_parts_on_other_hosts_only_that_is_fetched_which_the_template_has
 
 
 def load_own_part(root: Path) -> tuple[bool, int]:
-    manager, came, pull = manager_at(root), [0], ReplicaClient.pull
-
-    def counted(*given: Any, **more: Any) -> Transferred:
-        transferred = pull(*given, **more)
-        came.append(transferred.size_bytes)
-        return transferred
-
-    template = split_state(False, WIDE)
-    with mock.patch.object(ReplicaClient, "pull", counted):
+    manager, template = manager_at(root), split_state(False, WIDE)
+    with counting_pulls() as came:
         manager.load_resharded(template)
     dist.barrier()
     manager.close()

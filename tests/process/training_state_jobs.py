@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.process.replicas import counting_pulls
 from torchelastic.checkpoint import BCPState, MemoryTier
-from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
@@ -218,15 +217,7 @@ def received_by_each_rank(folder: str) -> tuple[bool, int, int]:
     job.state.save()
     job.state.close()
     again = Job(Path(folder), "fsdp2", seed=5, **tiers)
-    came: list[int] = []
-    pull = ReplicaClient.pull
-
-    def counted(*given: Any, **more: Any) -> Transferred:
-        transferred = pull(*given, **more)
-        came.append(transferred.size_bytes)
-        return transferred
-
-    with mock.patch.object(ReplicaClient, "pull", counted):
+    with counting_pulls() as came:
         extra = again.resume()
     again.state.close()
     parts = [value.to_local().nbytes for value in again.model.state_dict().values()]

@@ -221,7 +221,7 @@ class DurableCopies:
         self._schedules.begin(step)
 
     def open(self, shard: ShardId) -> ShardReader:
-        """Opens a shard, of which only that is downloaded which is read. Raises as `pull`."""
+        """Opens a shard; only the parts that are read are downloaded. Raises as `pull`."""
         return self._tier.open(shard.name, shard.rank)
 
     def pull(self, shard: ShardId, destination: Destination) -> Transferred:

@@ -228,7 +228,7 @@ def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[int]:
 
 
 def open_remote(shard: ShardId, fetch: Fetch) -> ShardReader:
-    """Opens a shard of another rank: what is read of it comes into memory, which goes with the reader.
+    """Opens a shard of another rank; the parts that are read are fetched into memory, which the reader frees.
 
     Args:
         shard: which.

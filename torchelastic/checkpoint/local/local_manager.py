@@ -160,8 +160,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """Copies the newest complete checkpoint into a state that is there, whatever number of ranks saved it.
 
         A DTensor or `ShardOf` of the template gets its own part, put together from whatever parts were saved; what
-        every rank held whole is taken from one of them. Called on all ranks, each with its own template. Of what lies
-        on other hosts only that is fetched, into memory.
+        every rank held whole is taken from one of them. Called on all ranks, each with its own template. From
+        other hosts only the parts that the template has are fetched, into memory.
 
         Args:
             template: a state dict (or `BasicTensorAwareStateDict`) of the saved structure; its tensors are overwritten.
@@ -430,7 +430,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return [*([ShardSource(self.rank)] if is_here else []), *others]
 
     def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
-        """Opens a copy; of one on another host or in durable storage that comes here which is read."""
+        """Opens a copy; from another host or durable storage only the parts that are read are fetched."""
         if self._copies is not None and source.place:
             return self._copies.open(shard)
         if source.rank != self.rank:

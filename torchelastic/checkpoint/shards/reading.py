@@ -42,8 +42,8 @@ class ShardReader:
     Args:
         path: the file.
         shown: what errors call it, where the file is a copy of what is somewhere else; None: its path.
-        copy: of what is somewhere else, into which that comes which is read; `path` is not used then. It has nothing
-            yet, and is closed with this object, also where this raises. None: all of the shard is there.
+        copy: the shard is somewhere else, and the parts that are read are fetched into this. It is new, replaces
+            `path`, and is closed with this object, also where this raises. None: all of the shard is in the file.
 
     Attributes:
         path: the file.
