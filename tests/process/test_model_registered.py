@@ -162,6 +162,19 @@ def test_a_checkpoint_without_an_object_leaves_it_as_built_and_says_so(caplog: p
     assert "nothing for ema" in caplog.text
 
 
+def test_a_value_that_an_older_checkpoint_lacks_stays_as_built_and_one_that_the_others_lack_goes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tree = make_state().state_dict()
+    other = make_state()
+    other.extra["best_loss"] = 0.5
+    other.load_state_dict(tree)
+    assert other.extra["best_loss"] == 0.5
+    assert "nothing for best_loss" in caplog.text
+    other.load_state_dict(tree, with_random=False)  # as a newcomer takes the state of the group
+    assert "best_loss" not in other.extra
+
+
 def test_an_infinite_gradient_skips_the_optimizer_and_a_later_failure_still_has_no_trace() -> None:
     state = committed(make_state(), 1)
     before = picture(state)

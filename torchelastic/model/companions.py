@@ -155,7 +155,7 @@ class Companions:
         Args:
             tree: of this rank or of another one; may hold more.
             trained: what is trained here.
-            with_random: the random numbers too: not those of another rank, or two would draw alike.
+            with_random: whether it is this rank's: another one's random numbers are not taken, or two would draw alike.
         """
         trained.optimizers.usual = tree.get("optimizer_steps", ())
         schedulers = trained.schedulers if trained.schedulers.objects else None
@@ -164,7 +164,7 @@ class Companions:
                 log.warning("the state that is loaded has no %s: this one begins as it was built", name)
             elif own is not None:
                 own.load_state_dict(tree[name])
-        self.extras.load_state_dict(tree["extra"])
+        self.extras.load_state_dict(tree["extra"], is_own=with_random)
         self.step, self.epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
             random_state.restore(RandomState(tree["random"].cpu(), ()))

@@ -122,10 +122,17 @@ class Extras:
         """All values by name; an object's is its state. Tensors are not copied."""
         return {name: value.state_dict() if is_stateful(value) else value for name, value in self.values.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. An object that the state does not know keeps its own, and that is logged."""
+    def load_state_dict(self, state: dict[str, Any], *, is_own: bool) -> None:
+        """The inverse. What the state does not know stays as it was built, and that is logged.
+
+        Args:
+            state: what `state_dict` returned, here or on another rank.
+            is_own: whether it is this rank's, from a checkpoint, which an older program may have written. A plain value
+                that another rank of this group does not have is removed: the others have removed it.
+        """
         objects = self.objects()
-        missing = {name: value for name, value in objects.items() if name not in state}
+        kept = self.values if is_own else objects
+        missing = {name: value for name, value in kept.items() if name not in state}
         if missing:
             log.warning("extra: the state that is loaded has nothing for %s: kept as built", ", ".join(missing))
         self.values.clear()
