@@ -60,6 +60,37 @@ def test_log_to_tensorboard(at_terminal: AtTerminal, host_folder: Path) -> None:
     assert sum(path.stat().st_size for path in (host_folder / "board").iterdir()) > 500
 
 
+#: README's step as those write it who give the optimizer a closure; one worker is killed in it, once.
+WITH_CLOSURE = """
+    def closure():
+        if state.step == 3 and coordinator.rank == 1 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), 9)
+        state.optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+        loss.backward()
+        return loss
+    state.optimizer.step(closure)
+"""
+
+
+@pytest.mark.long
+def test_an_optimizer_with_a_closure_and_a_worker_that_is_killed_in_it(
+    at_terminal: AtTerminal, host_folder: Path
+) -> None:
+    program = script(in_step="time.sleep(0.1)", epochs=16)
+    begin, end = program.index("    loss = torch.nn"), program.index("    time.sleep(0.1)")
+    text = f"{program[:begin]}{WITH_CLOSURE.strip(chr(10))}\n{program[end:]}\nprint('weights', model.weight.tolist())"
+    shell = at_terminal("run", "--nproc-per-node=2", "train.py", text=text)
+    assert shell.end() == 0, shell.said
+    assert (host_folder / "killed").exists()
+    assert said_by_workers(shell, r"trained \d+") == ["trained 128"] * 2, "it has come back"
+    first, second = said_by_workers(shell, r"weights .*")
+    assert first == second
+    assert "not averaged" not in shell.said
+    assert "half-way" not in shell.said
+
+
 def test_python_train_py_trains_alone(host_folder: Path) -> None:
     (host_folder / "train.py").write_text(script(in_step="pass"))
     shell = Shell("train.py", folder=host_folder)

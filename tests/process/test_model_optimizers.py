@@ -110,6 +110,51 @@ def test_an_optimizer_that_evaluates_in_its_step_is_undone_too() -> None:
     assert_same(before, picture(state))
 
 
+@pytest.mark.parametrize(
+    ("make", "lost_at"),
+    [(sgd, 1), (adam, 1), (lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=4), 2)],
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_failure_while_the_only_optimizer_evaluates_a_closure_leaves_no_trace(
+    make: OptimizerOf, lost_at: int, by_name: bool
+) -> None:
+    torch.manual_seed(0)
+    module = Pair()
+    state = torchelastic.ModelState(module, make(module.parameters()))
+    state.sync()
+    evaluations = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        state.module.zero_grad()
+        loss: torch.Tensor = state.model(torch.ones(5, 4)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        return loss
+
+    def lost_later() -> torch.Tensor:
+        loss = closure()
+        if evaluations == lost_at:
+            raise RuntimeError("a peer is lost")
+        return loss
+
+    def step(evaluate: Callable[[], torch.Tensor]) -> Any:
+        return state.optimizer.step(closure=evaluate) if by_name else state.optimizer.step(evaluate)
+
+    state.snapshot()
+    step(closure)
+    state.commit()
+    evaluations, before = 0, picture(state)
+    snapshot = state.snapshot()
+    with pytest.raises(RuntimeError, match="a peer is lost"):
+        step(lost_later)
+    state.apply(snapshot)
+    assert state.status is StateStatus.COMPLETE
+    assert_same(before, picture(state))
+    state.snapshot()
+    assert step(closure) > 0.0, "the optimizer returns what the closure has"
+
+
 def test_the_step_repeated_after_a_failure_between_two_optimizers_has_the_same_bits() -> None:
     once, twice = make_state(make=adam), make_state(make=adam)
     for state in (once, twice):

@@ -3,7 +3,8 @@
 A step in which one optimizer steps once needs no copy: before it nothing has changed, after it the step is complete.
 Where several steps belong to one train step (a discriminator's, then a generator's), a failure between them would leave
 the state half-way on every worker at once. So what all but the last of them change is copied just before, into memory
-that is kept from step to step.
+that is kept from step to step. An optimizer that is given a closure computes gradients, for which peers are needed, in
+the middle of its step: it is copied always.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from torchelastic.model.one_or_many import OneOrMany
 
 #: For each optimizer, for each of its parameter groups: the hyperparameters, without the parameters.
 Settings = tuple[tuple[dict[str, Any], ...], ...]
+#: Of `Optimizer.step`, itself first, as torch gives them to a hook.
+Arguments = tuple[Any, ...]
 
 
 class OptimizerProgress(enum.Enum):
@@ -71,7 +75,8 @@ class Optimizers:
         given: one `torch.optim.Optimizer`, or a list, a tuple or a dict of them.
         copy_others: called before the first step that is copied; copies what else the user's code may change between
             two optimizers. None: nothing is ever copied, because whole snapshots are taken.
-        before_step: called before each step, with whether it is the train step's first: what it raises fails that.
+        before_step: called before each step, or when its closure has computed gradients, with whether it is the train
+            step's first: what it raises fails that.
 
     Raises:
         ValueError: something else was given.
@@ -179,20 +184,37 @@ class Optimizers:
             optimizer.register_step_pre_hook(_Call(self._begins, number))
             optimizer.register_step_post_hook(_Call(self._ends, number))
 
-    def _begins(self, number: int) -> None:
-        if self._before_step is not None:
-            self._before_step(not any(self._begun))
+    def _begins(self, number: int, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]] | None:
+        check = partial(self._before_step or _nothing, not any(self._begun))
+        optimizer, *given = args
+        closure: Any
+        closure, *rest = given or (kwargs.get("closure"),)
+        has_closure = callable(closure)
+        if not has_closure:
+            check()
+        self._copy(number, anyway=has_closure)
+        self._begun[number] += 1
+        if not has_closure:
+            return None
+
+        def evaluated() -> Any:
+            loss = closure()
+            check()
+            return loss
+
+        return (optimizer, evaluated, *rest), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _copy(self, number: int, *, anyway: bool) -> None:
         if number not in self._copied:
-            if self._copy_others is not None and self.counts.more_to_come(number):
+            if self._copy_others is not None and (anyway or self.counts.more_to_come(number)):
                 if not self._copied:
                     self._copy_others()
                 _copy_into(self.objects[number], self._kept.setdefault(number, _UndoCopy()))
                 self._copied.add(number)
             else:
                 self._is_uncovered = True
-        self._begun[number] += 1
 
-    def _ends(self, number: int) -> None:
+    def _ends(self, number: int, *_: Any) -> None:
         self._done[number] += 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,11 +228,14 @@ class Optimizers:
 class _Call:
     """A hook that knows the number of its optimizer."""
 
-    def __init__(self, function: Callable[[int], None], number: int) -> None:
+    def __init__(self, function: Callable[..., Any], number: int) -> None:
         self._function, self._number = function, number
 
-    def __call__(self, *_: Any) -> None:
-        self._function(self._number)
+    def __call__(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:  # noqa: ARG002 - torch passes it
+        return self._function(self._number, *arguments)
+
+
+def _nothing(_: bool) -> None: ...
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
