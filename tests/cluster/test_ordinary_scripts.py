@@ -91,6 +91,21 @@ def test_an_optimizer_with_a_closure_and_a_worker_that_is_killed_in_it(
     assert "half-way" not in shell.said
 
 
+@pytest.mark.long
+def test_a_head_that_no_step_uses_is_named_before_workers_train_each_by_themselves(at_terminal: AtTerminal) -> None:
+    with_head = "model = torch.nn.Linear(8, 1); model.head = torch.nn.Linear(8, 1)"
+    text = script().replace("model = torch.nn.Linear(8, 1)", with_head)
+    shell = at_terminal("run", "--nproc-per-node=2", "train.py", text=text)
+    assert shell.end() == 1
+    assert "the backward pass gave no gradient to head.weight, head.bias" in shell.said
+    assert "trained" not in shell.said
+    text = text.replace("sampler=sampler)", "sampler=sampler, find_unused_parameters=True)")
+    shell = at_terminal("run", "--nproc-per-node=2", "train.py", text=text)
+    assert shell.end() == 0, shell.said
+    assert said_by_workers(shell, r"trained \d+") == ["trained 16"] * 2
+    assert "ERROR" not in shell.said
+
+
 def test_python_train_py_trains_alone(host_folder: Path) -> None:
     (host_folder / "train.py").write_text(script(in_step="pass"))
     shell = Shell("train.py", folder=host_folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,78 @@ def test_a_rank_that_skips_its_reduction_is_named_before_it_changes_its_weights(
     reduction.begin_step()
     with pytest.raises(torchelastic.RetryableException, match="rank 1 steps its optimizer without"):
         reduction.check_reduced(rank=1)
+
+
+class TwoHeads(torch.nn.Module):
+    """A body and two heads, of which a call uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, *heads: str) -> torch.Tensor:
+        return sum((getattr(self, head)(self.body(inputs)) for head in heads), torch.zeros(()))
+
+
+@pytest.fixture
+def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+def test_a_backward_pass_that_leaves_parameters_out_never_steps_the_optimizer() -> None:
+    model = TwoHeads()
+    reduction = Reduction(model, sampler=None)
+    wrapped = wrapping.wrap(model, reduction.hook)
+    reduction.watch(wrapped)
+    reduction.begin_step()
+    wrapped(torch.ones(2, 4), "left").sum().backward()
+    with pytest.raises(torchelastic.NonRetryableException, match=r"right.bias, right.weight|right.weight, right.bias"):
+        reduction.check_reduced(rank=1)
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+@pytest.mark.parametrize("done_before", [False, True], ids=["first step", "later"])
+def test_parameters_that_are_frozen_in_a_step_have_it_repeated_in_a_new_group(done_before: bool) -> None:
+    model = TwoHeads()
+    reduction = Reduction(model, sampler=None)
+    wrapped = wrapping.wrap(model, reduction.hook)
+    reduction.watch(wrapped)
+    if done_before:
+        reduction.begin_step()
+        wrapped(torch.ones(2, 4), "left", "right").sum().backward()
+        reduction.check_reduced(rank=1)
+        reduction.commit()
+        model.zero_grad()
+    reduction.begin_step()
+    model.right.requires_grad_(False)
+    wrapped(torch.ones(2, 4), "left").sum().backward()
+    with pytest.raises(torchelastic.RetryableException, match="frozen that required"):
+        reduction.check_reduced(rank=1)
+    wrapping.unwrap(wrapped)
+    again = wrapping.wrap(model, reduction.hook)
+    reduction.watch(again)
+    reduction.begin_step()
+    model.zero_grad()
+    again(torch.ones(2, 4), "left").sum().backward()
+    reduction.check_reduced(rank=1)
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+def test_a_step_that_evaluates_and_one_that_reduces_by_itself_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    model = TwoHeads()
+    reduction = Reduction(model, sampler=None)
+    wrapped = wrapping.wrap(model, reduction.hook)
+    reduction.watch(wrapped)
+    reduction.begin_step()
+    with torch.no_grad():
+        wrapped(torch.ones(2, 4), "left")
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 4), "left").sum().backward()
+    reduction.check_reduced(rank=1)
+    assert "not averaged" in caplog.text
 
 
 class Bucket:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic.errors import RetryableException
+from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Reduction:
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._kept: Sums | None = None
         self._begun = self._done = 0
+        self._wrapped: list[tuple[str, torch.nn.Parameter]] = []
+        self._is_expected = False
         self._usual: int | None = None
         self._has_complained = False
 
@@ -77,6 +81,15 @@ class Reduction:
         """A step (or another attempt at one) begins."""
         self._running.clear()
         self._begun = self._done = 0
+        self._is_expected = False
+
+    def watch(self, wrapped: DistributedDataParallel) -> None:
+        """Note whether a step calls the wrapper of the present group, so that a backward pass has to be reduced."""
+        self._wrapped = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
+        wrapped.register_forward_pre_hook(self._forward_begins)
+
+    def _forward_begins(self, wrapped: torch.nn.Module, _inputs: Any) -> None:
+        self._is_expected |= torch.is_grad_enabled() and bool(wrapped.require_backward_grad_sync)
 
     def bring(self, sums: Sums | None) -> None:
         """Add these sums over samples to what this rank contributes, until the next call."""
@@ -107,12 +120,18 @@ class Reduction:
         self._kept = None
 
     def check_reduced(self, rank: int) -> None:
-        """Asked before the optimizer steps; RetryableException where this rank, other than usual, reduced nothing.
+        """Asked before the optimizer steps, which must not change the weights where this rank has reduced nothing.
 
         Where it never did, which is right for a step that does it by itself, an error is logged once.
+
+        Raises:
+            NonRetryableException: the backward pass has not reached all parameters, for which DDP waits.
+            RetryableException: nothing was reduced, other than usual, or parameters were frozen in this group.
         """
         if self._begun:
             return
+        if self._is_expected:
+            self._check_reached(rank)
         if self._usual:
             raise RetryableException(
                 f"rank {rank} steps its optimizer without having reduced gradients, as it did in the step before: it "
@@ -124,6 +143,20 @@ class Reduction:
                 "rank %d steps its optimizer with gradients that were not averaged over the workers, so their weights "
                 "drift apart: in the step call `state.model`, not the module that it was made of",
                 rank,
+            )
+
+    def _check_reached(self, rank: int) -> None:
+        unused = [name for name, one in self._wrapped if one.requires_grad and one.grad is None]
+        if 0 < len(unused) < len(self._wrapped):
+            raise NonRetryableException(
+                f"rank {rank}: the backward pass gave no gradient to {shortlist(unused)}, and DDP averages none before "
+                "all are there: give ModelState find_unused_parameters=True if a step does not use all parameters, or "
+                "take out of the module, or freeze before, what no step uses"
+            )
+        if any(not one.requires_grad for _, one in self._wrapped):
+            raise RetryableException(
+                "parameters are frozen that required a gradient when this group was formed: the step is repeated in a "
+                "new group"
             )
 
     def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -168,4 +201,4 @@ class Reduction:
         self._done += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": [], "_kept": None}  # of a step under way
+        return {**self.__dict__, "_running": [], "_kept": None, "_wrapped": []}  # of a step and a group under way

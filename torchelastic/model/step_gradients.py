@@ -135,7 +135,7 @@ class StepGradients:
 
         Raises:
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
-            NonRetryableException: the step is not written for logical shards.
+            NonRetryableException: the step is not written for logical shards, or leaves parameters out.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RetryableException(
@@ -226,6 +226,7 @@ class StepGradients:
             self._wrapped = wrapping.wrap(
                 self._module, self._source.hook, find_unused_parameters=self._find_unused_parameters
             )
+            self._source.watch(self._wrapped)
 
     def _settle(self, offers: Sequence[int], step: int, device: torch.device) -> None:
         """Agree on the second attempt."""
