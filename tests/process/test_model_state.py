@@ -246,6 +246,17 @@ def test_arguments_that_cannot_work_are_refused_by_name(options: dict[str, Any])
         torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
+@pytest.mark.parametrize("options", [{"salvage": "drop"}, {"salvage": "recompute"}, {"logical_shards": 2}])
+def test_sparse_gradients_are_refused_by_the_name_of_the_layer_where_sums_of_them_would_be_kept(
+    options: dict[str, Any],
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"0 is an Embedding\(sparse=True\)"):
+        torchelastic.ModelState(model, optimizer, sampler=torchelastic.ElasticBatchSampler(8, 4), **options)
+    torchelastic.ModelState(model, optimizer, sampler=torchelastic.ElasticBatchSampler(8, 4))
+
+
 def test_a_tree_of_any_types_survives_packing() -> None:
     tree = {
         "floats": [torch.randn(3, 2), torch.randn(2, dtype=torch.float64)],

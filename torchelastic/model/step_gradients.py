@@ -80,6 +80,8 @@ class StepGradients:
         find_unused_parameters: bool,
     ) -> None:
         check_mode(salvage, sampler, logical_shards)
+        if salvage != "discard" or logical_shards is not None:
+            check_dense(module)
         self._module, self._sampler, self._mode = module, sampler, salvage
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
@@ -282,6 +284,16 @@ def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
             "salvage='drop' changes what a step is trained on, so logical_shards could not give the same bits: use "
             "'discard' or 'recompute' with them"
         )
+
+
+def check_dense(module: torch.nn.Module) -> None:
+    """Raise ValueError for a module with sparse gradients: sums of them over samples or shards are not kept."""
+    for name, one in module.named_modules():
+        if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and one.sparse:
+            raise ValueError(
+                f"{name or 'the module'} is an {type(one).__name__}(sparse=True), and salvage and logical_shards keep "
+                "dense gradients only: make it with sparse=False, or leave both options out"
+            )
 
 
 def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> Salvaged:
