@@ -257,6 +257,14 @@ def test_sparse_gradients_are_refused_by_the_name_of_the_layer_where_sums_of_the
     torchelastic.ModelState(model, optimizer, sampler=torchelastic.ElasticBatchSampler(8, 4))
 
 
+@pytest.mark.parametrize("salvage", ["drop", "recompute"])
+def test_complex_parameters_are_refused_where_their_gradients_would_be_kept(salvage: str) -> None:
+    model = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="weight is complex"):
+        torchelastic.ModelState(model, optimizer, sampler=torchelastic.ElasticBatchSampler(8, 4), salvage=salvage)
+
+
 def test_a_tree_of_any_types_survives_packing() -> None:
     tree = {
         "floats": [torch.randn(3, 2), torch.randn(2, dtype=torch.float64)],

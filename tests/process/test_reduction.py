@@ -36,12 +36,20 @@ def backward(model: torch.nn.Module, rank: int) -> None:
     loss.backward()
 
 
+@pytest.fixture
+def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def survivor(_folder: Path) -> dict[str, Any]:
     alone = make_model()
     backward(alone, rank=0)
     model = make_model()
     reduction = Reduction(model, sampler=None)
     reduction.world_size = 2
+    reduction._most = 1  # as after a step
     wrapped = wrapping.wrap(model, reduction.hook)
     reduction.begin_step()
     error = ""
@@ -143,13 +151,6 @@ class TwoHeads(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor, *heads: str) -> torch.Tensor:
         return sum((getattr(self, head)(self.body(inputs)) for head in heads), torch.zeros(()))
-
-
-@pytest.fixture
-def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone_in_a_group")

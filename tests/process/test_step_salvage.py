@@ -49,10 +49,16 @@ def picture(state: torchelastic.ModelState) -> dict[str, Any]:
     }
 
 
-def salvages(folder: Path, salvage: str) -> dict[str, Any]:
+def has_seen_steps_of(state: torchelastic.ModelState, reductions: int) -> None:
+    """As after a committed step, which would change what is compared here."""
+    state._gradients._source._most = reductions  # type: ignore[union-attr]
+
+
+def salvages(folder: Path, salvage: str, reductions: int = 1) -> dict[str, Any]:
     """Rank 0: its step fails in the reduction and is done again by itself alone."""
     state, loader = make_state(salvage)
     state.sync(2, 0)
+    has_seen_steps_of(state, reductions)
     snapshot = state.snapshot()
     try:
         compute(state, loader)
@@ -82,6 +88,10 @@ def drops(folder: Path) -> dict[str, Any]:
 
 def recomputes(folder: Path) -> dict[str, Any]:
     return salvages(folder, "recompute")
+
+
+def salvages_several(folder: Path) -> dict[str, Any]:
+    return salvages(folder, "recompute", reductions=2)
 
 
 def victim(_folder: Path, salvage: str = "drop") -> None:
@@ -123,6 +133,12 @@ def test_recompute_adds_what_the_lost_one_would_have_computed(tmp_path: Path) ->
     assert found["salvaged"] == (0, 4, 4, 0)
     for one, other in zip(found["buffers"], found["after first"]["buffers"], strict=True):
         assert torch.equal(one, other)
+
+
+def test_gradients_of_a_step_that_has_more_reductions_to_come_are_not_kept(tmp_path: Path) -> None:
+    found = survivor_of(tmp_path, salvages_several, partial(victim, salvage="recompute"))
+    assert found["computed"] == tuple(range(BATCH)), "the step is repeated as a whole"
+    assert found["salvaged"] == ()
 
 
 def syncs(options: list[dict[str, Any]]) -> str:

@@ -65,6 +65,7 @@ class Reduction:
         self._wrapped: list[tuple[str, torch.nn.Parameter]] = []
         self._is_expected = False
         self._usual: int | None = None
+        self._most = 0  # reductions in any step
         self._has_complained = False
 
     @property
@@ -74,8 +75,11 @@ class Reduction:
 
     @property
     def has_local(self) -> bool:
-        """Whether the parameters hold this rank's own gradients: its backward pass was over, the reduction was not."""
-        return self._begun == 1 and not self._done
+        """Whether the parameters hold this rank's own gradients: its backward pass was over, the reduction was not.
+
+        A step that may have several reductions, or whose number is not known yet, had more to come.
+        """
+        return self._most == self._begun == 1 and not self._done
 
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
@@ -117,6 +121,7 @@ class Reduction:
     def commit(self) -> None:
         """The step has succeeded."""
         self._usual = self._done
+        self._most = max(self._most, self._done)
         self._kept = None
 
     def check_reduced(self, rank: int) -> None:

@@ -81,7 +81,7 @@ class StepGradients:
     ) -> None:
         check_mode(salvage, sampler, logical_shards)
         if salvage != "discard" or logical_shards is not None:
-            check_dense(module)
+            check_parameters(module, logical_shards)
         self._module, self._sampler, self._mode = module, sampler, salvage
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
@@ -286,14 +286,17 @@ def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
         )
 
 
-def check_dense(module: torch.nn.Module) -> None:
-    """Raise ValueError for a module with sparse gradients: sums of them over samples or shards are not kept."""
+def check_parameters(module: torch.nn.Module, logical_shards: int | None) -> None:
+    """Raise ValueError for a module of whose gradients no sums are kept."""
     for name, one in module.named_modules():
         if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and one.sparse:
             raise ValueError(
                 f"{name or 'the module'} is an {type(one).__name__}(sparse=True), and salvage and logical_shards keep "
                 "dense gradients only: make it with sparse=False, or leave both options out"
             )
+    complex_ones = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if complex_ones and logical_shards is None:
+        raise ValueError(f"{complex_ones[0]} is complex, and salvage keeps real gradients only: leave salvage out")
 
 
 def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> Salvaged:
