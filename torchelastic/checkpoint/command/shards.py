@@ -109,7 +109,7 @@ class FolderOfShards(ShardFormat):
             found = [path]
         else:
             found = checkpoints_in(path) + _sessions_in(path)
-        return still_there((one for one in found if kind_in(one) is not Kind.MEMORY), self._look_at)
+        return still_there(found, lambda one: None if kind_in(one) is Kind.MEMORY else self._look_at(one))
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
@@ -145,9 +145,10 @@ class FolderOfShards(ShardFormat):
             if name is not None and MANIFEST_NAME not in sizes:
                 info, damage = info_of(name, folder, error, sizes, whole=False), None
                 # a local one counts without a manifest where all ranks have written it, as for its manager
-                is_unfinished = kind_in(folder) is not Kind.LOCAL
+                is_unfinished = kind_in(folder) is not Kind.LOCAL or len(info.shards) < info.world_size
                 here = [shard_file_name(rank, info.world_size) for rank in sorted(info.shards)]
         else:
+            sizes = sizes_in(folder)  # again: all that it names has come before it
             name, saved_s, facts = manifest.name, manifest.saved_s or saved_s, {"run": manifest.run_id}
             info = info_of(name, folder, manifest, sizes, whole=False)
             # what is not here may be elsewhere: in a tier of which each host has its own
