@@ -142,11 +142,14 @@ class FolderOfShards(ShardFormat):
             manifest = read_manifest(folder)
         except CheckpointError as error:
             damage: str | None = str(error)
-            if name is not None and MANIFEST_NAME not in sizes:
+            before, sizes = sizes, sizes_in(folder)
+            # it may just have come or gone, and object storage in a folder creates it empty
+            if name is not None and not (before.get(MANIFEST_NAME) and sizes.get(MANIFEST_NAME)):
                 info, damage = info_of(name, folder, error, sizes, whole=False), None
-                # a local one counts without a manifest where all ranks have written it, as for its manager
-                is_unfinished = kind_in(folder) is not Kind.LOCAL or len(info.shards) < info.world_size
                 here = [shard_file_name(rank, info.world_size) for rank in sorted(info.shards)]
+                # a local one counts without a manifest where all ranks have written it, as for its manager
+                is_unfinished = kind_in(folder) is not Kind.LOCAL or len(here) < info.world_size
+                is_unfinished = is_unfinished or any(_is_with_its_writer(folder / file) for file in here)
         else:
             sizes = sizes_in(folder)  # again: all that it names has come before it
             name, saved_s, facts = manifest.name, manifest.saved_s or saved_s, {"run": manifest.run_id}
@@ -174,6 +177,17 @@ class FolderOfShards(ShardFormat):
             facts=facts,
             metrics=manifest.metrics if manifest else {},
         )
+
+
+def _is_with_its_writer(path: Path) -> bool:
+    """Whether whoever has written a shard still has it to itself: it is being sent to other hosts, say."""
+    try:
+        with ShardReader(path):
+            return False
+    except CorruptCheckpointError:
+        return False
+    except CheckpointError:
+        return True
 
 
 def is_shard(path: Path) -> bool:
