@@ -36,13 +36,14 @@ def find(path: Path) -> list[FoundCheckpoint]:
         CheckpointCommandError: there are none; says what is there instead.
         CheckpointError: it cannot be looked at.
     """
-    before: list[FoundCheckpoint] = []
+    before: list[Path] = []
     while True:
         with suppress(MovedOnError):
             found = _find_now(path)
-            if found == before or any(one.is_usable for one in found):
+            paths = [one.path for one in found]
+            if paths == before or any(one.is_usable for one in found):
                 return found
-            before = found  # a run may just have finished one, and have removed the one before
+            before = paths  # a run may just have finished one, and have removed the one before
 
 
 def _find_now(path: Path) -> list[FoundCheckpoint]:
