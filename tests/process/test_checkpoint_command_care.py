@@ -114,7 +114,6 @@ def test_prune_that_makes_no_sense_removes_nothing(tmp_path: Path, capsys: Captu
     before = names(tmp_path)
     cases: list[tuple[list[object], str]] = [
         ([tmp_path], "--keep-last"),
-        ([tmp_path, "--keep-last", 0], "1 or more"),
         ([tmp_path, "--keep-best", "los"], "(they have loss)"),
         ([folder, "--keep-last", 1], "itself"),
     ]
@@ -123,6 +122,23 @@ def test_prune_that_makes_no_sense_removes_nothing(tmp_path: Path, capsys: Captu
         assert (code, out) == (2, "")
         assert expected in err
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--keep-last", "0"], "--keep-last: '0' is no whole number of 1 or more"),
+        (["--keep-every", "-1"], "--keep-every: '-1' is"),
+        (["--keep-best", "loss", "--best-count", "1.5"], "--best-count: '1.5' is"),
+        (["--keep-best", ""], "--keep-best: name a metric"),
+    ],
+)
+def test_prune_names_the_option_whose_value_makes_no_sense(
+    tmp_path: Path, capsys: Capture, words: list[str], expected: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", str(tmp_path), *words])
+    assert expected in capsys.readouterr().err
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

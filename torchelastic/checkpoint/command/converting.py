@@ -9,7 +9,8 @@ from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
-from torchelastic.checkpoint.command.listing import FOREIGN, newest_complete
+from torchelastic.checkpoint.command.format import FoundCheckpoint
+from torchelastic.checkpoint.command.listing import FOREIGN, read_newest
 from torchelastic.checkpoint.command.screen import say
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
@@ -63,10 +64,13 @@ def read_any(source: Path, *, allow_pickles: bool) -> tuple[Any, Path, dict[str,
     for _, is_one, read in FOREIGN:
         if is_one(source):
             return read(source, allow_pickles=allow_pickles), source, {"converted_from": source.name}
-    found = newest_complete(source)
-    meta = {"converted_from": found.name, found.format.step_title: found.step}
+    found, tree = read_newest(source, lambda one: _load(one, allow_pickles=allow_pickles))
+    return tree, found.path, {"converted_from": found.name, found.format.step_title: found.step}
+
+
+def _load(found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
     try:
-        return found.format.load(found, allow_pickles=allow_pickles), found.path, meta
+        return found.format.load(found, allow_pickles=allow_pickles)
     except CheckpointError as error:
         if "allow_pickles=True" in str(error):
             raise CheckpointCommandError(

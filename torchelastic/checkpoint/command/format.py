@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,23 +64,34 @@ class FoundCheckpoint:
         return self.damage is None and not self.is_unfinished
 
 
-def still_there(paths: Iterable[Path], look: Callable[[Path], FoundCheckpoint]) -> list[FoundCheckpoint]:
+class MovedOnError(Exception):
+    """A run at work has removed all that was there: look again at what it has saved instead."""
+
+
+def still_there(paths: Iterable[Path], look: Callable[[Path], FoundCheckpoint | None]) -> list[FoundCheckpoint]:
     """Looks at one checkpoint after the other, and passes over what a run at work removes meanwhile.
 
     Args:
         paths: one for each checkpoint, which goes when it goes.
-        look: at the checkpoint of such a path.
+        look: at the checkpoint of such a path; None: it is of another kind.
+
+    Raises:
+        MovedOnError: nothing else was there.
     """
-    found = []
+    found, have_gone = [], False
     for path in paths:
+        one = None
         try:
             one = look(path)
         except CheckpointError:
-            if path.exists():
+            if os.path.lexists(path):
                 raise
-        else:
-            if one.damage is None or path.exists():
-                found.append(one)
+        if not os.path.lexists(path):
+            have_gone = True
+        elif one is not None:
+            found.append(one)
+    if have_gone and not found:
+        raise MovedOnError
     return found
 
 
@@ -132,6 +144,7 @@ class Format(ABC):
 
         Raises:
             CheckpointError: the path cannot be looked at.
+            MovedOnError: see `still_there`.
         """
 
     @abstractmethod

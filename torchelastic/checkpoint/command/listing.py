@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
-from torchelastic.checkpoint.command.format import Format, FoundCheckpoint
+from torchelastic.checkpoint.command.format import Format, FoundCheckpoint, MovedOnError
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.screen import complain, progress, say, say_json, table
 from torchelastic.checkpoint.command.shards import FolderOfShards, ShardFile
 from torchelastic.checkpoint.command.streams import StreamFolder
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import age_text, bytes_text
+
+Read = TypeVar("Read")
 
 #: In the order in which they are looked for and listed.
 FORMATS: tuple[Format, ...] = (ShardFile(), FolderOfShards(), MemorySteps(), StreamFolder())
@@ -33,6 +36,18 @@ def find(path: Path) -> list[FoundCheckpoint]:
         CheckpointCommandError: there are none; says what is there instead.
         CheckpointError: it cannot be looked at.
     """
+    before: list[Path] = []
+    while True:
+        with suppress(MovedOnError):
+            found = _find_now(path)
+            paths = [one.path for one in found]
+            if paths == before or any(one.is_usable for one in found):
+                return found
+            before = paths  # a run may just have finished one, and have removed the one before
+
+
+def _find_now(path: Path) -> list[FoundCheckpoint]:
+    """Raises MovedOnError where a run has replaced all of them meanwhile."""
     if not path.exists():
         raise CheckpointCommandError(
             f"{path} does not exist: give the folder or file of a checkpoint, or a folder of them"
@@ -67,6 +82,29 @@ def newest_complete(path: Path) -> FoundCheckpoint:
         raise none_usable(path, found)
     first_of_kind = {one.format.kind: one for one in reversed(usable)}
     return max(first_of_kind.values(), key=lambda one: one.saved_s)
+
+
+def read_newest(path: Path, read: Callable[[FoundCheckpoint], Read]) -> tuple[FoundCheckpoint, Read]:
+    """`newest_complete`, and what is read of it; where a run at work removes it meanwhile, of the newest one then.
+
+    Errors as `newest_complete` and `read`.
+    """
+    while True:
+        found = newest_complete(path)
+        try:
+            return found, read(found)
+        except (CheckpointCommandError, OSError):  # a CheckpointError is one
+            if not _is_removed(found):
+                raise
+
+
+def _is_removed(found: FoundCheckpoint) -> bool:
+    """Whether a run at work has removed what was found finished, or has begun to."""
+    try:
+        now = found.format.find(found.path)
+    except MovedOnError:
+        return True
+    return not any(one.path == found.path and not one.is_unfinished for one in now)
 
 
 def none_usable(path: Path, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
@@ -113,13 +151,13 @@ def verify(path: Path, *, as_json: bool) -> int:
         try:
             with progress(one.size_bytes, one.name) as advance:
                 lines = one.format.verify(one, advance)
-        except CheckpointError as error:
+        except OSError as error:  # a CheckpointError is one
             lines, unreadable = [str(error)], True
         state = "unreadable" if unreadable else "damaged" if lines else "intact"
         if one.is_unfinished and not lines:
             state = "not finished"
-        if lines and not one.path.exists():
-            state, lines = "removed meanwhile", []  # by the run that writes here
+        if lines and _is_removed(one):
+            state, lines = "removed meanwhile", []
         code = max(code, {"unreadable": 2, "damaged": 1}.get(state, 0))
         if as_json:
             about = {"path": str(one.path), "name": one.name, "kind": one.format.kind, "partial": one.partial}

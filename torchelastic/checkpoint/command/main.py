@@ -103,10 +103,10 @@ def _add(
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the N newest")
-    parser.add_argument("--keep-every", type=int, metavar="K", help="keep the first of each K steps (of each K ids)")
-    parser.add_argument("--keep-best", metavar="METRIC", help="keep the best by this metric of their manifests")
-    parser.add_argument("--best-count", type=int, default=1, metavar="N", help="how many of the best (default 1)")
+    parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest")
+    parser.add_argument("--keep-every", type=_count, metavar="K", help="keep the first of each K steps (of each K ids)")
+    parser.add_argument("--keep-best", type=_metric, metavar="METRIC", help="keep the best by this metric in manifests")
+    parser.add_argument("--best-count", type=_count, default=1, metavar="N", help="how many of the best (default 1)")
     parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="which is best (default min)")
     parser.add_argument("--dry-run", action="store_true", help="remove nothing, only say what would be removed")
 
@@ -147,6 +147,19 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="run the pickles in SOURCE, which can do anything: only if you trust whoever wrote it",
     )
     parser.set_defaults(execute=_convert)
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _metric(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("name a metric, such as loss")
+    return text
 
 
 def _path(text: str) -> Path | str:
@@ -243,15 +256,12 @@ def _policy(options: argparse.Namespace) -> KeepPolicy:
     from torchelastic.checkpoint.policy.keeping import KeepIfAny
 
     rules: list[KeepPolicy] = []
-    try:
-        if options.keep_last is not None:
-            rules.append(KeepLast(options.keep_last))
-        if options.keep_every is not None:
-            rules.append(KeepEvery(options.keep_every))
-        if options.keep_best is not None:
-            rules.append(KeepBest(options.keep_best, options.best_count, options.best_mode))
-    except ValueError as error:
-        raise CheckpointCommandError(str(error)) from error
+    if options.keep_last is not None:
+        rules.append(KeepLast(options.keep_last))
+    if options.keep_every is not None:
+        rules.append(KeepEvery(options.keep_every))
+    if options.keep_best is not None:
+        rules.append(KeepBest(options.keep_best, options.best_count, options.best_mode))
     if not rules:
         raise CheckpointCommandError("say what to keep: --keep-last N, --keep-every K or --keep-best METRIC")
     return KeepIfAny(tuple(rules))

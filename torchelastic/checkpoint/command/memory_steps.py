@@ -40,8 +40,7 @@ class MemorySteps(FolderOfShards):
             return []
         step = CheckpointContainerId.parse_version_container_step(path.name)
         saves = [path, *checkpoints_in(path)] if step is None else checkpoints_in(path.parent)
-        own = (save for save in saves if kind_in(save) is Kind.MEMORY)
-        found = still_there(own, self._look_at)
+        found = still_there(saves, lambda save: self._look_at(save) if kind_in(save) is Kind.MEMORY else None)
         return found if step is None else [one for one in found if one.step == step][:1]
 
     def contents(self, found: FoundCheckpoint) -> Contents:

@@ -109,7 +109,7 @@ class FolderOfShards(ShardFormat):
             found = [path]
         else:
             found = checkpoints_in(path) + _sessions_in(path)
-        return still_there((one for one in found if kind_in(one) is not Kind.MEMORY), self._look_at)
+        return still_there(found, lambda one: None if kind_in(one) is Kind.MEMORY else self._look_at(one))
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
@@ -142,12 +142,16 @@ class FolderOfShards(ShardFormat):
             manifest = read_manifest(folder)
         except CheckpointError as error:
             damage: str | None = str(error)
-            if name is not None and MANIFEST_NAME not in sizes:
+            before, sizes = sizes, sizes_in(folder)
+            # it may just have come or gone, and object storage in a folder creates it empty
+            if name is not None and not (before.get(MANIFEST_NAME) and sizes.get(MANIFEST_NAME)):
                 info, damage = info_of(name, folder, error, sizes, whole=False), None
-                # a local one counts without a manifest where all ranks have written it, as for its manager
-                is_unfinished = kind_in(folder) is not Kind.LOCAL
                 here = [shard_file_name(rank, info.world_size) for rank in sorted(info.shards)]
+                # a local one counts without a manifest where all ranks have written it, as for its manager
+                is_unfinished = kind_in(folder) is not Kind.LOCAL or len(here) < info.world_size
+                is_unfinished = is_unfinished or any(_is_with_its_writer(folder / file) for file in here)
         else:
+            sizes = sizes_in(folder)  # again: all that it names has come before it
             name, saved_s, facts = manifest.name, manifest.saved_s or saved_s, {"run": manifest.run_id}
             info = info_of(name, folder, manifest, sizes, whole=False)
             # what is not here may be elsewhere: in a tier of which each host has its own
@@ -173,6 +177,17 @@ class FolderOfShards(ShardFormat):
             facts=facts,
             metrics=manifest.metrics if manifest else {},
         )
+
+
+def _is_with_its_writer(path: Path) -> bool:
+    """Whether whoever has written a shard still has it to itself: it is being sent to other hosts, say."""
+    try:
+        with ShardReader(path):
+            return False
+    except CorruptCheckpointError:
+        return False
+    except CheckpointError:
+        return True
 
 
 def is_shard(path: Path) -> bool:

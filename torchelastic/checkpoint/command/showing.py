@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Contents, FoundCheckpoint
-from torchelastic.checkpoint.command.listing import newest_complete, record_of
+from torchelastic.checkpoint.command.listing import read_newest, record_of
 from torchelastic.checkpoint.command.screen import say, say_json, table
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.structures import children, value_text
@@ -32,17 +33,16 @@ def show(path: Path, *, tensors: bool, values: bool, as_json: bool, now_s: float
     Raises:
         CheckpointCommandError: there is no complete checkpoint, or it cannot be read in this way.
     """
-    found = newest_complete(path)
-    contents = found.format.contents(found)
+    found, (contents, sizes) = read_newest(path, lambda one: (one.format.contents(one), _sizes_of(one)))
     try:
         lines = tree_lines(contents.structure) if values else []
-        document = _document(found, contents, tensors=tensors, values=values)
+        document = _document(found, contents, sizes, tensors=tensors, values=values)
     except (StopIteration, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"the structure of the state in {found.path} is damaged: {error!r}") from error
     if as_json:
         say_json(document)
         return 0
-    _say_summary(found, contents, now_s)
+    _say_summary(found, contents, sizes, now_s)
     if tensors:
         say("")
         rows = [
@@ -85,7 +85,11 @@ def _short(node: Any, items: list[tuple[str, Any]] | None) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
 
 
-def _say_summary(found: FoundCheckpoint, contents: Contents, now_s: float) -> None:
+def _sizes_of(found: FoundCheckpoint) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in found.shards}
+
+
+def _say_summary(found: FoundCheckpoint, contents: Contents, sizes: Mapping[str, int], now_s: float) -> None:
     lines = {
         "checkpoint": str(found.path),
         "kind": found.format.kind,
@@ -99,9 +103,9 @@ def _say_summary(found: FoundCheckpoint, contents: Contents, now_s: float) -> No
     width = max(map(len, lines))
     for name, text in lines.items():
         say(f"{name.ljust(width)}  {text}")
-    if len(found.shards) > 1:
+    if len(sizes) > 1:
         say("")
-        table(("SHARD", "SIZE"), [(path.name, bytes_text(path.stat().st_size)) for path in found.shards])
+        table(("SHARD", "SIZE"), [(name, bytes_text(size)) for name, size in sizes.items()])
 
 
 def _counted(contents: Contents) -> str:
@@ -111,9 +115,11 @@ def _counted(contents: Contents) -> str:
     return f"{len(contents.tensors)}, {bytes_text(total)}" + (f" ({parts})" if parts else "")
 
 
-def _document(found: FoundCheckpoint, contents: Contents, *, tensors: bool, values: bool) -> dict[str, Any]:
+def _document(
+    found: FoundCheckpoint, contents: Contents, sizes: Mapping[str, int], *, tensors: bool, values: bool
+) -> dict[str, Any]:
     document: dict[str, Any] = {**record_of(found), "facts": dict(found.facts)}
-    document["shards"] = [{"file": path.name, "size_bytes": path.stat().st_size} for path in found.shards]
+    document["shards"] = [{"file": name, "size_bytes": size} for name, size in sizes.items()]
     document["tensor_count"] = len(contents.tensors)
     document["tensor_bytes"] = sum(row.size_bytes for row in contents.tensors)
     if tensors:

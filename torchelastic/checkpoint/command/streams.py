@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ class StreamFolder(Format):
         if kind_in(path) is Kind.STREAMS or (path / DEFAULT).is_file():
             return [self._look_at(path)]
         with explained("list the checkpoints", path):
-            folders = [folder for folder in path.iterdir() if kind_in(folder) is Kind.STREAMS]
-        return still_there(sorted(folders, key=lambda folder: int(folder.name), reverse=True), self._look_at)
+            names = [one.name for one in path.iterdir() if one.name.isdecimal()]
+        folders = [path / name for name in sorted(names, key=int, reverse=True)]
+        return still_there(folders, lambda one: self._look_at(one) if kind_in(one) is Kind.STREAMS else None)
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Of the stream `default`, if it is a shard or loads without running anything."""
@@ -61,8 +63,8 @@ class StreamFolder(Format):
         lines = []
         for path in found.shards:
             try:
-                open_verified(found.path, path.name).close()
-                advance(path.stat().st_size)
+                with open_verified(found.path, path.name) as stream:
+                    advance(os.fstat(stream.fileno()).st_size)
             except CorruptCheckpointError as error:
                 lines.append(str(error))
         if found.damage is not None and found.damage not in lines:
@@ -86,7 +88,7 @@ class StreamFolder(Format):
     def _look_at(self, folder: Path) -> FoundCheckpoint:
         files = _files_of(folder)
         with explained("look at the checkpoint", folder):
-            statuses = [path.stat() for path in files]
+            statuses = [path.stat() for path in files] or [folder.stat()]
         recorded = _recorded(folder)
         streams = tuple(path for path in files if recorded is None or path.name in recorded)
         return FoundCheckpoint(

@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
@@ -255,14 +254,6 @@ class Container(MemoryTier):
         for entry in self.inventory():
             if entry.is_committed and entry.name > save:
                 self._revoke(entry.name)
-
-    def _revoke(self, name: SaveId) -> None:
-        self.disk.remove(self.root / name.folder_name / MANIFEST_NAME)
-
-    def _discard(self, names: Iterable[SaveId]) -> None:
-        for name in names:
-            self._revoke(name)  # first: another process may hold some of its shards, and without the others it is none
-            super()._discard([name])
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `_retire` looks who holds it
         return True

@@ -24,7 +24,7 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
-from torchelastic.checkpoint.store.manifest import Manifest
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
@@ -168,10 +168,14 @@ class FolderTier(Tier):
     def _discard(self, names: Iterable[SaveId]) -> None:
         """Removes checkpoints, whichever they are, as far as that is this rank's; see `prune`."""
         for name in sorted(names):
+            self._revoke(name)  # first: other ranks may hold some of its shards, and without the others it is none
             for path, rank in self._shards(name):
                 if self._may_remove(name, rank, path):
                     self._retire(path)
             self._remove_if_empty(name)
+
+    def _revoke(self, name: SaveId) -> None:
+        self._disk.remove(self._root / name.folder_name / MANIFEST_NAME)
 
     def close(self) -> None:
         """See `Tier`."""
