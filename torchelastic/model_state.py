@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
@@ -213,8 +213,8 @@ class ModelState(WithCompanions, State):
         Bytes move only to members that lack them. A receiver's own state stays whole until all has arrived.
 
         Raises:
-            NonRetryableException: nobody holds a whole state, and there was no checkpoint to load; or this one has
-                other logical shards or another salvage mode than the source.
+            NonRetryableException: nobody holds a whole state, and there was no checkpoint to load. Its subclass
+                UnfitError: this one has other logical shards, another salvage mode or another model than the source.
             RuntimeError: a peer was lost meanwhile.
         """
         self._gradients.leave_group()
@@ -273,7 +273,7 @@ class ModelState(WithCompanions, State):
         source = progress.index(max(progress))
         here, there = rows[rank][3:], rows[source][3:]
         if here != there:
-            raise NonRetryableException(
+            raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )

@@ -17,6 +17,7 @@ from torchelastic.data import ElasticBatchSampler
 from torchelastic.errors import is_retryable
 from torchelastic.model.transfer import pack, unpack
 from torchelastic.rendezvous.records import StateStatus
+from torchelastic.repeated_failures import is_final
 
 
 def make_state(snapshot: str = "commit", width: int = 8, **options: Any) -> torchelastic.ModelState:
@@ -309,3 +310,4 @@ def test_a_checkpoint_of_another_model_ends_the_run_at_once() -> None:
     with pytest.raises(ValueError, match="does not fit this model") as raised:
         make_state(width=8).load(io.BytesIO(stream.getvalue()))
     assert not is_retryable(raised.value)
+    assert is_final(raised.value)

@@ -174,7 +174,7 @@ class Optimizers:
         return self._all.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """The inverse. Raises ValueError if the state is of other optimizers."""
+        """The inverse. Raises UnfitStateError if the state is of other optimizers."""
         self._all.load_state_dict(state)
 
     # --- inside -----------------------------------------------------------------------------------
