@@ -29,10 +29,21 @@ def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Transla
     ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
     if not 0.0 <= ours.term_grace < math.inf:
         raise UsageError(f"--term-grace is {ours.term_grace:g}: give seconds, 0 or more")
+    if ours.log_dir is not None:
+        _check_log_dir(ours.log_dir)
     if theirs.to_files and ours.log_dir is None:
         ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
         theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
     return ours, theirs
+
+
+def _check_log_dir(folder: Path) -> None:
+    """Raise UsageError if it can never be one; a full or missing disk is worth a warning, and the run goes on."""
+    for path in (folder, *folder.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise UsageError(f"--log-dir {folder}: {path} is a file; give a folder")
+            return
 
 
 def _visible_gpus() -> int:
@@ -50,6 +61,8 @@ def worker_command(options: argparse.Namespace) -> list[str]:
         return _program(options)
     if options.module:
         return [sys.executable, "-m", options.script, *options.arguments]
+    if Path(options.script).is_dir():
+        raise UsageError(f"{options.script!r} is a folder: name the script in it; for a package write -m PACKAGE")
     if not Path(options.script).is_file():
         raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
     return [sys.executable, options.script, *options.arguments]
