@@ -23,7 +23,7 @@ from torchelastic.agent.metrics_endpoint import MetricsEndpoint, dashboard
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.tasks import keep_running
-from torchelastic.agent.worker import NOTICE_SIGNALS, forward
+from torchelastic.agent.worker import NOTICE_SIGNALS, ORDERLY_SIGNALS, forward
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError
@@ -40,10 +40,10 @@ from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
-#: At the first of them the workers leave in order: SIGHUP says that the terminal was closed, SIGQUIT is Ctrl-\.
-DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: At the first of them the workers leave in order.
+DRAIN_SIGNALS = (signal.SIGTERM, *ORDERLY_SIGNALS)
 #: Who ignores them when it starts this process means it: `nohup`, and a script that starts it with `&`.
-MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+MAY_BE_IGNORED = ORDERLY_SIGNALS
 
 
 @dataclass(frozen=True)
