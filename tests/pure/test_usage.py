@@ -19,6 +19,7 @@ from torchelastic.launch.main import main
         (["run", "no-such-file.py"], "torchelastic run: there is no file 'no-such-file.py'"),
         (["run", "/"], "torchelastic run: '/' is a folder: name the script in it; for a package write -m PACKAGE"),
         (["run", "--log-dir=/dev/null/a", "x.py"], "torchelastic run: --log-dir /dev/null/a: /dev/null is a file"),
+        (["run", "--nproc-per-node=999999", "x.py"], "torchelastic run: --nproc-per-node 999999: this process may"),
         (["status", "--bogus"], "torchelastic status: unrecognized arguments: --bogus"),
         (
             ["run", "--nproc_per_nod=2", "--stand-alone", "--bogus", "x.py"],

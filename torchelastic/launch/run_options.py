@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,15 @@ from torchelastic.network.choice import IFACE_VARIABLE, InterfaceError, choose, 
 from torchelastic.network.interfaces import interfaces
 from torchelastic.usage import UsageError
 
+#: Descriptors of etcd's connection, the page, the ledger and so on; and of each worker: two pipes, its log, its
+#: connection, its end and the notice of its death.
+FILES_OF_LAUNCHER, FILES_PER_WORKER = 64, 6
+
 
 def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
     """The options with what torchrun's among them come to. Raises UsageError."""
     nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
+    _check_descriptors(nproc)
     theirs = translated(options, several_hosts=nodes(options.nnodes)[1] > 1, nproc=nproc)
     defaults = {"meeting_place": None, "nproc_per_node": nproc}
     ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
@@ -35,6 +41,18 @@ def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Transla
         ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
         theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
     return ours, theirs
+
+
+def _check_descriptors(nproc: int) -> None:
+    """Raise UsageError if this process may not open the files of so many workers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_OF_LAUNCHER + FILES_PER_WORKER * nproc
+    if limit != resource.RLIM_INFINITY and wanted > limit:
+        most = max(0, (limit - FILES_OF_LAUNCHER) // FILES_PER_WORKER)
+        raise UsageError(
+            f"--nproc-per-node {nproc}: this process may open {limit} files, enough for {most} workers; give fewer, or "
+            f"`ulimit -n {wanted}` before"
+        )
 
 
 def _check_log_dir(folder: Path) -> None:
