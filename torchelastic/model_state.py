@@ -17,7 +17,7 @@ from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
-from torchelastic.model.optimizers import OptimizerProgress, Optimizers
+from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
 from torchelastic.model.transfer import Packed, all_gathered, message_device, pack, synchronize, unpack
@@ -104,6 +104,7 @@ class ModelState(WithCompanions, State):
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
         copies = self._own.extras.keep_large if snapshot == "commit" else None
         self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
+        say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
         self._mode = snapshot

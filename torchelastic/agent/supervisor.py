@@ -102,7 +102,7 @@ class Supervisor:
         self._watches: dict[int, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Start all workers; of many only the first few at once, so that a request to stop does not wait for the rest."""
+        """Start all workers; of many only the first at once, so that a request to stop does not wait for the rest."""
         for worker in self.workers[:STARTED_AT_ONCE]:
             self._spawn(worker)
         self._task(self._start_the_rest())
@@ -144,6 +144,11 @@ class Supervisor:
     def is_plain_group(self) -> bool:
         """Whether the workers have initialised a group by the environment, and none has asked the agent for one."""
         return self._plain is not None and self._plain.is_initialised and not self._anyone_asked
+
+    @property
+    def nobody_asked(self) -> bool:
+        """Whether no worker has asked for a group, nor, as far as was seen, initialised one by the environment."""
+        return self._plain is not None and not (self._anyone_asked or self._plain.is_initialised)
 
     def stop_starting(self) -> None:
         """Start none any more, and send SIGTERM to those whose processes have not asked for a group yet.

@@ -158,7 +158,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         require_rank(rank, world_size)
         self._reassignment = None
         self.rollback()
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._has_place = rank, world_size, True
 
     def set_logical_shards(self, shards: int | None) -> None:
         """Cut every global batch into this many logical shards, of which each rank has a contiguous range.

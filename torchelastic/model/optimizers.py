@@ -10,6 +10,7 @@ the middle of its step: it is copied always.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,8 @@ import torch
 
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
+
+log = logging.getLogger(__name__)
 
 #: For each optimizer, for each of its parameter groups: the hyperparameters, without the parameters.
 Settings = tuple[tuple[dict[str, Any], ...], ...]
@@ -66,6 +69,20 @@ class _UndoCopy:
 
     parameters: list[torch.Tensor] = field(default_factory=list)
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
+
+
+def say_if_strange(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+    """Warn of parameters that are not the model's: nobody averages them, sends them to a newcomer or saves them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+        strange = [parameter for parameter in held if id(parameter) not in own]
+        if strange:
+            log.warning(
+                "%d of the %d parameters of the %s are not the model's: they are not averaged over the workers, nor "
+                "sent to new ones, nor saved; make it of the parameters of the model that ModelState is given",
+                len(strange), len(held), type(optimizer).__name__,
+            )  # fmt: skip
 
 
 class Optimizers:
