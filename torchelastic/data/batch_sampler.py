@@ -31,6 +31,7 @@ from torchelastic.data.shares import (
     require_rank,
     units_of_rank,
 )
+from torchelastic.errors import UnfitStateError
 
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
 
@@ -342,7 +343,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
             )
         for name, mine in expected.items():
             if int(state[name]) != mine:
-                raise ValueError(
+                raise UnfitStateError(
                     f"{name} is {mine} here but {int(state[name])} in the saved state, so its position means other "
                     f"samples: construct the sampler with the saved {name}, or start a new run"
                 )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.errors import UnfitStateError
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
 
@@ -192,7 +193,17 @@ class Optimizers:
 
     def load_state_dict(self, state: Any) -> None:
         """The inverse. Raises UnfitStateError if the state is of other optimizers."""
-        self._all.load_state_dict(state)
+        try:
+            self._all.load_state_dict(state)
+        except ValueError as error:  # torch's, where groups have other parameters
+            raise UnfitStateError(str(error)) from error
+        for optimizer in self.objects:
+            missing = {name for group in optimizer.param_groups for name in optimizer.defaults if name not in group}
+            if missing:
+                raise UnfitStateError(
+                    f"the state that is loaded is not that of this {type(optimizer).__name__}: it has no "
+                    f"{', '.join(sorted(missing))}; make the same optimizer on every worker, and as when it was saved"
+                )
 
     # --- inside -----------------------------------------------------------------------------------
 
