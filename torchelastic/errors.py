@@ -15,6 +15,14 @@ class NonRetryableException(Exception):  # noqa: N818 - a name of the public API
     """Trying again cannot help: `train` raises it."""
 
 
+class UnfitError(NonRetryableException):
+    """What the script has built does not fit, and any other process of it would build the same: no restart can help."""
+
+
+class UnfitStateError(UnfitError, ValueError):
+    """The same, of a state that is to be loaded: it is of another model, or of other optimizers."""
+
+
 class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
     """For user code: undo this step on every worker and try it again."""
 

@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
-from torchelastic.model.optimizers import OptimizerProgress, Optimizers
+from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
 from torchelastic.model.transfer import Packed, all_gathered, message_device, pack, synchronize, unpack
@@ -104,6 +104,7 @@ class ModelState(WithCompanions, State):
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
         copies = self._own.extras.keep_large if snapshot == "commit" else None
         self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
+        say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
         self._mode = snapshot
@@ -213,8 +214,8 @@ class ModelState(WithCompanions, State):
         Bytes move only to members that lack them. A receiver's own state stays whole until all has arrived.
 
         Raises:
-            NonRetryableException: nobody holds a whole state, and there was no checkpoint to load; or this one has
-                other logical shards or another salvage mode than the source.
+            NonRetryableException: nobody holds a whole state, and there was no checkpoint to load. Its subclass
+                UnfitError: this one has other logical shards, another salvage mode or another model than the source.
             RuntimeError: a peer was lost meanwhile.
         """
         self._gradients.leave_group()
@@ -273,7 +274,7 @@ class ModelState(WithCompanions, State):
         source = progress.index(max(progress))
         here, there = rows[rank][3:], rows[source][3:]
         if here != there:
-            raise NonRetryableException(
+            raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 
-from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.errors import NonRetryableException, RetryableException, UnfitError
 from torchelastic.rendezvous.loss import is_of_group
 
 #: So often the same failure is seen before it counts as deterministic.
@@ -98,10 +98,12 @@ def new_process_may_help(error: BaseException) -> bool:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether the user's own code has said that trying again cannot help, here or in a new process.
+    """Whether trying again cannot help, here or in a new process: the user's own code has said so, or an `UnfitError`.
 
-    One that torchelastic has raised is about this group: a new process may be in another one.
+    Any other that torchelastic has raised is about this group: a new process may be in another one.
     """
+    if isinstance(error, UnfitError):
+        return True
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

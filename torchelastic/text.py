@@ -67,6 +67,17 @@ def printable(text: str) -> str:
     return "\n".join(map(escaped, text.split("\n")))
 
 
+def error_text(error: Exception) -> str:
+    """An error as one line; one of the operating system without its number.
+
+    >>> error_text(FileNotFoundError(2, "No such file or directory", "logs")), error_text(ValueError("no head"))
+    ('No such file or directory: logs', 'no head')
+    """
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
+    return " ".join(str(error).split())
+
+
 def shortlist(names: Sequence[object], most: int = 3) -> str:
     """Names with commas, no more than so many of them.
 

@@ -78,8 +78,8 @@ def train(
             failed, or the coordinator's run was over before.
         RuntimeError: of the step or the state, the third time that the same one came at one step; or too many failures
             in a row, the last one being the cause.
-        TypeError: `state` is no State, a hook or `train_step` cannot be called as it is written, `lifetime` is none, or
-            the step returned something else.
+        TypeError: `coordinator` is a class, `state` is no State, a hook or `train_step` cannot be called as it is
+            written, `lifetime` is none, or the step returned something else.
         ValueError: an environment variable that should hold a deadline holds something else.
         Exception: whatever else the step or the state raised, unchanged.
     """
@@ -128,6 +128,8 @@ class TrainLoop:
         max_failures: int | None,
         lifetime: Literal["auto"] | Lifetime | None = None,
     ) -> None:
+        if isinstance(coordinator, type):
+            raise TypeError(f"coordinator is the class {coordinator.__name__}: make one, {coordinator.__name__}(..)")
         if not isinstance(state, State):
             raise TypeError(f"state is a {type(state).__name__}: it must be a torchelastic.State (or a ModelState)")
         self.coordinator = coordinator

@@ -90,19 +90,23 @@ def test_the_same_command_again_goes_on_from_the_checkpoint(at_terminal: AtTermi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "ctrl-backslash"])
+@pytest.mark.parametrize("how", ["closed", "ctrl-backslash", "scancel"])
 def test_a_closed_terminal_and_ctrl_backslash_save_and_end_the_run_as_sigterm_does(
-    at_terminal: AtTerminal, host_folder: Path, is_closed: bool
+    at_terminal: AtTerminal, host_folder: Path, how: str
 ) -> None:
     keeps = 'checkpoint = EverySteps(100)\nset_checkpoint_manager(FileSystemCheckpointManager("saved"))'
     does = 'time.sleep(0.1); print(state.step + 1, file=open("did", "a"), flush=True)'
     text = script(prepares=keeps, in_step=does, epochs=4)
     shell = at_terminal("run", "--rdzv-id=mine", "train.py", text=text)
     shell.until("committed its first step")
-    if is_closed:
+    if how == "closed":
         assert shell.hang_up() == 128 + signal.SIGHUP
     else:
-        shell.type("\x1c")
+        if how == "scancel":  # every process of the job gets it
+            for process in (launcher := psutil.Process(shell.pid), *launcher.children(recursive=True)):
+                process.send_signal(signal.SIGQUIT)
+        else:
+            shell.type("\x1c")
         assert shell.end() == 128 + signal.SIGQUIT
         assert shell.screen[-2] == "stopped by SIGQUIT"
     assert list(host_folder.glob("te-*")) == list(host_folder.glob("torchelastic-etcd-*")) == [], "nothing is left"

@@ -82,6 +82,7 @@ def test_workers_see_what_torchrun_would_set(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = sorted(re.findall(r"\[worker \d\] (.*)", done.stdout))
     assert seen == [f"{[str(rank)] * 2 + ['0', str(rank)] + ['2', '2', '1', '2']} default" for rank in (0, 1)]
+    assert done.stderr.splitlines()[-1].startswith("no worker has asked for a group, as torchelastic.train does")
 
 
 # --- a loss -----------------------------------------------------------------------------------------------------------

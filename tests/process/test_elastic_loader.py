@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.process.forked_ranks import run_ranks
 from tests.waiting import pause, wait_until
 from torchelastic.data import ElasticBatchSampler, ElasticLoader, EpochLoader
 from torchelastic.data.shares import SecondDeal
@@ -323,3 +325,25 @@ def test_more_epochs_than_the_sampler_has_are_named() -> None:
         next(iter(loader))
     with pytest.raises(ValueError, match="give both, or neither"):
         per_epoch(4, 4, rank=0)
+
+
+def draws(samples: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchelastic").addHandler(handler)
+    for is_placed in (True, False):
+        dataset = torch.utils.data.TensorDataset(torch.arange(samples))
+        sampler = ElasticBatchSampler(dataset, 4, epochs=2)
+        if is_placed:
+            sampler.set_world(dist.get_rank(), dist.get_world_size())
+        for _ in ElasticLoader(dataset, sampler):
+            sampler.commit()
+    return said
+
+
+def test_a_sampler_that_is_in_no_state_is_said_once_where_there_are_several_ranks() -> None:
+    for end in run_ranks(draws, 8, ranks=2):
+        assert end.error is None
+        (line,) = end.value
+        assert line.startswith("each of the 2 ranks loads every sample, and a restart begins with the first: this Elas")

@@ -13,6 +13,7 @@ import torchelastic
 from tests.process.test_model_state import assert_same, picture
 from torchelastic.model.optimizers import StepCounts
 from torchelastic.rendezvous.records import StateStatus
+from torchelastic.repeated_failures import is_final
 
 
 class Pair(torch.nn.Module):
@@ -332,3 +333,16 @@ def test_a_step_that_adds_a_parameter_group_is_undone_or_committed_as_a_whole(ha
     state.sync()
     assert [group["lr"] for group in state.optimizer.param_groups] == ([0.1, 0.5] if has_stepped else [0.1])
     assert state.step == has_stepped
+
+
+def test_the_state_of_another_optimizer_is_refused_and_no_restart_can_help() -> None:
+    module = Pair()
+    adam = torchelastic.ModelState(module, torch.optim.Adam(module.parameters()))
+    for other, message in (
+        (torch.optim.SGD(module.parameters(), lr=0.1), "not that of this Adam: it has no betas, eps"),
+        (torch.optim.Adam(module.first.parameters()), "doesn't match the size of optimizer's group"),
+    ):
+        tree = torchelastic.ModelState(module, other).state_dict()
+        with pytest.raises(ValueError, match=message) as raised:
+            adam.load_state_dict(tree)
+        assert is_final(raised.value)

@@ -17,6 +17,7 @@ from torchelastic.data import ElasticBatchSampler
 from torchelastic.errors import is_retryable
 from torchelastic.model.transfer import pack, unpack
 from torchelastic.rendezvous.records import StateStatus
+from torchelastic.repeated_failures import is_final
 
 
 def make_state(snapshot: str = "commit", width: int = 8, **options: Any) -> torchelastic.ModelState:
@@ -309,3 +310,14 @@ def test_a_checkpoint_of_another_model_ends_the_run_at_once() -> None:
     with pytest.raises(ValueError, match="does not fit this model") as raised:
         make_state(width=8).load(io.BytesIO(stream.getvalue()))
     assert not is_retryable(raised.value)
+    assert is_final(raised.value)
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    compiled: Any = torch.compile(model)
+    torchelastic.ModelState(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not caplog.records
+    torchelastic.ModelState(model, torch.optim.SGD([model.weight, *other.parameters()], lr=0.1))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of the 3 parameters of the SGD are not the model's: ")

@@ -57,6 +57,17 @@ def test_a_token_that_everybody_may_read_or_that_is_none_is_refused_and_not_show
         assert content not in str(error.value)
 
 
+def test_a_token_file_that_cannot_be_had_is_one_line_with_the_option_and_what_to_do(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for path, reason in ((tmp_path / "no" / "file", "No such file or directory"), (tmp_path, "Is a directory")):
+            with pytest.raises(UsageError) as error:
+                opened(stack, tmp_path, page="0", page_token_file=path)
+            assert str(error.value).startswith(f"--page-token-file {path}: {reason}; name a file")
+        (tmp_path / "empty").touch(mode=0o600)
+        with pytest.raises(UsageError, match=r"empty holds no token: .*without the file one is made"):
+            opened(stack, tmp_path, page="0", page_token_file=tmp_path / "empty")
+
+
 def opened(stack: contextlib.ExitStack, folder: Path, **options: Any) -> PageOptions | None:
     words = argparse.Namespace(**{"page": None, "page_token_file": None, "standalone": False, **options})
     return opened_page(words, stack, "", folder, lambda text: print(text, file=sys.stderr))
@@ -74,7 +85,7 @@ def test_the_page_is_off_unless_it_is_asked_for_and_on_loopback_for_a_run_on_one
         assert page.url.startswith("http://127.0.0.1:")
         (file,) = tmp_path.iterdir()
         assert capsys.readouterr().err == f"live page: {page.url} (its token is in {file})\n"
-        with pytest.raises(UsageError, match="cannot listen"):
+        with pytest.raises(UsageError, match=r"^--page cannot listen"):
             opened(stack, tmp_path, page=page.url.split("/")[2])
     assert page.socket.fileno() == -1
 

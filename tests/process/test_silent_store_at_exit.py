@@ -1,4 +1,4 @@
-"""A process may end while a thread of it waits for the store of a host that is silent.
+"""A process may end while a thread of it waits for the store of a host that is silent, or releases tensors.
 
 Python ends a thread that comes back from C++ from then on, in the middle of what it does there, and C++ ends the
 process for that (SIGABRT): a worker that has finished training would have failed.
@@ -84,3 +84,24 @@ def test_the_store_of_a_group_ends_with_it() -> None:
             return client.connect_ex(address) != 0
 
     wait_until(is_gone, 20, "nobody listens")
+
+
+RELEASES = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torchelastic.p2p.groups import ProcessGroups
+
+ProcessGroups("gloo", timedelta(seconds=60)).form(dist.HashStore(), 0, 1)
+sys.setswitchinterval(1000)  # the main thread keeps the interpreter, for which gloo's thread then waits
+dist.group.WORLD._inner.allgather([[torch.zeros(1 << 22)]], [torch.ones(1 << 22)])
+until_s = time.monotonic() + 0.2
+while time.monotonic() < until_s:
+    pass
+"""
+
+
+def test_a_process_may_end_while_gloo_releases_the_tensors_of_the_last_collective() -> None:
+    ended = subprocess.run([sys.executable, "-c", RELEASES], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

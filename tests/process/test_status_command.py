@@ -215,8 +215,8 @@ def test_followed_events_come_once_as_they_happen_until_the_run_is_closed(
     ]
 
 
-def write_journal(folder: Path, host: str, began_s: int) -> None:
-    writer = JournalWriter(folder, f"ledger-{host}-1", Head("job7", host, 0, began_s * S))
+def write_journal(folder: Path, host: str, began_s: int, run_id: str = "job7") -> None:
+    writer = JournalWriter(folder, f"ledger-{host}-1", Head(run_id, host, 0, began_s * S))
     events = [
         Start(at_ns=1 * S, worker=f"{host}/0.0"),
         Start(at_ns=1 * S, worker=f"{host}/1.0"),
@@ -249,6 +249,23 @@ def test_events_of_journals_come_by_time_from_all_folders(tmp_path: Path, capsys
     ]  # fmt: skip
     assert plain[0]["at_s"] == 1_700_000_001.0
     assert plain[4]["stall_ns"] == S // 4
+
+
+def test_events_of_journals_of_two_runs_are_those_of_the_one_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_journal(tmp_path, "a", 1_700_000_000)
+    write_journal(tmp_path, "b", 1_700_000_003, "job8")
+    assert main(["events", "--journal", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "torchelastic events: there are journals of several runs: say which with --rdzv-id: job7, job8\n"
+    )
+    assert main(["events", "--journal", str(tmp_path), "--rdzv-id", "job8"]) == 0
+    assert [line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        "b: 2 workers: started",
+        "b/0.0 (rank 0): saved step 10, training stopped for 250 ms",
+        "b/0.0 (rank 0): lost, signal 9",
+    ]
 
 
 # --- top in a terminal ------------------------------------------------------------------------------------------------

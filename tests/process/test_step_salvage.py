@@ -16,6 +16,7 @@ from tests.process.pairs import dies_at_reduction, survivor_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.data.shares import MODES
 from torchelastic.model.step_gradients import kind_text
+from torchelastic.repeated_failures import is_final
 
 SAMPLES, BATCH = 16, 8
 
@@ -151,19 +152,19 @@ def syncs(options: list[dict[str, Any]]) -> str:
     try:
         state.sync(len(options), rank)
     except torchelastic.NonRetryableException as error:
-        return str(error)
+        return f"{error}{', for good' if is_final(error) else ''}"
     except RuntimeError:
         return "another is gone"
     return ""
 
 
 @pytest.mark.parametrize("other", [{"logical_shards": 4}, {"salvage": "drop"}], ids=str)
-def test_a_worker_with_other_shards_or_another_mode_than_the_source_says_so_and_ends(other: dict[str, Any]) -> None:
+def test_a_worker_with_other_shards_or_mode_than_the_source_says_so_and_ends_for_good(other: dict[str, Any]) -> None:
     ends = run_ranks(syncs, [{"salvage": "recompute"}, other], ranks=2)
     said = kind_text((other.get("logical_shards", 0), MODES.index(other.get("salvage", "discard"))))
     assert ends[1].value == (
         f"this worker's ModelState has {said}, and that of rank 0, which the others go by, logical_shards=None, "
-        "salvage='recompute': start every worker with the same"
+        "salvage='recompute': start every worker with the same, for good"
     )
 
 

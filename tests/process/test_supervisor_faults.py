@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from typing import Any
 
 import pytest
 
-from tests.process.supervised import PATIENCE_S
+from tests.process.supervised import PATIENCE_S, supervise
 from torchelastic.agent.events import Event, WorkerExited
-from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.supervisor import KILL_GRACE_S, STARTED_AT_ONCE, Supervisor
 from torchelastic.agent.terminal import Terminal
 
 #: More than the pipe to the agent holds: who is not read does not get to its end.
@@ -53,3 +54,13 @@ def test_a_worker_whose_end_cannot_be_handled_does_not_look_as_if_it_ran(caplog:
     assert supervisor.workers[0].gave_up
     assert "this is a bug in torchelastic: worker 0 ended" in caplog.text
     assert "OverflowError" in caplog.text
+
+
+def test_a_stop_while_many_workers_are_started_starts_no_more_and_ends_those() -> None:
+    async def stopped_at_once(supervisor: Supervisor) -> None:
+        await asyncio.wait_for(supervisor.stop(KILL_GRACE_S), PATIENCE_S)
+        assert supervisor.all_over.is_set()
+        codes = [worker.exit_code for worker in supervisor.workers]
+        assert codes == [-signal.SIGTERM] * STARTED_AT_ONCE + [None] * 84
+
+    supervise(100, stopped_at_once)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import DistStoreError
 
-from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.errors import NonRetryableException, RetryableException, UnfitStateError
 from torchelastic.repeated_failures import RepeatedFailures, fingerprint, is_final, new_process_may_help
 from torchelastic.sharded.mesh import HybridShard
 
@@ -88,6 +88,7 @@ def test_only_the_users_own_word_that_trying_again_cannot_help_is_final() -> Non
     assert is_final(raised(NonRetryableException("the data set is empty")))
     assert not is_final(raised(RuntimeError("the data set is empty")))
     assert not is_final(NonRetryableException("never raised"))
+    assert is_final(UnfitStateError("the state is of another model")), "another process would build the same again"
     with pytest.raises(NonRetryableException) as caught:
         HybridShard(shard=2)(3)
     assert not is_final(caught.value), "of the group: another one may have a fitting size"

@@ -221,6 +221,23 @@ def test_a_host_whose_clock_is_wrong_is_not_silent_and_one_that_stops_is(skew_s:
     assert len(reader.read().silent) == 1
 
 
+def test_an_outage_of_etcd_makes_no_host_silent_and_one_that_has_not_come_back_after_it_is() -> None:
+    store, clock = MemoryStore(), Clock()
+    agent, reader = Agent(store, clock), reader_of(store, clock)
+    for _ in range(3):
+        agent.periods()
+        reader.read()
+    store.stop()
+    for _ in range(20):
+        clock.pass_s(1.0)
+        with pytest.raises(StoreError):
+            reader.read()
+    store.start()
+    assert len(reader.read().hosts) == 1, "it could not write before"
+    clock.pass_s(6.0)
+    assert len(reader.read().silent) == 1, "now it could"
+
+
 def test_garbage_under_one_key_is_said_once_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
     store, clock = MemoryStore(), Clock()
     agent = Agent(store, clock)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
 from torchelastic.status.run_status import EventLine, HostStatus, RunStatus
 from torchelastic.status.screen import Screen, cells_of
 
@@ -41,6 +42,16 @@ def test_a_wide_terminal_shows_everything() -> None:
     assert "data_wait 5.0 %" in text
     assert "was / attainable:  goodput 93.0 / 98.0 %  ettr 93.0 / 98.0 %" in text
     assert "22:12:20  node-1-1/0 (rank 0): saved step 0" in text
+
+
+def test_a_run_that_has_no_group_yet_waits_and_one_that_is_over_has_its_times_in_journals() -> None:
+    lines = drawn(replace(a_run(a_host("node-1", 0)), round=NO_ROUND))
+    assert lines[0].split("  ")[:2] == ["run job7", "waits for workers"]
+    assert lines[1].startswith("no group yet: it forms when enough workers have come")
+    over = replace(a_run(), round=Round(4, RoundState.CLOSED), members=())
+    text = "\n".join(drawn(over))
+    assert "yet" not in text
+    assert "torchelastic report DIR" in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])

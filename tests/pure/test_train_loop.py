@@ -353,6 +353,13 @@ def test_a_train_step_that_cannot_be_called_is_refused_before_anything_is_traine
     assert coordinator.calls == []
 
 
+def test_a_called_train_step_and_a_coordinator_that_was_not_made_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="train_step is a NoneType: give the function itself, and not what it"):
+        train(ScriptedCoordinator(), None, Counter())  # type: ignore[arg-type]  # what the test is about
+    with pytest.raises(TypeError, match="coordinator is the class ScriptedCoordinator: make one"):
+        train(ScriptedCoordinator, count_to(2), Counter())  # type: ignore[arg-type]  # as above
+
+
 def test_what_a_decorator_adds_or_nothing_is_known_of_can_be_called() -> None:
     def with_batch(step: Callable[[Counter, int], None]) -> Callable[..., None]:
         @functools.wraps(step)

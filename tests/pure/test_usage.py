@@ -17,6 +17,9 @@ from torchelastic.launch.main import main
         (["run", "--max-restarts=x", "x.py"], "torchelastic run: argument --max-restarts"),
         (["run"], "torchelastic run: the following arguments are required: script"),
         (["run", "no-such-file.py"], "torchelastic run: there is no file 'no-such-file.py'"),
+        (["run", "/"], "torchelastic run: '/' is a folder: name the script in it; for a package write -m PACKAGE"),
+        (["run", "--log-dir=/dev/null/a", "x.py"], "torchelastic run: --log-dir /dev/null/a: /dev/null is a file"),
+        (["run", "--nproc-per-node=999999", "x.py"], "torchelastic run: --nproc-per-node 999999: this process may"),
         (["status", "--bogus"], "torchelastic status: unrecognized arguments: --bogus"),
         (
             ["run", "--nproc_per_nod=2", "--stand-alone", "--bogus", "x.py"],

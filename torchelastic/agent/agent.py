@@ -23,7 +23,7 @@ from torchelastic.agent.metrics_endpoint import MetricsEndpoint, dashboard
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.tasks import keep_running
-from torchelastic.agent.worker import NOTICE_SIGNALS, forward
+from torchelastic.agent.worker import NOTICE_SIGNALS, ORDERLY_SIGNALS, forward
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError
@@ -40,10 +40,10 @@ from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
-#: At the first of them the workers leave in order: SIGHUP says that the terminal was closed, SIGQUIT is Ctrl-\.
-DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: At the first of them the workers leave in order.
+DRAIN_SIGNALS = (signal.SIGTERM, *ORDERLY_SIGNALS)
 #: Who ignores them when it starts this process means it: `nohup`, and a script that starts it with `&`.
-MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+MAY_BE_IGNORED = ORDERLY_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,7 @@ class Agent:
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
         is_given_up = self.supervisor.too_few.is_set() and not self.membership.host.round.is_over
         if self.membership.host.round.is_over or (codes <= {0} and not is_given_up):
-            ended = ", ".join(str(worker.local_rank) for worker in self.supervisor.workers if worker.was_idle)
-            return Outcome(0, f"the run is finished; worker {ended} was not needed and was ended" if ended else "")
+            return Outcome(0, _finished_text(self.supervisor))
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
         report = await self._failures.last_words()
@@ -343,6 +342,16 @@ class Agent:
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good
         longest = asyncio.sleep(at_most_s)
         await _first_of(self.membership.until_closed(), self._interrupted.wait(), longest)
+
+
+def _finished_text(supervisor: Supervisor) -> str:
+    """What is said at the end of a run that has not failed; empty: nothing."""
+    ended = ", ".join(str(worker.local_rank) for worker in supervisor.workers if worker.was_idle)
+    if ended:
+        return f"the run is finished; worker {ended} was not needed and was ended"
+    if supervisor.nobody_asked:
+        return "no worker has asked for a group, as torchelastic.train does: each has run the script by itself"
+    return ""
 
 
 def _closed_already(url: RendezvousUrl) -> str:

@@ -21,7 +21,7 @@ from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import Worker, catches, signal_group, worker_stdin
+from torchelastic.agent.worker import ORDERLY_SIGNALS, Worker, catches, signal_group, worker_stdin
 from torchelastic.agent.worker_log import WorkerLines, WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
@@ -40,6 +40,8 @@ DUMP_STACK_SIGNAL = signal.SIGRTMIN + 5
 ABORT_SIGNAL = signal.SIGABRT
 #: A worker that hangs may take so long to write its stacks before it is ended.
 DUMP_S = 1.0
+#: So many workers are started before anything else is done; each takes some 20 ms.
+STARTED_AT_ONCE = 16
 #: Between SIGTERM and SIGKILL to a worker that did not end by itself.
 KILL_GRACE_S = 5.0
 
@@ -100,9 +102,10 @@ class Supervisor:
         self._watches: dict[int, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Start all workers."""
-        for worker in self.workers:
+        """Start all workers; of many only the first at once, so that a request to stop does not wait for the rest."""
+        for worker in self.workers[:STARTED_AT_ONCE]:
             self._spawn(worker)
+        self._task(self._start_the_rest())
         self._task(self._tick())
 
     def on_event(self, event: events.Event) -> None:
@@ -141,6 +144,11 @@ class Supervisor:
     def is_plain_group(self) -> bool:
         """Whether the workers have initialised a group by the environment, and none has asked the agent for one."""
         return self._plain is not None and self._plain.is_initialised and not self._anyone_asked
+
+    @property
+    def nobody_asked(self) -> bool:
+        """Whether no worker has asked for a group, nor, as far as was seen, initialised one by the environment."""
+        return self._plain is not None and not (self._anyone_asked or self._plain.is_initialised)
 
     def stop_starting(self) -> None:
         """Start none any more, and send SIGTERM to those whose processes have not asked for a group yet.
@@ -186,6 +194,18 @@ class Supervisor:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    async def _start_the_rest(self) -> None:
+        for worker in self.workers[STARTED_AT_ONCE:]:
+            await asyncio.sleep(0)
+            is_ending = self._plain is not None and self._plain.is_ending  # `_end_group` starts it, or nobody does
+            if worker.started_s or worker.gave_up or is_ending:
+                continue
+            if self._stopping.is_set():
+                worker.gave_up = True
+                self._give_up_on(worker)
+            else:
+                self._spawn(worker)
+
     def _worker(self, pid: int, local_rank: int | None = None) -> Worker | None:
         """The worker with this process, or else the one with this number, if one is given."""
         by_pid = [worker for worker in self.workers if worker.process is not None and worker.process.pid == pid]
@@ -203,7 +223,7 @@ class Supervisor:
         }
         stdin = worker_stdin(len(self.workers))
         worker.process = subprocess.Popen(
-            dies_with_parent(stand_in(self._command) if worker.has_stand_in else self._command),
+            dies_with_parent(stand_in(self._command) if worker.has_stand_in else self._command, ORDERLY_SIGNALS),
             env=environment,
             stdin=stdin,
             stdout=subprocess.PIPE,

@@ -23,6 +23,9 @@ TAIL_LINES = 60
 #: Schedulers send them to every process of a job (`sbatch --signal`), as a notice for the workers; by default they
 #: would end the launcher, and with it everything.
 NOTICE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+#: Schedulers send these to every process of a job, too (`scancel --signal=QUIT`). The launcher has its workers leave in
+#: order at them (SIGHUP says that the terminal was closed, SIGQUIT is Ctrl-\), so a worker ignores them.
+ORDERLY_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from torchelastic.data.shares import (
     require_rank,
     units_of_rank,
 )
+from torchelastic.errors import UnfitStateError
 
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
 
@@ -158,7 +159,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         require_rank(rank, world_size)
         self._reassignment = None
         self.rollback()
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._has_place = rank, world_size, True
 
     def set_logical_shards(self, shards: int | None) -> None:
         """Cut every global batch into this many logical shards, of which each rank has a contiguous range.
@@ -342,7 +343,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
             )
         for name, mine in expected.items():
             if int(state[name]) != mine:
-                raise ValueError(
+                raise UnfitStateError(
                     f"{name} is {mine} here but {int(state[name])} in the saved state, so its position means other "
                     f"samples: construct the sampler with the saved {name}, or start a new run"
                 )

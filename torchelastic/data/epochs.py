@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.loader import ElasticLoader
+from torchelastic.data.placing import place_in_group
 from torchelastic.data.stream import ElasticStream
 
 
@@ -72,7 +72,7 @@ class EpochLoader:
         Raises:
             RuntimeError: at the first batch: all epochs of the sampler are over.
         """
-        self.sampler.set_world(*(self._place or _place_in_group()))
+        self.sampler.set_world(*(self._place or place_in_group()))
         return self._rest_of_epoch()
 
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -135,7 +135,7 @@ class EpochStream:
                 look once.)
         """
         self.load_state_dict(self.state_dict())  # an epoch that was left early: what was not trained comes again
-        self.stream.set_world(*_place_in_group())
+        self.stream.set_world(*place_in_group())
         return self._rest_of_epoch()
 
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -170,8 +170,3 @@ class EpochStream:
     def close(self) -> None:
         """Drop what was read ahead and let the worker processes end. A later iteration starts them anew."""
         self.stream.close()
-
-
-def _place_in_group() -> tuple[int, int]:
-    """Rank and size in the default process group, if there is one."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
+from torchelastic.data.placing import say_if_all_load_all
 from torchelastic.data.worker_processes import WorkerProcesses
 from torchelastic.ledger.meter import this_worker
 
@@ -137,6 +138,7 @@ class ElasticLoader(Iterator[Any]):
 
     def _start(self) -> None:
         self.reset()
+        say_if_all_load_all(self.sampler)
         if self._dataloader is None:
             options = {"generator": torch.Generator(), **self._options}
             self._dataloader = DataLoader(self.dataset, batch_sampler=_Upcoming(self.sampler), **options)

@@ -107,6 +107,8 @@ class BatchSharing(Generic[ShareT]):
     def __init__(self) -> None:
         super().__init__()
         self._rank, self._world_size = 0, 1
+        #: `set_world` was called
+        self._has_place = False
         self._pending: tuple[ShareT, ...] = ()
         self._reassignment: SecondDeal | None = None
         self._deals = 0

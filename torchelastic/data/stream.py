@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from torchelastic.data.placing import say_if_all_load_all
 from torchelastic.data.shares import PADDING_SAMPLES, BatchSharing, require_rank, units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
@@ -192,7 +193,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         self._exchange.enter(world_size)
         self._reassignment = None
         self.rollback()
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._has_place = rank, world_size, True
 
     def set_logical_shards(self, shards: int) -> None:
         """Called by `ModelState(logical_shards=)`. Raises ValueError where that is not the number of this stream."""
@@ -209,6 +210,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         if self.epochs is not None and progress.epoch >= self.epochs:
             self.close()
             raise StopIteration
+        say_if_all_load_all(self)
         deal = None if self._pending else self._reassignment
         shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
         drawn = self._read(progress, shards)

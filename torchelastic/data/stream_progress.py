@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchelastic.errors import UnfitStateError
+
 #: Nothing of the shard has been read yet, so there is nothing to compare with.
 NO_DIGEST = -1
 _COMPACT = json.JSONEncoder(separators=(",", ":"))
@@ -95,7 +97,7 @@ class StreamProgress:
         if missing:
             raise ValueError(f"not the state of an ElasticStream: {', '.join(missing)} missing")
         if state["logical_shards"] != shards:
-            raise ValueError(
+            raise UnfitStateError(
                 f"logical_shards is {shards} here but {state['logical_shards']} in the saved state, so its shards hold "
                 "other samples: construct the stream with the saved number, or start a new run"
             )

@@ -46,8 +46,8 @@ _EVENTS_EXAMPLES = """examples:
   torchelastic events --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --follow
   torchelastic events --journal /logs/job7 /logs/job7-node2 --json
 
-From etcd come the newest events of each host that takes part now, from journals all that are in them. With --follow it
-goes on until the run is over, or Ctrl-C.
+From etcd come the newest events of each host that takes part now, from journals all that are in them (of several runs:
+those of --rdzv-id). With --follow it goes on until the run is over, or Ctrl-C.
 """
 _REPORT_EXAMPLES = """examples:
   torchelastic report logs/

@@ -15,12 +15,14 @@ from torchelastic.ledger.events import Counted, to_dict
 from torchelastic.ledger.journal import Journal
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.store import StoreError
+from torchelastic.report.building import NoRunError, of_one_run
 from torchelastic.report.reading import find_journals
 from torchelastic.status.event_lines import Following, lines_of
 from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import EventLine, RunStatus, every_s
 from torchelastic.status.screen import event_text
 from torchelastic.status.status_format import event_to_plain
+from torchelastic.text import error_text
 from torchelastic.usage import CommandError, UsageError
 
 
@@ -31,7 +33,7 @@ def events(options: argparse.Namespace) -> int:
     if options.journal and options.follow:
         raise UsageError("--follow is for a run by its etcd: leave out --journal; or follow the file: tail -F PATH")
     if options.journal:
-        _from_journals(options.journal, as_json=options.json)
+        _from_journals(options.journal, options.rdzv_id, as_json=options.json)
         return 0
     with opened(options) as (store, url):
         status = current(store, url)
@@ -89,18 +91,21 @@ def clock_text(at_s: float) -> str:
 # --- from journals ----------------------------------------------------------------------------------------------------
 
 
-def _from_journals(paths: Sequence[Path], *, as_json: bool) -> None:
-    """All events of all journals, by time: for people as lines, for programs as they were written down."""
+def _from_journals(paths: Sequence[Path], run_id: str | None, *, as_json: bool) -> None:
+    """All events of all journals of a run, by time: for people as lines, for programs as they were written down."""
     try:
         found = find_journals(paths)
     except OSError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(error_text(error)) from error
     for lack in found.lacks:
         _note(lack)
     if not found.journals:
         where = ", ".join(map(str, paths))
         raise CommandError(f"there is no journal in {where}: give the --log-dir of `torchelastic run`")
-    journals = found.journals.values()
+    try:
+        journals = of_one_run(found.journals, run_id, "--rdzv-id").values()
+    except NoRunError as error:
+        raise CommandError(str(error)) from error
     if not as_json:
         _show(sorted((line for one in journals for line in _lines(one)), key=lambda line: line.at_s), as_json=False)
         return

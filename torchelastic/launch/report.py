@@ -17,6 +17,7 @@ from torchelastic.report.model import Report
 from torchelastic.report.page import html_page
 from torchelastic.report.plain import to_plain
 from torchelastic.report.reading import find_journals
+from torchelastic.text import error_text
 from torchelastic.usage import CommandError, UsageError
 
 _STDOUT = Path("-")
@@ -34,12 +35,15 @@ def report(options: argparse.Namespace) -> int:
             sys.stdout.write(text)
             sys.stdout.flush()
         else:
-            _publish(output, text)
+            try:
+                _publish(output, text)
+            except OSError as error:  # it may name the file that becomes the page
+                raise CommandError(f"-o {output} cannot be written: {error.strerror}") from error
             print(f"report: {output}")  # noqa: T201 - what the command is for
     except BrokenPipeError:
         raise  # nobody reads on
     except (NoRunError, LossFileError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(error_text(error)) from error
     return 0
 
 

@@ -39,6 +39,7 @@ from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl
+from torchelastic.text import error_text
 from torchelastic.usage import CommandError, UsageError
 
 log = logging.getLogger(__name__)
@@ -191,9 +192,9 @@ def opened_page(
         page = listening(where, token_file)
     except (ValueError, OSError) as error:
         if options.page is None and options.page_token_file is None:  # nobody has asked for it
-            log.warning("the live page is not served: %s", error)
+            log.warning("the live page is not served: %s", error_text(error))
             return None
-        raise UsageError(str(error)) from error
+        raise UsageError(error_text(error)) from error
     stack.callback(page.socket.close)
     page = replace(page, address=address)
     where_token_is = "" if is_seen or options.page_token_file else f" (its token is in {token_file})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -20,19 +21,47 @@ from torchelastic.network.choice import IFACE_VARIABLE, InterfaceError, choose, 
 from torchelastic.network.interfaces import interfaces
 from torchelastic.usage import UsageError
 
+#: Descriptors of etcd's connection, the page, the ledger and so on; and of each worker: two pipes, its log, its
+#: connection, its end and the notice of its death.
+FILES_OF_LAUNCHER, FILES_PER_WORKER = 64, 6
+
 
 def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
     """The options with what torchrun's among them come to. Raises UsageError."""
     nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
+    _check_descriptors(nproc)
     theirs = translated(options, several_hosts=nodes(options.nnodes)[1] > 1, nproc=nproc)
     defaults = {"meeting_place": None, "nproc_per_node": nproc}
     ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
     if not 0.0 <= ours.term_grace < math.inf:
         raise UsageError(f"--term-grace is {ours.term_grace:g}: give seconds, 0 or more")
+    if ours.log_dir is not None:
+        _check_log_dir(ours.log_dir)
     if theirs.to_files and ours.log_dir is None:
         ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
         theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
     return ours, theirs
+
+
+def _check_descriptors(nproc: int) -> None:
+    """Raise UsageError if this process may not open the files of so many workers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_OF_LAUNCHER + FILES_PER_WORKER * nproc
+    if limit != resource.RLIM_INFINITY and wanted > limit:
+        most = max(0, (limit - FILES_OF_LAUNCHER) // FILES_PER_WORKER)
+        raise UsageError(
+            f"--nproc-per-node {nproc}: this process may open {limit} files, enough for {most} workers; give fewer, or "
+            f"`ulimit -n {wanted}` before"
+        )
+
+
+def _check_log_dir(folder: Path) -> None:
+    """Raise UsageError if it can never be one; a full or missing disk is worth a warning, and the run goes on."""
+    for path in (folder, *folder.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise UsageError(f"--log-dir {folder}: {path} is a file; give a folder")
+            return
 
 
 def _visible_gpus() -> int:
@@ -50,6 +79,8 @@ def worker_command(options: argparse.Namespace) -> list[str]:
         return _program(options)
     if options.module:
         return [sys.executable, "-m", options.script, *options.arguments]
+    if Path(options.script).is_dir():
+        raise UsageError(f"{options.script!r} is a folder: name the script in it; for a package write -m PACKAGE")
     if not Path(options.script).is_file():
         raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
     return [sys.executable, options.script, *options.arguments]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torchelastic.errors import UnfitStateError
+
 _PREFIX = "_orig_mod."
 
 
@@ -24,7 +26,7 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """The inverse, for names with or without prefixes.
 
     Raises:
-        ValueError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
+        UnfitStateError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
     """
     own = list(module.state_dict())
     if any(map(_has_prefix, own)) or any(map(_has_prefix, state)):
@@ -33,7 +35,7 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(f"the state that is loaded does not fit this model: {error}") from error
+        raise UnfitStateError(f"the state that is loaded does not fit this model: {error}") from error
 
 
 def frozen(module: torch.nn.Module) -> set[str]:

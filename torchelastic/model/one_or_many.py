@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchelastic.errors import UnfitStateError
+
 
 class OneOrMany:
     """One object, or a list, a tuple or a dict of them, with one state_dict and load_state_dict.
@@ -46,7 +48,7 @@ class OneOrMany:
         return {name: value.state_dict() for name, value in zip(self.names, self.objects, strict=True)}
 
     def load_state_dict(self, state: Any) -> None:
-        """The inverse. Raises ValueError, before anything is changed, if the state is of other objects."""
+        """The inverse. Raises UnfitStateError, before anything is changed, if the state is of other objects."""
         if not self.objects:
             return
         if self.is_single:
@@ -54,7 +56,7 @@ class OneOrMany:
             return
         if not isinstance(state, dict) or set(state) != set(self.names):
             held = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state).__name__
-            raise ValueError(
+            raise UnfitStateError(
                 f"the state of {self._what}s {', '.join(self.names)} was expected, and this one has {held}"
             )
         for name, value in zip(self.names, self.objects, strict=True):

@@ -10,6 +10,7 @@ the middle of its step: it is copied always.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +18,11 @@ from typing import Any
 
 import torch
 
+from torchelastic.errors import UnfitStateError
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
+
+log = logging.getLogger(__name__)
 
 #: For each optimizer, for each of its parameter groups: the hyperparameters, without the parameters.
 Settings = tuple[tuple[dict[str, Any], ...], ...]
@@ -66,6 +70,20 @@ class _UndoCopy:
 
     parameters: list[torch.Tensor] = field(default_factory=list)
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
+
+
+def say_if_strange(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+    """Warn of parameters that are not the model's: nobody averages them, sends them to a newcomer or saves them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+        strange = [parameter for parameter in held if id(parameter) not in own]
+        if strange:
+            log.warning(
+                "%d of the %d parameters of the %s are not the model's: they are not averaged over the workers, nor "
+                "sent to new ones, nor saved; make it of the parameters of the model that ModelState is given",
+                len(strange), len(held), type(optimizer).__name__,
+            )  # fmt: skip
 
 
 class Optimizers:
@@ -174,8 +192,18 @@ class Optimizers:
         return self._all.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """The inverse. Raises ValueError if the state is of other optimizers."""
-        self._all.load_state_dict(state)
+        """The inverse. Raises UnfitStateError if the state is of other optimizers."""
+        try:
+            self._all.load_state_dict(state)
+        except ValueError as error:  # torch's, where groups have other parameters
+            raise UnfitStateError(str(error)) from error
+        for optimizer in self.objects:
+            missing = {name for group in optimizer.param_groups for name in optimizer.defaults if name not in group}
+            if missing:
+                raise UnfitStateError(
+                    f"the state that is loaded is not that of this {type(optimizer).__name__}: it has no "
+                    f"{', '.join(sorted(missing))}; make the same optimizer on every worker, and as when it was saved"
+                )
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import UnfitError
 from torchelastic.model import tree_sum
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
@@ -63,9 +63,9 @@ class LogicalShards:
         self._nodes = {}
 
     def check_reduced(self, _rank: int) -> None:
-        """Asked before the optimizer steps; NonRetryableException where the shards were not gone through."""
+        """Asked before the optimizer steps; UnfitError where the shards were not gone through."""
         if not self._is_summed:
-            raise NonRetryableException(
+            raise UnfitError(
                 f"ModelState(logical_shards={self.shards}) needs the step's forward and backward passes inside "
                 "`for batch in state.shards(loader):`, gone through to its end before optimizer.step()"
             )

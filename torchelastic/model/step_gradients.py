@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchelastic.data.shares import MODES, SecondDeal, second_deals
-from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
 from torchelastic.model.reduction import Reduction
@@ -118,7 +118,7 @@ class StepGradients:
             return iter((batch,))
         (share, *more) = self._sampler.pending
         if more:
-            raise NonRetryableException("with logical_shards a step goes through state.shards(loader) once")
+            raise UnfitError("with logical_shards a step goes through state.shards(loader) once")
         units = self._sampler.pending_units()
         empty = set(range(self._source.shards)) - set(self._sampler.present_units)
         return self._source.each(batch, units, empty, share.global_samples, int(self._sampler.seed), step)

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -289,8 +290,17 @@ class Formation:
 _connecting: list[tuple[threading.Thread, SocketSet]] = []
 
 
+#: Within this time a thread of gloo's that waits for the interpreter has it, and has done what it wanted it for.
+_RELEASE_S = 0.02
+
+
 def _leave_no_thread_in_gloo() -> None:
-    """At the end of the process: frees the threads that were left behind; see `store_mailbox`, as to why."""
+    """At the end of the process: frees the threads that were left behind; see `store_mailbox`, as to why.
+
+    Where an operation has just ended, a thread of gloo's releases its tensors, for which it needs the interpreter.
+    """
+    if _in_use is not None:
+        time.sleep(_RELEASE_S)
     for thread, to_the_store in _connecting:
         if thread.is_alive():
             to_the_store.cut_all()

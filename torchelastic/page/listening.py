@@ -79,15 +79,23 @@ def listening(text: str, token_file: Path | None) -> PageOptions:
     bound = _bound(host, port)
     try:
         if token_file is not None:
-            return PageOptions(bound, token_in(token_file), host)
+            return PageOptions(bound, _token_in(token_file), host)
         return PageOptions(bound, new_token(), host, is_token_new=True)
     except BaseException:
         bound.close()
         raise
 
 
-def token_in(path: Path) -> str:
+def _token_in(path: Path) -> str:
     """The token in that file, or a new one that is put there. Raises ValueError or OSError; see `listening`."""
+    try:
+        return _read_or_make(path)
+    except OSError as error:
+        remedy = "name a file that this user may read, or that can be made"
+        raise OSError(error.errno, f"--page-token-file {path}: {error.strerror}; {remedy}") from error
+
+
+def _read_or_make(path: Path) -> str:
     try:
         return _read(path)
     except FileNotFoundError:
@@ -111,7 +119,7 @@ def _read(path: Path) -> str:
         return checked_token(content.decode("ascii"))
     except ValueError as error:  # a UnicodeDecodeError is one, too, and shows what was there
         why = "it is not ASCII" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ValueError(f"{path} holds no token: {why}") from None
+        raise ValueError(f"{path} holds no token: {why}; without the file one is made") from None
 
 
 def _bound(host: str, port: int) -> socket.socket:

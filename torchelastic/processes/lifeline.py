@@ -15,6 +15,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # - the request is made first and the parent is looked at afterwards: a parent that died before the request sends no
 #   signal, but has then already been replaced (by init or a subreaper);
 # - an interpreter ignores SIGPIPE and SIGXFSZ, and may set LC_CTYPE (PEP 538); an exec would hand both on;
+# - what is to be ignored stays so in the command: only a handler is reset by an exec;
 # - 126 and 127 are what a shell returns for a command that cannot be run or found.
 _TRAMPOLINE = f"""
 import ctypes, os, sys
@@ -25,18 +26,20 @@ if os.getppid() != int(sys.argv[1]):
     os._exit({128 + signal.SIGKILL})
 for ignored in {int(signal.SIGPIPE)}, {int(signal.SIGXFSZ)}:
     libc.signal(ignored, None)
+for ignored in filter(None, sys.argv[2].split(",")):
+    libc.signal(int(ignored), ctypes.c_void_p({int(signal.SIG_IGN)}))
 with open("/proc/self/environ", "rb") as before:
     if b"\\0LC_CTYPE=" not in b"\\0" + before.read():
         os.environ.pop("LC_CTYPE", None)
 try:
-    os.execvp(sys.argv[2], sys.argv[2:])
+    os.execvp(sys.argv[3], sys.argv[3:])
 except OSError as error:
-    sys.stderr.write("cannot run %s: %s\\n" % (sys.argv[2], error.strerror))
+    sys.stderr.write("cannot run %s: %s\\n" % (sys.argv[3], error.strerror))
     os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 """
 
 
-def dies_with_parent(argv: Sequence[str]) -> list[str]:
+def dies_with_parent(argv: Sequence[str], ignored: Sequence[int] = ()) -> list[str]:
     """Wrap a command so that the kernel sends it SIGKILL as soon as its parent ends (`prctl(2)`, PR_SET_PDEATHSIG).
 
     The wrapped command keeps its pid, environment, descriptors and signal dispositions: a small interpreter makes the
@@ -52,6 +55,7 @@ def dies_with_parent(argv: Sequence[str]) -> list[str]:
 
     Args:
         argv: The command and its arguments.
+        ignored: Signals that the command ignores, and whatever it starts, unless they handle them.
 
     Returns:
         What to start instead. On systems other than Linux that is `argv` itself, without this protection.
@@ -63,8 +67,9 @@ def dies_with_parent(argv: Sequence[str]) -> list[str]:
         raise ValueError("argv is empty: give the command to run and its arguments")
     if sys.platform != "linux":
         return list(argv)
+    numbers = ",".join(str(int(number)) for number in ignored)
     # -I: neither the current folder nor PYTHON* variables decide what `import ctypes` means; -S: no site-packages
-    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *argv]
+    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), numbers, *argv]
 
 
 def signal_main_thread(pid: int, number: int) -> None:

@@ -11,6 +11,9 @@ import ssl
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.text import host_port
 
+#: A frame without content, with which both sides of HTTP/2 begin (RFC 9113, 3.4), and where its kind is.
+_SETTINGS, _KIND = b"\0\0\0\4\0\0\0\0\0", slice(3, 4)
+
 
 def why_no_handshake(host: str, port: int, credentials: Credentials, timeout_s: float) -> str | None:
     """What keeps this client and that etcd from understanding each other; None: it is not TLS, or not to be found out.
@@ -39,7 +42,9 @@ def _why_not_in_clear(host: str, port: int, timeout_s: float) -> str | None:
             pass
     except ssl.SSLError as error:
         if "ALERT" not in (error.reason or ""):
-            return None
+            return _why_no_etcd(host, port, timeout_s)
+    except ConnectionResetError:
+        return _why_no_etcd(host, port, timeout_s)
     return (
         "speaks TLS and this client does not: give cacert=FILE (--etcd-cacert), the authority that signed its "
         "certificate"
@@ -102,6 +107,16 @@ def _why_no_tls(host: str, port: int, timeout_s: float) -> str | None:
         "does not speak TLS: leave out cacert, cert and key (protocol=http says so against the "
         "environment), or start etcd with https:// URLs"
     )
+
+
+def _why_no_etcd(host: str, port: int, timeout_s: float) -> str | None:
+    """Whether the other end answers in another language than gRPC's, which is HTTP/2."""
+    with _connected(host, port, timeout_s) as plain:
+        plain.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+        answer = plain.recv(len(_SETTINGS))
+        if answer[_KIND] in (_SETTINGS[_KIND], b""):
+            return None
+    return "does not speak as etcd does: another program listens there; give the port of etcd, 2379 by default"
 
 
 def _connected(host: str, port: int, timeout_s: float) -> socket.socket:

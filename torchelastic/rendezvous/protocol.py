@@ -38,7 +38,7 @@ from torchelastic.rendezvous.choice import choose
 from torchelastic.rendezvous.member_id import started_again
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus, rank_members
 from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting, may_be_behind
-from torchelastic.text import shortlist
+from torchelastic.text import counted, shortlist
 
 #: How many tombstones are cleared away with one decision: etcd takes 128 operations in a transaction by default.
 MAX_FORGOTTEN = 100
@@ -412,7 +412,7 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         state_status=min(source.state_status, StateStatus.INITIAL) if is_old else source.state_status,
         stale=tuple(rank for rank, member in enumerate(ranked) if member.progress < ranked[0].progress),
         evicted=tuple(member.member_id for member in evicted),
-        because=f"{len(ranked)} members, source {source.member_id} at step {source.step}",
+        because=f"{counted(len(ranked), 'member')}, source {source.member_id} at step {source.step}",
         edition=view.round.edition + 1,
         lost=tuple(name for name in view.round.roster if name in view.departed)[:MAX_FORGOTTEN],
         spared=tuple(m.member_id for m in _live(view) if m.member_id not in names and not m.leaving)[:MAX_FORGOTTEN],

@@ -244,7 +244,7 @@ class Round:
 
 
 #: What is true before the leader has ever published: nobody is on the roster, so there is nobody to wait for.
-NO_ROUND = Round(because="no round yet")
+NO_ROUND = Round(because="no group yet: it forms when enough workers have come and the last call is over")
 
 
 class Keys:

@@ -48,7 +48,7 @@ def report_of(
     Raises:
         NoRunError: there is no journal of it, or of several runs, or none has a worker.
     """
-    chosen = _of_one_run(journals, run_id)
+    chosen = of_one_run(journals, run_id, "--run-id (of --compare: --compare-run-id)")
     nonempty = {name: one for name, one in chosen.items() if one.events or one.before.counts.first_ns is not None}
     parts, began_ns = parts_of(nonempty)
     if not parts:
@@ -81,13 +81,22 @@ def report_of(
     )
 
 
-def _of_one_run(journals: Mapping[str, Journal], run_id: str | None) -> dict[str, Journal]:
+def of_one_run(journals: Mapping[str, Journal], run_id: str | None, option: str) -> dict[str, Journal]:
+    """The journals of a run.
+
+    Args:
+        journals: by name.
+        run_id: of which run; None: there is only one.
+        option: with which a person says so.
+
+    Raises:
+        NoRunError: there is no journal of it, or of several runs.
+    """
     runs = sorted({journal.head.run_id for journal in journals.values()})
     if not runs:
         raise NoRunError("there is no journal that can be read: give the --log-dir of `torchelastic run`")
     if run_id is None and len(runs) > 1:
-        which = "say which with --run-id (of --compare: --compare-run-id)"
-        raise NoRunError(f"there are journals of several runs: {which}: {', '.join(runs)}")
+        raise NoRunError(f"there are journals of several runs: say which with {option}: {', '.join(runs)}")
     chosen = {name: one for name, one in journals.items() if one.head.run_id == (run_id or runs[0])}
     if not chosen:
         raise NoRunError(f"there is no journal of the run {run_id}, but of {', '.join(runs)}")

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Between two checks for an answer.
 POLL_S = 0.1
+#: An answer that takes longer comes from an etcd that was away.
+AWAY_S = 3.0
 #: So many agents that are gone are listed.
 MOST_LEFT = 64
 
@@ -36,7 +38,8 @@ class _Read:
 class StatusReader:
     """Reads a run's status again and again. Not thread-safe.
 
-    Clocks of hosts differ: what is known to have been written between two reads is taken as written between them.
+    Clocks of hosts differ: what is known to have been written between two reads is taken as written between them. While
+    etcd is away no host can write: that time makes none of them older.
 
     Args:
         store: of the run's etcd.
@@ -60,6 +63,8 @@ class StatusReader:
         self._refused: set[str] = set()
         self._may_look = True
         self._look_s = self._first_look_s = self._read_s = float("-inf")
+        self._asked_s: float | None = None
+        self._away_s = 0.0
         self._look_revision = 0
 
     def read(self) -> RunStatus:
@@ -68,14 +73,18 @@ class StatusReader:
         Raises:
             StoreError: etcd is unreachable, or refuses.
         """
+        if self._asked_s is None:  # else etcd has not answered since then
+            self._asked_s = self._clock()
         self.look()
         store, keys = self._store, self._keys
         round_ = self._round(store.get(keys.round))
         members = read_members(store.list_prefix(keys.members).items)
         agents = [kv.key for kv in store.list_prefix(keys.agents).items]
+        statuses = store.list_prefix(keys.status).items
         now_s = self._clock()
-        self._reads = dict(filter(None, (self._take(kv, now_s) for kv in store.list_prefix(keys.status).items)))
-        self._read_s = now_s
+        self._away_s = away_s if (away_s := now_s - self._asked_s) > AWAY_S else 0.0
+        self._reads = dict(filter(None, (self._take(kv, now_s) for kv in statuses)))
+        self._read_s, self._asked_s = now_s, None
         hosts = [read.status for read in self._reads.values()]
         known = {host.incarnation for host in hosts}
         hosts += [host for host in map(self._silent, agents) if host.incarnation not in known]
@@ -126,7 +135,7 @@ class StatusReader:
     def _take(self, kv: KeyValue, now_s: float) -> tuple[str, _Read] | None:
         before = self._reads.get(kv.key)
         if before is not None and before.revision == kv.mod_revision:
-            return kv.key, before
+            return kv.key, replace(before, status=replace(before.status, at_s=before.status.at_s + self._away_s))
         try:
             status = decode_host(kv.key, kv.value)
         except RecordError as error:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from torchelastic.ledger.accounts import STYLES, Account, Amounts
 from torchelastic.ledger.figures import Figures
-from torchelastic.rendezvous.records import RoundState
+from torchelastic.rendezvous.records import NO_ROUND, RoundState
 from torchelastic.status.progress import rate_text
 from torchelastic.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
 from torchelastic.text import age_text, printable
@@ -57,6 +57,9 @@ class Screen:
         """Draw it in the width that there is."""
         status, width = self._status, options.max_width
         ledger = ledger_lines(status.seen.amounts, status.figures, width, console.color_system is not None)
+        is_over = status.round.state is RoundState.CLOSED or status.left
+        if is_over and not (status.hosts or status.silent):
+            ledger = [Text("where its time went: torchelastic report DIR, of each host's --log-dir", style="dim")]
         because = [_one_line(printable(status.round.because), "dim")] if status.round.because else []
         above: list[Text] = [headline(status), *because, *self._warnings(), Text()]
         below = [Text(), *ledger]
@@ -108,6 +111,8 @@ def headline(status: RunStatus) -> Text:
     text = Text(overflow="fold")
     text.append(f"run {printable(status.run_id)}", "bold")
     parts: list[tuple[str, str]] = [(state.value, _STATES.get(state, "bold red"))]
+    if status.round == NO_ROUND:
+        parts = [("waits for workers", "bold yellow")]
     if status.round_since_s:
         parts.append((f"for {age_text(max(0.0, status.at_s - status.round_since_s))}", ""))
     parts.append((f"round {status.round.number}", ""))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.screen import complain
+from torchelastic.text import error_text
 from torchelastic.usage import CommandParser
 
 if TYPE_CHECKING:
@@ -49,17 +50,11 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
         return 128 + signal.SIGPIPE
     except (CheckpointCommandError, OSError) as error:  # a CheckpointError is an OSError
-        complain(f"torchelastic checkpoint {options.verb}: {_one_line(error)}")
+        complain(f"torchelastic checkpoint {options.verb}: {error_text(error)}")
         return 2
     except KeyboardInterrupt:
         complain(f"torchelastic checkpoint {options.verb}: interrupted")
         return 130
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{error.strerror}: {error.filename}"
-    return " ".join(str(error).split())
 
 
 def command_parser() -> argparse.ArgumentParser:
