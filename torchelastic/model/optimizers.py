@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.checkpoint.training_state.fitting import optimizer_faults
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
 
@@ -162,7 +163,12 @@ class Optimizers:
         Args:
             settings: of as many parameter groups as there are.
             undoes: a step has failed here, which may have added groups: they go too, unless they were trained already.
+
+        Raises:
+            ValueError: they are of other optimizers; nothing has changed.
         """
+        if not undoes:
+            self._require_fitting(settings)
         for optimizer, groups in zip(self.objects, settings, strict=True):
             if undoes and self.progress is OptimizerProgress.UNTOUCHED:
                 del optimizer.param_groups[len(groups) :]
@@ -174,10 +180,24 @@ class Optimizers:
         return self._all.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """The inverse. Raises ValueError if the state is of other optimizers."""
+        """The inverse. Raises ValueError, before anything is changed, if the state is of other optimizers."""
+        self._require_fitting([one["param_groups"] for one in self.states_in(state)])
         self._all.load_state_dict(state)
 
+    def states_in(self, state: Any) -> list[Any]:
+        """What a state as `state_dict` gives it has for each optimizer. Raises ValueError if it is of others."""
+        return self._all.states_in(state)
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _require_fitting(self, saved: Sequence[Sequence[dict[str, Any]]]) -> None:
+        for name, optimizer, groups in zip(self.names, self.objects, saved, strict=True):
+            for fault in optimizer_faults(groups, optimizer):
+                raise ValueError(
+                    f"the state that is loaded does not fit the optimizer{f' {name}' if name else ''}: {fault}. Build "
+                    "the optimizer as it was when this state was saved or sent (in a worker that joins a run, with the "
+                    "groups that add_param_group has added there), or save to another folder"
+                )
 
     def _watch(self) -> None:
         for number, optimizer in enumerate(self.objects):
