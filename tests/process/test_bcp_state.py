@@ -118,6 +118,10 @@ OTHERS: dict[str, tuple[Callable[[Path], BCPState], str]] = {
     "dtype": (lambda f: BCPState(m := jobs.net(1).double(), adam(m), "ddp", None, f), "float32 of .* a float64 of"),
     "groups": (other_groups, "the groups of optimizer 0"),
     "optimizers": (lambda f: BCPState(jobs.net(1), None, "ddp", None, f), r"1 optimizer\(s\) were saved, and there"),
+    "optimizer": (
+        lambda f: BCPState(model := jobs.net(1), torch.optim.SGD(model.parameters()), "ddp", None, f),
+        "optimizer 0: that state's parameter groups lack 'dampening', 'momentum', .* another kind of optimizer",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import BinaryIO
 import pytest
 
 from torchelastic.checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointManager,
     CorruptCheckpointError,
@@ -31,6 +33,51 @@ class ByteState:
 
     def load(self, stream: BinaryIO) -> None:
         self.data = stream.read()
+
+
+class MemoryCheckpoint(Checkpoint):
+    """One of a user's own, as 0.1 allowed it: what it keeps is gone once its stream is closed."""
+
+    def __init__(self, kept: list[bytes]) -> None:
+        self.kept = kept
+        self.stream = io.BytesIO()
+
+    def open_output_stream(self, key: str) -> BinaryIO:
+        return self.stream
+
+    def open_input_stream(self, key: str) -> BinaryIO:
+        return io.BytesIO(self.kept[-1])
+
+    def commit(self) -> None:
+        self.kept.append(self.stream.getvalue())
+
+    def discard(self) -> None:
+        self.kept.clear()
+
+
+class MemoryManager(CheckpointManager):
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def create_checkpoint(self) -> Checkpoint:
+        return MemoryCheckpoint(self.kept)
+
+    def get_checkpoint(self, sequence_id: int) -> Checkpoint:
+        return MemoryCheckpoint(self.kept[: sequence_id + 1])
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        return [self.get_checkpoint(number) for number in range(len(self.kept))]  # the oldest first
+
+    def get_latest_checkpoint(self) -> Checkpoint | None:
+        return self.get_checkpoint(len(self.kept) - 1) if self.kept else None
+
+
+class ClosingState(ByteState):
+    """Closes the stream itself, as 0.1 allowed it."""
+
+    def save(self, stream: BinaryIO) -> None:
+        with stream:
+            super().save(stream)
 
 
 class FailingState(ByteState):
@@ -134,6 +181,27 @@ def _no_manager_afterwards() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_manager_afterwards")
+def test_a_manager_of_ones_own_commits_before_the_stream_is_closed_as_in_0_1() -> None:
+    manager = MemoryManager()
+    checkpoint = save(manager, ByteState(b"content"))
+    assert isinstance(checkpoint, MemoryCheckpoint)
+    assert checkpoint.stream.closed
+    assert loaded(manager) == b"content"
+
+
+def test_a_manager_of_ones_own_is_asked_for_its_latest_however_it_lists_them() -> None:
+    manager = MemoryManager()
+    assert loaded(manager) is None
+    for content in (b"older", b"newer"):
+        save(manager, ByteState(content))
+    assert loaded(manager) == b"newer"
+
+
+def test_a_state_may_close_the_stream_itself(manager: FileSystemCheckpointManager) -> None:
+    save(manager, ClosingState(b"content"))
+    assert loaded(manager) == b"content"
+
+
 def test_the_manager_of_the_process_is_the_one_set_last(manager: FileSystemCheckpointManager) -> None:
     assert get_checkpoint_manager() is None
     set_checkpoint_manager(manager)

@@ -15,6 +15,7 @@ from torchelastic.checkpoint.replication.placement import ExchangePlan
 from torchelastic.checkpoint.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
+    LazyReplicationStrategyBuilder,
     ReplicationStrategy,
     default_jump,
 )
@@ -99,3 +100,11 @@ def test_the_jump_is_the_number_of_ranks_on_a_host_when_it_is_asked_for(monkeypa
     lazy = LazyCliqueReplicationStrategy()
     assert (default_jump(), lazy.clique(0, list("aabb"))) == (2, [0, 2])
     assert [lazy.clique(rank, list("aabbb")) for rank in (0, 4)] == [[0, 2], [0, 4]]  # no multiple of 4: across hosts
+
+
+def test_a_lazy_strategy_of_ones_own_names_what_it_builds_as_nvrx_has_it() -> None:
+    class Pairs(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
+        def _eager_build(self) -> CliqueReplicationStrategy:
+            return CliqueReplicationStrategy.from_replication_params(1, 2)
+
+    assert Pairs().clique(3, ["a", "b", "c", "d"]) == [2, 3]

@@ -264,6 +264,34 @@ def test_the_state_of_other_optimizers_is_refused_by_name() -> None:
         state.load_state_dict({**state.state_dict(), "optimizer": single})
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused_before_it_can_fail_in_a_step() -> None:
+    state, other = make_state(list, sgd), make_state(list, adam)
+    before = picture(other)
+    told = "fit the optimizer 0: .* lack 'betas', 'eps', which this Adam needs, and have 'dampening', 'momentum'"
+    with pytest.raises(ValueError, match=told):
+        other.load_state_dict({**other.state_dict(), "optimizer": state.state_dict()["optimizer"]})
+    assert_same(before, picture(other))
+
+
+def test_parameter_groups_of_another_number_or_size_are_refused() -> None:
+    state, other = make_state(list), make_state(list)
+    state.optimizer[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match=r"has 2 parameter group.*this SGD has 1.*that add_param_group has added"):
+        other.load_state_dict(state.state_dict())
+    del state.optimizer[0].param_groups[0]["params"][0], state.optimizer[0].param_groups[1]
+    with pytest.raises(ValueError, match=r"hold \[1\] parameters, and those of this SGD hold \[2\]"):
+        other.load_state_dict(state.state_dict())
+
+
+def test_what_an_older_release_of_an_optimizer_had_not_is_filled_in() -> None:
+    state = make_state(make=adam)
+    saved = state.state_dict()
+    for one in saved["optimizer"].values():
+        del one["param_groups"][0]["decoupled_weight_decay"]
+    state.load_state_dict(saved)
+    attempt(state, "01")
+
+
 def test_several_schedulers_are_undone_and_saved() -> None:
     state = make_state()
     schedulers = {

@@ -363,6 +363,22 @@ def test_a_sharded_run_goes_on_unsharded(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    def build_otherwise(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model, _ = build()(mesh)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    state = ShardedState(build_otherwise)
+    state.sync()
+    train(state)
+    manager = saved(state, tmp_path)
+    other = ShardedState(build())
+    manager.restore(other, Alone())
+    with pytest.raises(ValueError, match="lack 'betas', 'eps', which this AdamW needs"):
+        other.sync()
+    manager.close()
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     state = ShardedState(build())
     state.sync()

@@ -211,6 +211,12 @@ def test_a_number_in_place_of_a_policy_is_refused(tmp_path: Path, named: str) ->
         TieredCheckpointManager([DiskTier(tmp_path, **options)], policy=3 if named == "policy" else None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tiers", ["folder", ["folder"], DiskTier("folder"), None])
+def test_a_path_in_place_of_a_tier_is_refused(tiers: Any) -> None:
+    with pytest.raises(TypeError, match=r"tiers is .*: give a list of places, such as \[MemoryTier"):
+        TieredCheckpointManager(tiers)
+
+
 @pytest.mark.parametrize(("tiers", "text"), [([], "at least one"), (["a", "a"], "name of its own")])
 def test_tiers_without_distinct_names_are_refused(tmp_path: Path, tiers: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
@@ -47,7 +47,10 @@ class SavableState(Protocol):
 
 
 class Checkpoint(ABC):
-    """One saved state: a set of named byte streams that become visible together, or not at all."""
+    """One saved state: a set of named byte streams that become visible together, or not at all.
+
+    Derive from it to save elsewhere. The train loop commits before it closes the stream, which it has flushed.
+    """
 
     @abstractmethod
     def open_output_stream(self, key: str) -> BinaryIO:
@@ -113,13 +116,16 @@ class CheckpointManager(ABC):
             run_id: names the run; other runs may save into the same place.
         """
 
-    def list_candidates(self) -> Sequence[Checkpoint]:
+    def list_candidates(self) -> Iterable[Checkpoint]:
         """Returns what `load_latest` tries, newest first: the committed checkpoints and those that are damaged.
 
         A manager that can tell damaged ones from committed ones lists both here, so that a damaged one is reported and
         not just passed over. `open_input_stream` of a damaged one raises `CorruptCheckpointError`.
         """
-        return self.list_checkpoints()
+        latest = self.get_latest_checkpoint()
+        if latest is not None:
+            yield latest  # 0.1 asked for no other one, and managers written for it list in any order, or not at all
+            yield from self.list_checkpoints()[1:]
 
 
 def save(manager: CheckpointManager, state: SavableState) -> Checkpoint:
@@ -143,14 +149,16 @@ def save(manager: CheckpointManager, state: SavableState) -> Checkpoint:
     try:
         stream = checkpoint.open_output_stream(DEFAULT_KEY)
         state.save(stream)
-        stream.close()
-        checkpoint.commit()
+        if not stream.closed:  # by the state itself, as 0.1 allowed
+            stream.flush()
+        checkpoint.commit()  # 0.1 commits before it closes: a checkpoint of a user's own may take the content only now
     except BaseException as error:
         _discard(checkpoint, stream)
         failure = getattr(stream, "failure", None)
         if isinstance(failure, CheckpointError) and failure is not error:
             raise failure from error
         raise
+    stream.close()
     return checkpoint
 
 

@@ -49,18 +49,19 @@ class OneOrMany:
 
     def load_state_dict(self, state: Any) -> None:
         """The inverse. Raises UnfitStateError, before anything is changed, if the state is of other objects."""
-        if not self.objects:
-            return
+        for value, own in zip(self.objects, self.states_in(state), strict=True):
+            value.load_state_dict(own)
+
+    def states_in(self, state: Any) -> list[Any]:
+        """What such a state has for each object, in order. Raises UnfitStateError if it is of other objects."""
         if self.is_single:
-            self.objects[0].load_state_dict(state)
-            return
+            return [state] if self.objects else []
         if not isinstance(state, dict) or set(state) != set(self.names):
             held = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state).__name__
             raise UnfitStateError(
                 f"the state of {self._what}s {', '.join(self.names)} was expected, and this one has {held}"
             )
-        for name, value in zip(self.names, self.objects, strict=True):
-            value.load_state_dict(state[name])
+        return [state[name] for name in self.names]
 
 
 def is_stateful(value: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.checkpoint.training_state.fitting import optimizer_faults
 from torchelastic.errors import UnfitStateError
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
@@ -180,7 +181,12 @@ class Optimizers:
         Args:
             settings: of as many parameter groups as there are.
             undoes: a step has failed here, which may have added groups: they go too, unless they were trained already.
+
+        Raises:
+            ValueError: they are of other optimizers; nothing has changed.
         """
+        if not undoes:
+            self._require_fitting(settings)
         for optimizer, groups in zip(self.objects, settings, strict=True):
             if undoes and self.progress is OptimizerProgress.UNTOUCHED:
                 del optimizer.param_groups[len(groups) :]
@@ -192,20 +198,24 @@ class Optimizers:
         return self._all.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """The inverse. Raises UnfitStateError if the state is of other optimizers."""
-        try:
-            self._all.load_state_dict(state)
-        except ValueError as error:  # torch's, where groups have other parameters
-            raise UnfitStateError(str(error)) from error
-        for optimizer in self.objects:
-            missing = {name for group in optimizer.param_groups for name in optimizer.defaults if name not in group}
-            if missing:
-                raise UnfitStateError(
-                    f"the state that is loaded is not that of this {type(optimizer).__name__}: it has no "
-                    f"{', '.join(sorted(missing))}; make the same optimizer on every worker, and as when it was saved"
-                )
+        """The inverse. Raises UnfitStateError, before anything is changed, if the state is of other optimizers."""
+        self._require_fitting([one["param_groups"] for one in self.states_in(state)])
+        self._all.load_state_dict(state)
+
+    def states_in(self, state: Any) -> list[Any]:
+        """What a state as `state_dict` gives it has for each optimizer. Raises UnfitStateError if it is of others."""
+        return self._all.states_in(state)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _require_fitting(self, saved: Sequence[Sequence[dict[str, Any]]]) -> None:
+        for name, optimizer, groups in zip(self.names, self.objects, saved, strict=True):
+            for fault in optimizer_faults(groups, optimizer):
+                raise UnfitStateError(
+                    f"the state that is loaded does not fit the optimizer{f' {name}' if name else ''}: {fault}. Build "
+                    "the optimizer as it was when this state was saved or sent (in a worker that joins a run, with the "
+                    "groups that add_param_group has added there), or save to another folder"
+                )
 
     def _watch(self) -> None:
         for number, optimizer in enumerate(self.objects):

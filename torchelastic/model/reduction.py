@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Reduction:
         Where it never did, which is right for a step that does it by itself, an error is logged once.
 
         Raises:
-            NonRetryableException: the backward pass has not reached all parameters, for which DDP waits.
+            UnfitError: the backward pass has not reached all parameters, for which DDP waits.
             RetryableException: nothing was reduced, other than usual, or parameters were frozen in this group.
         """
         if self._begun:
@@ -153,7 +153,7 @@ class Reduction:
     def _check_reached(self, rank: int) -> None:
         unused = [name for name, one in self._wrapped if one.requires_grad and one.grad is None]
         if 0 < len(unused) < len(self._wrapped):
-            raise NonRetryableException(
+            raise UnfitError(
                 f"rank {rank}: the backward pass gave no gradient to {shortlist(unused)}, and DDP averages none before "
                 "all are there: give ModelState find_unused_parameters=True if a step does not use all parameters, or "
                 "take out of the module, or freeze before, what no step uses"

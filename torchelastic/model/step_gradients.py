@@ -137,7 +137,7 @@ class StepGradients:
 
         Raises:
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
-            NonRetryableException: the step is not written for logical shards, or leaves parameters out.
+            UnfitError: the step is not written for logical shards, or leaves parameters out.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RetryableException(

@@ -168,7 +168,7 @@ class Built:
         """The plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names."""
         return {
             f"{OPTIMIZER}{number}/{self._optimized_name(number, int(place))}/{key}": value
-            for number, one in enumerate(self._states_in(state))
+            for number, one in enumerate(self.optimizers.states_in(state))
             for place, kept in one["state"].items()
             for key, value in kept.items()
             if not isinstance(value, torch.Tensor)
@@ -188,7 +188,7 @@ class Built:
         """The hyperparameters in the optimizers' saved state, as `Optimizers.settings` gives them."""
         return [
             [{key: value for key, value in group.items() if key != "params"} for group in one["param_groups"]]
-            for one in self._states_in(state)
+            for one in self.optimizers.states_in(state)
         ]
 
     def is_split(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -197,10 +197,6 @@ class Built:
             return isinstance(self.parameters[name.removeprefix(PARAMETERS)], DTensor)
         parameter = self.parameters[self._split(name)[1]]
         return isinstance(parameter, DTensor) and tuple(parameter.shape) == shape and bool(shape)
-
-    def _states_in(self, state: Any) -> list[Any]:
-        optimizers = self.optimizers
-        return [state] if optimizers.names == [""] else [state[name] for name in optimizers.names]
 
     # --- taking over a state ------------------------------------------------------------------------------------------
 

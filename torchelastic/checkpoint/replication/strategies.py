@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
+
+Eager = TypeVar("Eager", bound="ReplicationStrategy")
 
 
 class ReplicationStrategy(ABC):
@@ -161,22 +163,22 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return self.local_group.execute_plan(plan, my_data, self.target_device)
 
 
-class LazyReplicationStrategyBuilder(ReplicationStrategy):
+class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[Eager]):
     """A strategy that is made when it is first needed, so it can be given away before the process group is there.
 
     It is made anew when the number of ranks, or this process's rank, has changed.
     """
 
     def __init__(self) -> None:
-        self._built: ReplicationStrategy | None = None
+        self._built: Eager | None = None
         self._built_for = (-1, -1)
 
     @abstractmethod
-    def _eager_build(self) -> ReplicationStrategy:
+    def _eager_build(self) -> Eager:
         """Makes the strategy."""
 
     @property
-    def replication_strategy(self) -> ReplicationStrategy:
+    def replication_strategy(self) -> Eager:
         """The strategy itself."""
         here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if self._built is None or self._built_for != here:
@@ -206,7 +208,7 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy):
         return self.replication_strategy.retrieve_execute(plan, my_data)
 
 
-class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder):
+class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
     """`CliqueReplicationStrategy.from_replication_params`, made when it is first needed; same arguments."""
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
@@ -214,7 +216,7 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder):
         self.replication_jump = replication_jump
         self.replication_factor = replication_factor
 
-    def _eager_build(self) -> ReplicationStrategy:
+    def _eager_build(self) -> CliqueReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)
 
 

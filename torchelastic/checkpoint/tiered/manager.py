@@ -83,7 +83,7 @@ class TieredCheckpointManager(CheckpointManager):
         failures: the latest failures of the background, oldest first, in words.
 
     Raises:
-        TypeError: a policy is none.
+        TypeError: a tier or a policy is none.
         ValueError: no tier, two of the same name, or replicas without a memory tier.
     """
 
@@ -105,10 +105,7 @@ class TieredCheckpointManager(CheckpointManager):
         kind: Kind = Kind.TIERED,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        names = [tier.name for tier in tiers]
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"the tiers are named {names}: give at least one, each with a name of its own")
-        _check_policies(policy, tiers)
+        _check(tiers, policy)
         self.tiers = tuple(tiers)
         for tier in self.tiers:
             tier.kind = kind
@@ -420,8 +417,15 @@ class TieredCheckpointManager(CheckpointManager):
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
 
 
-def _check_policies(policy: object, tiers: Sequence[Tier]) -> None:
-    """Raises TypeError for what cannot decide: a number, say."""
+def _check(tiers: Sequence[Tier], policy: object) -> None:
+    """Raises what the constructor raises for what is no place, and what cannot decide: a path, and a number, say."""
+    if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
+        raise TypeError(
+            f"tiers is {tiers!r}: give a list of places, such as [MemoryTier('/dev/shm/my-job'), DiskTier('folder')]"
+        )
+    names = [tier.name for tier in tiers]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"the tiers are named {names}: give at least one, each with a name of its own")
     of_tiers = [(f"{name} of {tier.name!r}", getattr(tier, name)) for tier in tiers for name in ("keep", "every")]
     for what, given in (("policy", policy), *of_tiers):
         if given is not None and not hasattr(given, "decide"):

@@ -1,8 +1,12 @@
-"""Pure: whether a saved model and its optimizers are those that are there now."""
+"""Whether a saved model and its optimizers are those that are there now: compares, and changes nothing."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import shortlist
@@ -20,6 +24,7 @@ def require_fitting(
     live: Mapping[str, Form],
     saved_groups: Sequence[GroupNames],
     groups: Sequence[GroupNames],
+    settings_faults: Sequence[str] = (),
 ) -> None:
     """Compares what was saved with what is there now.
 
@@ -28,6 +33,7 @@ def require_fitting(
         live: what the model has.
         saved_groups: of the optimizers in the checkpoint.
         groups: of the optimizers that are there.
+        settings_faults: what `optimizer_faults` has found.
 
     Raises:
         CheckpointError: names, shapes, dtypes or groups differ; names them.
@@ -43,7 +49,7 @@ def require_fitting(
     if len(saved_groups) != len(groups):
         faults.append(f"{len(saved_groups)} optimizer(s) were saved, and there are {len(groups)}")
     else:
-        faults += _group_faults(saved_groups, groups)
+        faults += _group_faults(saved_groups, groups) or settings_faults
     if faults:
         raise CheckpointError(
             f"the checkpoint does not fit: {'; '.join(faults)}. Nothing was loaded; build model and optimizer as they "
@@ -58,6 +64,40 @@ def _group_faults(saved_groups: Sequence[GroupNames], groups: Sequence[GroupName
             sizes = f"{[len(group) for group in before]} and {[len(group) for group in now]} parameters"
             faults.append(f"the groups of optimizer {number} hold other parameters than they did ({sizes})")
     return faults
+
+
+def optimizer_faults(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> list[str]:
+    """In what saved parameter groups differ from those of an optimizer, in words; changes nothing.
+
+    Args:
+        saved: the groups of its `state_dict`, with their parameters or without.
+        optimizer: the one that is there.
+    """
+    kind, number = type(optimizer).__name__, len(optimizer.param_groups)
+    if len(saved) != number:
+        return [f"that state has {len(saved)} parameter group(s), and this {kind} has {number}"]
+    before = [len(group["params"]) for group in saved if "params" in group]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if before and before != sizes:
+        return [f"that state's parameter groups hold {before} parameters, and those of this {kind} hold {sizes}"]
+    for group, loaded in zip(saved, _once_loaded(saved, optimizer), strict=True):
+        lacking = sorted(optimizer.defaults.keys() - loaded.keys())
+        if lacking:
+            others = sorted(group.keys() - optimizer.param_groups[0].keys())
+            has = f", and have {shortlist([repr(name) for name in others], _NAMED)}" if others else ""
+            return [
+                f"that state's parameter groups lack {shortlist([repr(name) for name in lacking], _NAMED)}, which this "
+                f"{kind} needs{has}: it is of another kind of optimizer"
+            ]
+    return []
+
+
+def _once_loaded(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups would be: an optimizer fills in what an older release of it had not."""
+    probe: torch.optim.Optimizer = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    probe.__setstate__({"state": defaultdict(dict), "param_groups": [{**group, "params": []} for group in saved]})
+    return probe.param_groups
 
 
 def _words(form: Form) -> str:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from torchelastic.checkpoint.shards.tensors import ShardOf, contiguous, encode_leaf, memory_of
-from torchelastic.checkpoint.training_state.fitting import Form, GroupNames, require_fitting
+from torchelastic.checkpoint.training_state.fitting import Form, GroupNames, optimizer_faults, require_fitting
 
 FRAMEWORKS = ("ddp", "fsdp", "fsdp2")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -112,7 +112,13 @@ class TrainingObjects:
         parameters, others = self._model_state()
         live = {name: _form(value) for name, value in {**parameters, **others["others"]}.items()}
         kept = {**saved["model"]["parameters"], **saved["model"]["others"]}
-        require_fitting({name: _form(value) for name, value in kept.items()}, live, _groups(saved), self._group_names())
+        settings_faults = [
+            f"optimizer {number}: {fault}"
+            for number, (one, optimizer) in enumerate(zip(saved["optimizers"], self.optimizers, strict=False))
+            for fault in optimizer_faults(one["param_groups"], optimizer)
+        ]
+        forms = {name: _form(value) for name, value in kept.items()}
+        require_fitting(forms, live, _groups(saved), self._group_names(), settings_faults)
 
     def template(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Memory for what this rank reads of a saved tree: of parameters, and what an optimizer has for each, its part.
