@@ -174,13 +174,6 @@ def test_a_checkpoint_without_the_default_stream_is_not_passed_over(manager: Fil
         loaded(manager)
 
 
-@pytest.fixture
-def _no_manager_afterwards() -> Iterator[None]:
-    yield
-    set_checkpoint_manager(None)
-
-
-@pytest.mark.usefixtures("_no_manager_afterwards")
 def test_a_manager_of_ones_own_commits_before_the_stream_is_closed_as_in_0_1() -> None:
     manager = MemoryManager()
     checkpoint = save(manager, ByteState(b"content"))
@@ -202,6 +195,13 @@ def test_a_state_may_close_the_stream_itself(manager: FileSystemCheckpointManage
     assert loaded(manager) == b"content"
 
 
+@pytest.fixture
+def _no_manager_afterwards() -> Iterator[None]:
+    yield
+    set_checkpoint_manager(None)
+
+
+@pytest.mark.usefixtures("_no_manager_afterwards")
 def test_the_manager_of_the_process_is_the_one_set_last(manager: FileSystemCheckpointManager) -> None:
     assert get_checkpoint_manager() is None
     set_checkpoint_manager(manager)

@@ -367,8 +367,8 @@ def test_the_state_of_another_optimizer_is_refused_and_no_restart_can_help() -> 
     module = Pair()
     adam = torchelastic.ModelState(module, torch.optim.Adam(module.parameters()))
     for other, message in (
-        (torch.optim.SGD(module.parameters(), lr=0.1), "not that of this Adam: it has no betas, eps"),
-        (torch.optim.Adam(module.first.parameters()), "doesn't match the size of optimizer's group"),
+        (torch.optim.SGD(module.parameters(), lr=0.1), "groups lack 'betas', 'eps', which this Adam needs"),
+        (torch.optim.Adam(module.first.parameters()), r"groups hold \[\d\] parameters, and those of this Adam hold"),
     ):
         tree = torchelastic.ModelState(module, other).state_dict()
         with pytest.raises(ValueError, match=message) as raised:

@@ -75,11 +75,8 @@ def test_a_file_says_how_much_it_misses_once_the_disk_has_room_again(
     assert [record.levelname for record in caplog.records] == ["ERROR"], "once"
 
 
-@pytest.mark.parametrize("what", ["a file", "a file in the way"])
-def test_a_folder_that_cannot_be_made_is_named_and_the_workers_run(tmp_path: Path, what: str) -> None:
-    (tmp_path / "file").touch()
-    log_dir = tmp_path / "file" / ("" if what == "a file" else "logs")
-    launcher = launch(tmp_path, f"--log-dir={log_dir}", script="print('trains')")
+def test_a_folder_that_cannot_be_made_is_named_and_the_workers_run(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, "--log-dir=/proc/torchelastic-logs", script="print('trains')")
     shown, said = launcher.communicate(timeout=60)
     assert (launcher.returncode, shown) == (0, "[worker 0] trains\n"), said[-3000:]
     assert said.count(REMEDY) == 1

@@ -86,7 +86,7 @@ class InMemory(CheckpointManager):
         return None
 
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        return None
+        return next(iter(self.list_checkpoints()), None)
 
     def list_checkpoints(self) -> list[Checkpoint]:
         return [InMemoryCheckpoint(self, stream) for stream in reversed(self.saved)]
