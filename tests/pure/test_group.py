@@ -16,3 +16,9 @@ def test_who_is_alone_agrees_with_itself() -> None:
     alone = Alone()
     assert [alone.rank_0_says(value) for value in (True, False)] == [True, False]
     assert alone.all_gather({"a": [1]}) == [{"a": [1]}]
+
+
+def test_who_is_alone_waits_for_nobody_and_nobody_is_silent() -> None:
+    peers = Alone()
+    peers.wait_for_rank_0("a save", 1.0)
+    assert peers.silent_s() == {}

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
+from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, nearness, plan_reads
 from torchelastic.checkpoint.store.tier import agree_epoch
 
 Found = list[list[Held[int, int]]]
@@ -111,3 +111,13 @@ def test_an_agreed_epoch_is_above_what_a_new_job_finds_and_never_goes_back(
         assert epoch >= 1
     else:
         assert epoch == max([current, *known])
+
+
+def test_the_own_folder_is_nearest_then_another_ranks_and_then_a_place_of_all() -> None:
+    distance = nearness(["a", "a", "b"])
+    sources = [ShardSource(0, "durable"), ShardSource(2), ShardSource(1)]
+    assert [str(source) for source in sorted(sources, key=lambda one: distance(0, None, one))] == [
+        "rank 1",
+        "rank 2",
+        "durable",
+    ]
