@@ -97,16 +97,20 @@ def with_fault(action: Callable[[], Any], fault: Fault, number: int) -> Callable
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def acted() -> list[Any]:
-        threading.setprofile(profile)
-        sys.setprofile(profile)
-        try:
-            value = action()
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
-        return [value, struck.is_set()]
+        return [under_profile(profile, action), struck.is_set()]
 
     return acted
+
+
+def under_profile(profile: Callable[[FrameType, str, Any], None], action: Callable[[], Any]) -> Any:
+    """What an action returns whose calls, and those of the threads that it starts, are shown to `profile` before."""
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        return action()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def _is_file(function: Any) -> bool:

@@ -12,7 +12,6 @@ import io
 import itertools
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +21,11 @@ from typing import Any
 import pytest
 
 from tests.contracts.facades import FACADES, KINDS
-from tests.contracts.faults import in_child, numbers, warm_up
+from tests.contracts.faults import CHANGES, in_child, numbers, under_profile, warm_up
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 
 LOOKS = {"stat", "lstat", "open", "listdir", "scandir"}
-CHANGES = {"mkdir", "link", "rename", "replace", "unlink", "rmdir", "write", "truncate", "ftruncate"}
 COMMANDS = [["ls"], ["show", "--tensors", "--values"], ["verify"], ["prune", "--keep-last", "1"], ["convert"]]
 
 
@@ -40,14 +38,7 @@ def at_call(number: int, of: set[str], happens: Callable[[], Any], action: Calla
             sys.setprofile(None)
             happened.append(happens())
 
-    threading.setprofile(profile)
-    sys.setprofile(profile)
-    try:
-        value = action()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return [value, happened or None]
+    return [under_profile(profile, action), happened or None]
 
 
 def said(words: list[str], folder: Path) -> list[Any]:
