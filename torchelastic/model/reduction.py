@@ -161,7 +161,7 @@ class Reduction:
         if any(not one.requires_grad for _, one in self._wrapped):
             raise RetryableException(
                 "parameters are frozen that required a gradient when this group was formed: the step is repeated in a "
-                "new group"
+                "new group (a step that freezes parameters by turns needs find_unused_parameters=True)"
             )
 
     def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
