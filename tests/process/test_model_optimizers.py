@@ -363,6 +363,23 @@ def test_a_step_that_adds_a_parameter_group_is_undone_or_committed_as_a_whole(ha
     assert state.step == has_stepped
 
 
+class OwnForm(torch.optim.SGD):
+    """Saves in a form of its own, as wrappers of optimizers do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["mine"])
+
+
+def test_an_optimizer_that_saves_in_a_form_of_its_own_loads_it() -> None:
+    module = Pair()
+    states = [torchelastic.ModelState(module, OwnForm(module.parameters(), lr=lr)) for lr in (0.1, 0.2)]
+    states[1].load_state_dict(states[0].state_dict())
+    assert states[1].optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_the_state_of_another_optimizer_is_refused_and_no_restart_can_help() -> None:
     module = Pair()
     adam = torchelastic.ModelState(module, torch.optim.Adam(module.parameters()))

@@ -183,7 +183,7 @@ class Optimizers:
             undoes: a step has failed here, which may have added groups: they go too, unless they were trained already.
 
         Raises:
-            ValueError: they are of other optimizers; nothing has changed.
+            UnfitStateError: they are of other optimizers; nothing has changed.
         """
         if not undoes:
             self._require_fitting(settings)
@@ -199,7 +199,9 @@ class Optimizers:
 
     def load_state_dict(self, state: Any) -> None:
         """The inverse. Raises UnfitStateError, before anything is changed, if the state is of other optimizers."""
-        self._require_fitting([one["param_groups"] for one in self.states_in(state)])
+        states = zip(self.states_in(state), self.objects, strict=True)
+        # one of a user's own may save in another form, which it knows itself
+        self._require_fitting([one.get("param_groups", optimizer.param_groups) for one, optimizer in states])
         self._all.load_state_dict(state)
 
     def states_in(self, state: Any) -> list[Any]:
