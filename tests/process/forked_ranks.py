@@ -134,7 +134,8 @@ def _fork(
     stop: Stop | None,
 ) -> list[Ended]:
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
+    # a store may be writing here while its process is killed
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         ends: dict[int, Connection] = {}
         processes: list[Any] = []
 
