@@ -85,10 +85,13 @@ def measure_way(way: Way, payload: Payload, runs: int) -> dict[str, Any]:
         blocking_ms = timed_ms(way.save)
         durable_ms = blocking_ms + timed_ms(way.wait)
         way.tidy()
+        elsewhere_ms = floor.elsewhere_ms()
         if run >= 2:
             figures["memcpy_ms"].append(copy_ms)
             figures["blocking_x"].append(blocking_ms / copy_ms)
             figures["durable_x"].append(durable_ms / copy_ms)
+            if elsewhere_ms is not None:
+                figures["blocking_elsewhere_x"].append(blocking_ms / elsewhere_ms)
     for _ in range(runs):
         copy_ms = floor.median_ms(3)
         if not way.is_async:  # the files are the same, and so is what reads them

@@ -17,6 +17,9 @@ MIB = 2**20
 #: holds: saves keep two files of it, so that all that there is comes to three times the state.
 LARGE_BYTES = 2048 * MIB
 FLOOR_BYTES = 512 * MIB
+#: A state of no more than this is also copied into other memory than the last time, as every save is that leaves the
+#: checkpoint before in place: while caches hold the floor's two copies, that alone doubles the time.
+SMALL_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,19 @@ class Memcpy:
             each_bytes = self._sources[0].nbytes
             few = [torch.zeros_like(source) for source in self._sources[: max(1, FLOOR_BYTES // each_bytes)]]
             self._targets = [few[index % len(few)] for index in range(len(self._sources))]
+        sets = 3 if payload.size_bytes <= SMALL_BYTES else 0
+        self._in_turn = [[torch.zeros_like(source) for source in self._sources] for _ in range(sets)]
 
     def once_ms(self) -> float:
         """One copy."""
         return timed_ms(lambda: torch._foreach_copy_(self._targets, self._sources))
+
+    def elsewhere_ms(self) -> float | None:
+        """One copy of a small state into other memory than the last time; None: the state is not small."""
+        if not self._in_turn:
+            return None
+        self._in_turn.append(self._in_turn.pop(0))
+        return timed_ms(lambda: torch._foreach_copy_(self._in_turn[0], self._sources))
 
     def median_ms(self, runs: int) -> float:
         """The median of some."""
