@@ -1,1 +1,7 @@
-"""What `ModelState` is made of: wrapping the module for a group, moving its state to who lacks it."""
+"""What `ModelState` and `ShardedState` are made of.
+
+A train step's gradients become those of the global batch in `reduction.py`, `wrapping.py` and, with logical shards, in
+`shards.py` and `tree_sum.py`. `step_gradients.py` keeps what is needed to repeat or to salvage a failed step, and
+`optimizers.py` undoes what optimizers have done in it. `transfer.py` brings the state to the ranks that lack it, and
+`digest.py` checks that all hold the same. `companions.py` and `extras.py` have what belongs to a state beside weights.
+"""
