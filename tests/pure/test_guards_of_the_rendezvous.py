@@ -156,6 +156,31 @@ def test_an_older_copy_of_the_data_costs_no_round_and_brings_nobody_back_to_life
     assert (world.invariants.latest.number, trained(world, number)) == (number, True)
 
 
+def test_an_older_copy_of_the_data_in_which_a_host_had_a_lease_and_no_record_yet_gets_its_members_again() -> None:
+    world = World(2, Settings(1, 1, last_call_s=0.0, ttl_s=2.0), hosts=1, pace=Pace(step_s=0.1))
+    world.boot(world.places[0])
+    run_while(world, lambda: not trained(world, 1))
+    world.cut(world.places[0])
+    run_while(world, lambda: bool(members_in_store(world)))
+
+    def back_up_between_lease_and_records(_number: int, _agent: object) -> None:
+        if world.store.tree.leases and not any(lease.keys for lease in world.store.tree.leases.values()):
+            world.back_up()
+            world.on_request = None
+
+    world.on_request = back_up_between_lease_and_records
+    world.heal(world.places[0])
+    world.engine.run_until(world.engine.now_s + 10.0)
+    assert world.on_request is None, "there was such a moment"
+    number, living = world.invariants.latest.number, {worker.name for worker in world.workers}
+    world.restore_backup()
+    assert not members_in_store(world)
+    world.engine.run_until(world.engine.now_s + 1.0)
+    assert members_in_store(world) == living
+    world.engine.run_until(world.engine.now_s + 10.0)
+    assert (world.invariants.latest.number, trained(world, number)) == (number, True)
+
+
 @pytest.mark.parametrize("names_it_twice", [False, True], ids=["another host names the store", "the same host again"])
 def test_that_a_process_has_ended_is_known_also_after_the_store_has_lost_its_data(names_it_twice: bool) -> None:
     """Else its place would stay free for the orphan time-out, as if it might be cut off and train on."""

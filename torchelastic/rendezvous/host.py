@@ -284,7 +284,11 @@ class Host:
         except StartOverError:
             # an earlier write had an effect after all, or the key went with its lease, or the store went back in time
             kv = await get(self._own_key)
-            if kv is not None and kv.mod_revision < self._own_revision:
+            if kv is None:
+                # the lease lives: a copy of the data from before its first use was put back, without our members
+                self._records.data_lost(self.round)
+                self._was_lost = True
+            elif kv.mod_revision < self._own_revision:
                 await self._move_to_a_new_lease()
             self._own_revision = 0 if kv is None else kv.mod_revision
             await self._write(self._records.outliving_write(self._lease_id, anew=True))
