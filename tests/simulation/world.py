@@ -389,10 +389,8 @@ class World:
             self.heal(place)
             self.resume(place)
             self.boot(place)
-        all_hang = not any(worker.runs for worker in self.workers if worker.group is not None)
         for worker in tuple(self.workers):
-            # where all hang at once, nobody is left who could notice; and nobody waits for one that has never asked
-            if all_hang or (worker.is_hung and worker.member.ready_for == 0):
+            if worker.is_hung and worker.member.ready_for == 0:  # nobody waits for one that has never asked
                 self.wake_worker(worker)
 
     def is_over(self) -> bool:
@@ -405,6 +403,10 @@ class World:
     def is_settled(self) -> bool:
         """Whether everybody who may train does, in one group, or the run is over for all."""
         living = list(self.workers)
+        chosen = [worker for worker in living if worker.name in self.invariants.latest.roster]
+        if all(worker.is_hung for worker in chosen):  # nobody is left who could notice
+            for worker in chosen:
+                self.wake_worker(worker)
         if self.invariants.latest.is_over:
             for worker in living:  # nobody ends a worker that hangs when the run is over: it may be saving its results
                 self.wake_worker(worker)
