@@ -68,7 +68,7 @@ class Invariants:
         #: by lineage: the highest step that was committed, and in which round
         self._highest: dict[int, tuple[int, int]] = {}
         self._records: dict[str, Member] = {}
-        #: by member: when it was registered
+        #: by member: since when its record has been there
         self._since_s: dict[str, float] = {}
         #: by agent: the members that the record names which outlives it
         self._named: dict[str, frozenset[str]] = {}
@@ -106,6 +106,7 @@ class Invariants:
             for key, kv in tree.keys.items()
             if key.startswith(self._keys.members)
         }
+        self._since_s = {name: since_s for name, since_s in self._since_s.items() if name in self._records}
 
     def changed(self, events: Sequence[StoreEvent]) -> None:
         """A revision of the store."""
@@ -186,6 +187,7 @@ class Invariants:
         name = event.kv.key.removeprefix(self._keys.members)
         if event.kind is EventKind.DELETE:
             self._records.pop(name, None)
+            self._since_s.pop(name, None)
             return
         now = decode_member(event.kv.key, event.kv.value, event.kv.create_revision)
         before = self._records.get(name)
