@@ -21,6 +21,7 @@ _SEEDS = st.integers(0, 3)
 @st.composite
 def documents(draw: st.DrawFn) -> Documents:
     lengths, tokens = draw(st.lists(st.integers(0, 5), max_size=8)), iter(range(1000))
+
     return Documents([list(islice(tokens, length)) for length in lengths])
 
 
@@ -138,6 +139,23 @@ def test_a_source_is_repeated_for_ever_but_not_where_it_has_nothing() -> None:
     position = samples.state_dict()
     assert next(opened(source, 0, 1, position)) == next(samples)
     assert list(source(3, 4, 0)) == []
+
+
+class _Moving:
+    """Each epoch's samples are in another shard, as those of a `datasets.IterableDataset` are."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+
+    def for_epoch(self, epoch: int) -> _Moving:
+        return _Moving(epoch)
+
+    def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[int]:
+        return iter([1, 2, 3][position:] if shard == (self.epoch + 1) % num_shards else [])
+
+
+def test_a_shard_that_has_nothing_the_first_time_has_what_comes_later() -> None:
+    assert sorted(all_samples(repeated(_Moving(), 3), 2)) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("wrong", [7, "x", {"token": 1}, {"block": 1, "drawn": 2, "source": 0, "more": 1}])

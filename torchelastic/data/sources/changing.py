@@ -53,8 +53,8 @@ class _Mapped(Iterator[R]):
 class repeated(Generic[T]):
     """A source several times, one after the other; each time is an epoch to what shuffles inside.
 
-    A shard that has no samples is over at once, also where it is to be repeated for ever. Position: which time it is,
-    and the source's own.
+    A shard that has no samples is over, also where it is to be repeated for ever. Position: which time it is, and the
+    source's own.
 
     Args:
         source: what to repeat.
@@ -98,7 +98,7 @@ class _Repeated(Iterator[T]):
             for sample in self._inner:
                 self._has_none = False
                 return sample
-            if self._has_none or self._time + 1 == self._how.times:
+            if self._time + 1 == self._how.times or (self._how.times is None and self._has_none):
                 raise StopIteration
             self._time += 1
             self._open(0)
