@@ -30,6 +30,27 @@ class Documents:
         yield from self.documents[shard::num_shards][position:]
 
 
+class Living(Documents):
+    """The same with positions that are the iterator's own dict, which changes as it goes on."""
+
+    def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[Document]:
+        return _LivingIterator(self.documents[shard::num_shards], position or {"drawn": 0})
+
+
+class _LivingIterator(Iterator[Document]):
+    def __init__(self, documents: Sequence[Document], state: dict[str, int]) -> None:
+        self._documents, self._state = documents, state
+
+    def __next__(self) -> Document:
+        if self._state["drawn"] == len(self._documents):
+            raise StopIteration
+        self._state["drawn"] += 1
+        return self._documents[self._state["drawn"] - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return self._state
+
+
 def twice(document: Document) -> Document:
     return [*plain(document), *plain(document)]
 

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tests.pure.source_contract import PAD, Documents, all_samples, rest_of, shard_samples, tokens_of, twice
+from tests.pure.source_contract import PAD, Documents, Living, all_samples, rest_of, shard_samples, tokens_of, twice
 from torchelastic.data import Source, SourceError, mapped, mixed, packed, repeated, shuffled
 from torchelastic.data.sources.api import of_epoch, opened
 
@@ -21,8 +21,8 @@ _SEEDS = st.integers(0, 3)
 @st.composite
 def documents(draw: st.DrawFn) -> Documents:
     lengths, tokens = draw(st.lists(st.integers(0, 5), max_size=8)), iter(range(1000))
-
-    return Documents([list(islice(tokens, length)) for length in lengths])
+    kind = draw(st.sampled_from([Documents, Living]))
+    return kind([list(islice(tokens, length)) for length in lengths])
 
 
 def around(inner: st.SearchStrategy[Source[Any]]) -> st.SearchStrategy[Source[Any]]:

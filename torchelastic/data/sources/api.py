@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar, cast
 
@@ -60,10 +61,15 @@ class _Counted(Iterator[T]):
 
 def opened(source: Source[T], shard: int, num_shards: int, position: Any) -> PlacedIterator[T]:
     """The iterator of a shard, with `state_dict()` even where the source's own has none. Arguments as of `Source`."""
-    samples = iter(source(shard, num_shards, position))
+    samples = iter(source(shard, num_shards, copy.deepcopy(position)))  # it may go on in that very dict
     if hasattr(samples, "state_dict"):
         return cast(PlacedIterator[T], samples)
     return _Counted(samples, position)
+
+
+def place_of(samples: PlacedIterator[Any]) -> Any:
+    """Its position, to be kept while more samples are drawn: it may have given the dict in which it counts."""
+    return copy.deepcopy(samples.state_dict())
 
 
 def of_epoch(source: Source[T], epoch: int) -> Source[T]:

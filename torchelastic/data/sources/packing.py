@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torchelastic.data.sources.api import Source, SourceError, fields, of_epoch, opened
+from torchelastic.data.sources.api import Source, SourceError, fields, of_epoch, opened, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class _Packed(Iterator["torch.Tensor"]):
         sequence = tokens[self._used : self._used + length]
         used = self._used + len(sequence)
         while len(sequence) < length:
-            begin = self._inner.state_dict()
+            begin = place_of(self._inner)
             more = self._next_tokens()
             if more is None:
                 if not sequence or self._how.pad is None:

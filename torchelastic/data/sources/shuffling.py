@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from torchelastic.data.sources.api import PlacedIterator, Source, fields, of_epoch, opened
+from torchelastic.data.sources.api import PlacedIterator, Source, fields, of_epoch, opened, place_of
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class _Shuffled(Iterator[T]):
 
     def _fill(self) -> None:
         block = list(islice(self._inner, self._how.buffer_size))
-        self._end = self._inner.state_dict()
+        self._end = place_of(self._inner)
         dice = random.Random(f"{self._how.seed} {self._shard} {self._how.epoch} {self._number}")
         # of this class Python promises the same random(), and of no other method, for all versions to come
         keys = [dice.random() for _ in block]
