@@ -6,6 +6,7 @@ import itertools
 import logging
 import multiprocessing
 import pickle
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -146,6 +147,22 @@ def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() ->
         stream.close()
     assert len(found[0]) == 4
     assert found[0] == found[1] == found[2]
+
+
+def test_worker_processes_hand_over_more_tensors_than_there_are_descriptors() -> None:
+    def tensors(_shard: int, _num_shards: int, position: int) -> Iterator[torch.Tensor]:
+        return (torch.tensor([number]) for number in range(position, 4000))
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        stream = ElasticStream(tensors, 2, global_batch_size=400, num_workers=1, collate_fn=torch.cat)
+        batches = list(committed(stream))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.cat(batches).tolist() == [
+        n for b in range(20) for _ in range(2) for n in range(200 * b, 200 * b + 200)
+    ]
 
 
 # --- state ----------------------------------------------------------------------------------------

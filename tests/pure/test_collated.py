@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import UserDict
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import default_collate
 
-from torchelastic.data.worker_processes import BY_VALUE_BYTES, by_value, joined
+from torchelastic.data.worker_processes import BY_VALUE_BYTES, hand_over_by_value, joined
 
 
 class Pair(NamedTuple):
@@ -34,6 +37,8 @@ SAMPLES: dict[str, list[Any]] = {
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -43,26 +48,46 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3)], ids=str)
-def test_parts_that_were_handed_over_are_the_whole_batch(kind: str, cuts: tuple[int, ...]) -> None:
+def test_parts_are_joined_to_the_whole_batch(kind: str, cuts: tuple[int, ...]) -> None:
     samples = SAMPLES[kind]
     edges = [0, *(cut for cut in cuts if cut < len(samples)), len(samples)]
     parts = [default_collate(samples[begin:end]) for begin, end in itertools.pairwise(edges)]
-    handed_over = pickle.loads(pickle.dumps([by_value(part) for part in parts]))
-    assert equal(joined(handed_over), default_collate(samples))
+    assert equal(joined(parts), default_collate(samples))
 
 
-def test_only_small_tensors_go_by_value() -> None:
+@pytest.fixture
+def handed_over() -> Iterator[Callable[[Any], Any]]:
+    """What arrives in another process."""
+    hand_over_by_value()
+    try:
+        yield lambda sent: pickle.loads(ForkingPickler.dumps(sent))
+    finally:
+        ForkingPickler.register(torch.Tensor, reduce_tensor)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_what_arrives_is_what_was_handed_over(kind: str, handed_over: Callable[[Any], Any]) -> None:
+    assert equal(handed_over(SAMPLES[kind]), SAMPLES[kind])
+
+
+def test_only_small_tensors_go_by_value(handed_over: Callable[[Any], Any]) -> None:
     small, large = torch.zeros(8), torch.zeros(BY_VALUE_BYTES)
-    assert isinstance(by_value(small), np.ndarray)
-    assert by_value(large) is large
+    assert not handed_over([small])[0].is_shared()
+    assert handed_over([large])[0].is_shared()
+    view = handed_over(torch.zeros(100 * BY_VALUE_BYTES // 4)[:8])  # not all that it is cut from
+    assert view.untyped_storage().nbytes() == 32
     assert joined([]) is None
 
 
-def test_a_mapping_of_another_kind_is_gone_through_too() -> None:
+def test_tensors_that_numpy_has_not_are_handed_over_too(handed_over: Callable[[Any], Any]) -> None:
+    sparse = handed_over(torch.eye(2).to_sparse())
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
+    assert handed_over(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_a_mapping_of_another_kind_is_joined_too() -> None:
     sample = UserDict(x=torch.ones(2))
-    parts = [by_value(default_collate([sample, sample])), by_value(default_collate([sample]))]
-    assert isinstance(parts[0]["x"], np.ndarray)
-    assert equal(joined(parts[:1]), {"x": torch.ones(2, 2)})
+    parts = [default_collate([sample, sample]), default_collate([sample])]
     assert equal(joined(parts), {"x": torch.ones(3, 2)})
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchelastic.data.shares import units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_progress import NO_DIGEST, ShardPlace, position_text
-from torchelastic.data.worker_processes import WorkerProcesses, by_value, joined
+from torchelastic.data.worker_processes import WorkerProcesses, hand_over_by_value, joined
 
 #: A shard's position is taken anew after so many batches: what is drawn again, at most, when the shard moves. Positions
 #: of some iterators are large, or cost time, so they are not taken for each batch.
@@ -189,7 +189,7 @@ class StreamReader(Dataset[list[Drawn]]):
         draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
         samples: Any = [sample for draw in draws.values() for sample in draw.samples]
         if self.collates:
-            samples = by_value(default_collate(samples)) if samples else None
+            samples = default_collate(samples) if samples else None
         return Drawn(samples, {shard: draw.place for shard, draw in draws.items()})
 
     def forget(self) -> None:
@@ -309,7 +309,7 @@ class StreamReading:
                 self._reader, batch_size=None, sampler=self._orders,
                 num_workers=self._num_workers, prefetch_factor=2, persistent_workers=True,
                 multiprocessing_context=self._context,
-                collate_fn=_as_it_is,
+                collate_fn=_as_it_is, worker_init_fn=hand_over_by_value,
                 # one of its own: the random numbers of the train step are not drawn from
                 generator=torch.Generator(),
             )  # fmt: skip

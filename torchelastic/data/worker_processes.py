@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -117,33 +118,29 @@ def _end(iterator: _MultiProcessingDataLoaderIter) -> None:
         process.join()
 
 
-def by_value(batch: Any) -> Any:
-    """The same with arrays in place of small tensors, which pickle as what they hold. `joined` is the inverse."""
+def hand_over_by_value(_worker: int = 0) -> None:
+    """Have this process pickle small tensors as what they hold, when it hands something over to another one."""
+    ForkingPickler.register(torch.Tensor, _reduced)
 
-    def value(leaf: Any) -> Any:
-        is_small = isinstance(leaf, torch.Tensor) and leaf.nbytes <= BY_VALUE_BYTES and not leaf.requires_grad
-        try:
-            return leaf.numpy() if is_small else leaf
-        except (TypeError, RuntimeError):  # a dtype that numpy has not, such as bfloat16
-            return leaf
 
-    return _mapped(batch, value)
+def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
+    with suppress(TypeError, RuntimeError):  # what numpy has not, such as bfloat16 or a sparse tensor
+        if tensor.nbytes <= BY_VALUE_BYTES and not tensor.requires_grad:
+            return torch.from_numpy, (tensor.numpy(),)
+    return reduce_tensor(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """Several batches that `default_collate` made, one behind the other; None for none.
 
-    Args:
-        parts: as `by_value` gave them, or as they were.
-
     Raises:
         TypeError: batches of another kind.
     """
     if len(parts) < 2:
-        return _mapped(parts[0], _tensor) if parts else None
+        return parts[0] if parts else None
     first = parts[0]
-    if isinstance(first, (torch.Tensor, np.ndarray)):
-        return torch.cat([_tensor(part) for part in parts])
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
     if isinstance(first, Mapping):
         return {key: joined([part[key] for part in parts]) for key in first}
     if isinstance(first, (list, tuple)):
@@ -152,16 +149,3 @@ def joined(parts: Sequence[Any]) -> Any:
         columns = [joined(list(column)) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise TypeError(f"default_collate made a {type(first).__name__}: give a collate_fn of your own")
-
-
-def _tensor(leaf: Any) -> Any:
-    return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [_mapped(value, function) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return function(tree)
