@@ -149,6 +149,11 @@ def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() ->
     assert found[0] == found[1] == found[2]
 
 
+def test_a_collate_fn_that_raises_stop_iteration_does_not_end_the_run() -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration, by which samples would be left out"):
+        next(make(5, 5, collate_fn=lambda samples: next(iter(samples[9:]))))
+
+
 def test_worker_processes_hand_over_more_tensors_than_there_are_descriptors() -> None:
     def tensors(_shard: int, _num_shards: int, position: int) -> Iterator[torch.Tensor]:
         return (torch.tensor([number]) for number in range(position, 4000))

@@ -101,6 +101,19 @@ def test_tokens_are_packed_in_order_and_the_end_is_dropped_or_padded() -> None:
     assert rest_of(letters(0, 1, 0)) == [[10, 20]]
 
 
+@pytest.mark.parametrize(
+    "around", [mapped, lambda source, function: packed(source, 1, function)], ids=["mapped", "packed"]
+)
+def test_a_function_that_raises_stop_iteration_leaves_no_sample_out(around: Any) -> None:
+    def first(document: list[int]) -> list[int]:
+        return [next(iter(document))]
+
+    samples = around(Documents([[1], [], [2]]), first)(0, 1, 0)
+    next(samples)
+    with pytest.raises(RuntimeError, match="first raised StopIteration, by which samples would be left out"):
+        next(samples)
+
+
 def test_a_document_that_has_fewer_tokens_than_before_is_told() -> None:
     samples = opened(packed(Documents([[1, 2, 3, 4, 5]]), 4), 0, 1, 0)
     next(samples)

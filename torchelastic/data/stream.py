@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from torchelastic.data.placing import say_if_all_load_all
 from torchelastic.data.shares import PADDING_SAMPLES, BatchSharing, require_rank, units_of_rank
-from torchelastic.data.sources.api import Source, of_epoch
+from torchelastic.data.sources.api import Source, made, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
 from torchelastic.data.stream_reading import Drawn, StreamReader, StreamReading
@@ -243,7 +243,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         return drawn
 
     def _batch(self, drawn: Drawn) -> Any:
-        return drawn.samples if self._collates_in_workers else self._collate(drawn.samples)
+        return drawn.samples if self._collates_in_workers else made(self._collate, drawn.samples)
 
     def _padding_batch(self, progress: StreamProgress, places: tuple[ShardPlace, ...]) -> Any:
         """The first samples of a shard that has some: any rank can open any shard."""
@@ -251,7 +251,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
             shard = next(s for s, samples in enumerate(samples_between(progress.places, places)) if samples)
             samples = of_epoch(self._make_iterator, progress.epoch)(shard, self.logical_shards, 0)
             self._padding = [sample for sample, _ in zip(samples, range(PADDING_SAMPLES), strict=False)]
-        return self._collate(list(self._padding))
+        return made(self._collate, list(self._padding))
 
     # What happened
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
 T = TypeVar("T")
@@ -76,6 +76,21 @@ def of_epoch(source: Source[T], epoch: int) -> Source[T]:
     """The source for an epoch, counted from 0: itself, if epochs are all the same to it."""
     for_epoch = getattr(source, "for_epoch", None)
     return source if for_epoch is None else cast(Source[T], for_epoch(epoch))
+
+
+def made(function: Callable[[Any], T], argument: Any) -> T:
+    """What a function of the user's makes of samples; it must not end the shard, or the run, by a `StopIteration`.
+
+    Raises:
+        RuntimeError: it did; the cause is where.
+    """
+    try:
+        return function(argument)
+    except StopIteration as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise RuntimeError(
+            f"{name} raised StopIteration, by which samples would be left out: does it call next()?"
+        ) from error
 
 
 def fields(position: Any, *names: str) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
-from torchelastic.data.sources.api import PlacedIterator, Source, fields, of_epoch, opened
+from torchelastic.data.sources.api import PlacedIterator, Source, fields, made, of_epoch, opened
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,7 +43,7 @@ class _Mapped(Iterator[R]):
         self._inner = opened(how.source, shard, num_shards, position)
 
     def __next__(self) -> R:
-        return self._function(next(self._inner))
+        return made(self._function, next(self._inner))
 
     def state_dict(self) -> Any:
         return self._inner.state_dict()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torchelastic.data.sources.api import Source, SourceError, fields, of_epoch, opened, place_of
+from torchelastic.data.sources.api import Source, SourceError, fields, made, of_epoch, opened, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class _Packed(Iterator["torch.Tensor"]):
     def _next_tokens(self) -> list[int] | None:
         how = self._how
         for document in self._inner:
-            tokens: Any = document if how.tokenize is None else how.tokenize(document)
+            tokens: Any = document if how.tokenize is None else made(how.tokenize, document)
             tokens = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)  # tensors and arrays
             return tokens if how.end_of_document is None else [*tokens, how.end_of_document]
         return None
