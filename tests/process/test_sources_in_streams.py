@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.data import ElasticStream, lines, packed, shuffled
+from torchelastic.data import ElasticStream, SourceError, lines, packed, shuffled
 
 PAD = -1
 
@@ -55,3 +55,19 @@ def test_a_stream_goes_on_in_the_middle_of_files_documents_and_blocks(
     seen += drawn(after, None)
     after.close()
     assert Counter(token for token in seen if token != PAD) == Counter(list(range(next(tokens))) * 2)
+
+
+def test_a_file_that_vanishes_after_the_first_batch_is_named(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("a\nb\nc\n")
+
+    def make() -> ElasticStream:
+        return ElasticStream(lines(f"{tmp_path}/*.txt"), 2, global_batch_size=2)
+
+    before, after = make(), make()
+    next(before)
+    before.commit()
+    (tmp_path / "3.txt").unlink()
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(SourceError, match=r"another list of files \(3 files now\)"):
+        next(after)

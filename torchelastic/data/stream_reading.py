@@ -25,7 +25,8 @@ from torchelastic.data.stream_progress import NO_DIGEST, ShardPlace, position_te
 from torchelastic.data.worker_processes import WorkerProcesses, hand_over_by_value, joined
 
 #: A shard's position is taken anew after so many batches: what is drawn again, at most, when the shard moves. Positions
-#: of some iterators are large, or cost time, so they are not taken for each batch.
+#: of some iterators are large, or cost time, so they are not taken for each batch; but behind the first one, for 0 does
+#: not say which files there were.
 POSITION_EVERY = 8
 #: Others go byte by byte: numpy does not know them.
 _OF_NUMPY = frozenset(
@@ -112,7 +113,7 @@ class _OpenShard:
         position, at, drawn, digest, ended = self._mark
         if ended:
             return _Draw([], self._mark)
-        if drawn + wanted - at < POSITION_EVERY * wanted:
+        if position != "0" and drawn + wanted - at < POSITION_EVERY * wanted:
             samples = self._next + list(itertools.islice(self._samples, wanted))
             self._next = samples[wanted:]
             del samples[wanted:]
