@@ -101,8 +101,8 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest")
     parser.add_argument("--keep-every", type=_count, metavar="K", help="keep the first of each K steps (of each K ids)")
     parser.add_argument("--keep-best", type=_metric, metavar="METRIC", help="keep the best by this metric in manifests")
-    parser.add_argument("--best-count", type=_count, default=1, metavar="N", help="how many of the best (default 1)")
-    parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="which is best (default min)")
+    parser.add_argument("--best-count", type=_count, metavar="N", help="how many of the best (default 1)")
+    parser.add_argument("--best-mode", choices=("min", "max"), help="which is best (default min)")
     parser.add_argument("--dry-run", action="store_true", help="remove nothing, only say what would be removed")
 
 
@@ -216,6 +216,8 @@ def _prune(options: argparse.Namespace) -> int:
         )
     from torchelastic.checkpoint.command.pruning import prune
 
+    if options.keep_best is None and (options.best_count or options.best_mode):
+        raise CheckpointCommandError("--best-count and --best-mode go with --keep-best METRIC")
     policy = _policy(options)
     path = _folder(options.path, "what is kept there says the run's own policy, as in DurableTier(url, KeepLast(3))")
     return prune(path, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
@@ -224,8 +226,9 @@ def _prune(options: argparse.Namespace) -> int:
 def _prune_dead(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.dead_jobs import prune_dead
 
-    if any(rule is not None for rule in (options.keep_last, options.keep_every, options.keep_best)):
-        raise CheckpointCommandError("--dead removes whole containers: use it without --keep-...")
+    rules = (options.keep_last, options.keep_every, options.keep_best, options.best_count, options.best_mode)
+    if any(rule is not None for rule in rules):
+        raise CheckpointCommandError("--dead removes whole containers: use it without --keep-... and --best-...")
     if options.older_than is not None and not options.older_than >= 0:
         raise CheckpointCommandError(f"--older-than {options.older_than:g}: give seconds, 0 or more")
     return prune_dead(
@@ -256,7 +259,7 @@ def _policy(options: argparse.Namespace) -> KeepPolicy:
     if options.keep_every is not None:
         rules.append(KeepEvery(options.keep_every))
     if options.keep_best is not None:
-        rules.append(KeepBest(options.keep_best, options.best_count, options.best_mode))
+        rules.append(KeepBest(options.keep_best, options.best_count or 1, options.best_mode or "min"))
     if not rules:
         raise CheckpointCommandError("say what to keep: --keep-last N, --keep-every K or --keep-best METRIC")
     return KeepIfAny(tuple(rules))
