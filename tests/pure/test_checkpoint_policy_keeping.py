@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -26,6 +27,9 @@ from torchelastic.checkpoint.policy import (
     prunable,
 )
 from torchelastic.checkpoint.policy.keeping import KeepIfAll, KeepIfAny
+from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
+from torchelastic.checkpoint.store.manifest import Manifest
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 def at(*steps: int, every_s: float = 60.0) -> list[KeptCheckpoint]:
@@ -186,6 +190,25 @@ def test_a_list_that_is_the_wrong_way_round_is_refused_before_anything_is_delete
         prunable(KeepLast(1), at(1, 2, 3)[::-1])
     went_back = at(300, 100, 200)  # a run that was restored from step 90
     assert steps_kept(KeepLast(1), went_back) == [200]
+
+
+def in_a_place(step: int, saved_s: float) -> CheckpointInfo:
+    name = SaveId(epoch=1, round=1, generation=step, step=step)
+    return CheckpointInfo(step=step, saved_s=saved_s, name=name, folder=Path(), manifest=cast(Manifest, object()))
+
+
+@pytest.mark.parametrize("wrong_s", [1e9, -1e9, 40_000.0], ids=["ahead", "behind", "some hours ahead"])
+@pytest.mark.parametrize("until", [21, 60], ids=["once", "for ever"])
+def test_a_clock_that_was_wrong_stops_no_hourly_checkpoints(wrong_s: float, until: int) -> None:
+    policy = KeepLast(1) | KeepEverySeconds(3600.0)
+    there: list[CheckpointInfo] = []
+    for step in range(60):  # every ten minutes
+        there.append(in_a_place(step, 2e9 + 600.0 * step + (wrong_s if 20 <= step < until else 0.0)))
+        gone = {one.name for one in prunable_checkpoints(policy, there)}
+        there = [one for one in there if one.name not in gone]
+    kept = [checkpoint.step for checkpoint in there]
+    assert all(later - earlier <= 6 for earlier, later in pairwise(kept))
+    assert len(kept) <= 60 / 6 + 4, kept
 
 
 def test_an_own_policy_must_answer_for_each_checkpoint() -> None:

@@ -118,12 +118,18 @@ class KeepPolicy(Composable, ABC):
 def rising_s(times_s: Iterable[float]) -> list[float]:
     """Times of a clock, oldest save first, so that each is after the one before.
 
-    Policies go by the order of the saves: a clock that was set back has no say.
+    Policies go by the order of the saves: a clock that was set back counts as one that was set forward by as much. So
+    times go on from there, also where all that was saved by the wrong clock is one checkpoint.
 
-    >>> rising_s([1.0, 5.0, 3.0]) == [1.0, 5.0, math.nextafter(5.0, math.inf)]
+    >>> rising_s([1.0, 5.0, 3.0, 3.5])
+    [1.0, 5.0, 7.0, 7.5]
+    >>> rising_s([1.0, 1.0]) == [1.0, math.nextafter(1.0, math.inf)]
     True
     """
-    return list(itertools.accumulate(times_s, lambda before_s, now_s: max(now_s, math.nextafter(before_s, math.inf))))
+    given_s = list(times_s)
+    passed_s = (abs(now_s - before_s) for before_s, now_s in itertools.pairwise(given_s))
+    rising = itertools.chain(given_s[:1], passed_s)
+    return list(itertools.accumulate(rising, lambda at_s, more_s: max(at_s + more_s, math.nextafter(at_s, math.inf))))
 
 
 def prunable(policy: KeepPolicy, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
