@@ -77,6 +77,33 @@ def test_one_at_a_url_is_shown_verified_and_converted(url: str, tmp_path: Path, 
     assert f"{url}/step-000000002." in out
 
 
+@pytest.mark.parametrize("verb", ["ls", "show", "verify"])
+@pytest.mark.parametrize("kept", [1, 0], ids=["an older one stays", "a newer one comes"])
+def test_one_that_a_run_removes_meanwhile_is_passed_over(
+    url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str, kept: int
+) -> None:
+    """As a run prunes: while the first file of the newest one is downloaded."""
+    files = fsspec.filesystem("memory")
+    first, second = sorted(files.glob("/bucket/run/step-*"))
+    kind = type(files)
+    fetch = kind.get_file
+    saved = {name: files.cat_file(name) for name in files.find(first)}
+    if not kept:
+        files.rm(first, recursive=True)
+
+    def get_file(self: Any, name: str, *rest: Any, **options: Any) -> Any:
+        if files.exists(second) and name.startswith(second):
+            files.rm(second, recursive=True)
+            files.pipe(saved)
+        return fetch(self, name, *rest, **options)
+
+    monkeypatch.setattr(kind, "get_file", get_file)
+    code, out, err = run(capsys, verb, url)
+    assert (code, err) == (0, "")
+    assert first.rpartition("/")[2] in out
+    assert second.rpartition("/")[2] not in out
+
+
 def test_what_a_url_cannot_do_is_said(url: str, tmp_path: Path, capsys: Capture) -> None:
     code, _, err = run(capsys, "prune", url, "--keep-last", "1")
     assert (code, "DurableTier(url, KeepLast(3))" in err) == (2, True)

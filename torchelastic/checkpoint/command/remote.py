@@ -7,9 +7,10 @@ of the same length.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,25 @@ from torchelastic.checkpoint.store.durable import without_credentials, without_s
 _SMALL_BYTES = 2**20
 
 
+class _NothingThereError(CheckpointCommandError):
+    """There is nothing at the place, or not any more."""
+
+
 @contextmanager
 def newest_at(url: str) -> Iterator[Path]:
     """The newest complete checkpoint there; errors as `newest_complete`."""
-    with copied(url, heads_only=True) as path:
-        chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
-    with copied(url if chosen == Path() else f"{url.rstrip('/')}/{chosen}", heads_only=False) as path:
-        yield path
+    with ExitStack() as stack:
+        while True:
+            with copied(url, heads_only=True) as path:
+                chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
+            place = url if chosen == Path() else f"{url.rstrip('/')}/{chosen}"
+            try:
+                copy = stack.enter_context(copied(place, heads_only=False))
+                break
+            except _NothingThereError:
+                if place == url:
+                    raise  # else a run at work has removed it, and has saved a newer one
+        yield copy
 
 
 @contextmanager
@@ -47,21 +60,47 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             files, root = fsspec.url_to_fs(url)
             root = str(root).rstrip("/")
             target = Path(folder) / (root.rpartition("/")[2] or "root")
-            files.ls(root)  # `find` would take what does not answer for nothing
-            found = files.find(root, detail=True)
-            for name, item in found.items():
-                below = os.path.relpath(str(name), root)
-                if below.split("/")[0] == "..":
-                    raise ValueError(f"{name} would be written outside of the copy")
-                _copy(files, str(name), item["size"], target / below, heads_only=heads_only)
+            while not _copy_all(files, root, target, heads_only=heads_only):
+                pass  # a run at work has removed all that there was
         except FileNotFoundError:
-            found = {}
+            raise _NothingThereError(
+                f"{where} holds nothing: give the place of checkpoints, or of one of them"
+            ) from None
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             raise CheckpointCommandError(f"could not read {where}: {without_secrets(error, url)}") from None
-        if not found:
-            raise CheckpointCommandError(f"{where} holds nothing: give the place of checkpoints, or of one of them")
         with shown_as(str(target), where.rstrip("/")):
             yield target
+
+
+def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> bool:
+    """Copies what is there, but no checkpoint of which something is removed meanwhile; False: all were.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    files.invalidate_cache()
+    files.ls(root)  # `find` would take what does not answer for nothing
+    found = files.find(root, detail=True)
+    kept, removed = set[str](), set[str]()
+    for name, item in found.items():
+        below = os.path.relpath(str(name), root)
+        if below.split("/")[0] == "..":
+            raise ValueError(f"{name} would be written outside of the copy")
+        checkpoint = os.path.dirname(below)  # noqa: PTH120 - of a name, and "" for none
+        if checkpoint in removed:
+            continue
+        kept.add(checkpoint)
+        try:
+            _copy(files, str(name), item["size"], target / below, heads_only=heads_only)
+        except FileNotFoundError:
+            if not checkpoint:
+                raise
+            kept.discard(checkpoint)
+            removed.add(checkpoint)
+            shutil.rmtree(target / checkpoint)
+    if not found:
+        raise FileNotFoundError(root)
+    return bool(kept - {""} or not removed)
 
 
 def _copy(files: Any, name: str, size_bytes: int | None, target: Path, *, heads_only: bool) -> None:
