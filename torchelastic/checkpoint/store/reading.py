@@ -20,7 +20,9 @@ from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_f
 
 
 def list_checkpoints(root: Path, *, kind: Kind | None = None, whole: bool = True) -> list[CheckpointInfo]:
-    """All published checkpoints in a folder, newest first, damaged ones too; empty if there is no such folder.
+    """All checkpoints in a folder, newest first; empty if there is no such folder.
+
+    Those that are damaged, and one that is being saved, are there too: their `damage` says so.
 
     Args:
         root: the folder.
