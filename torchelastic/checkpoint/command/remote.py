@@ -25,6 +25,9 @@ from torchelastic.checkpoint.store.durable import without_credentials, without_s
 
 #: What is no longer is downloaded whole.
 _SMALL_BYTES = 2**20
+#: How often a place is looked at from which a run removes things at that moment: a store may list for good what it has
+#: not.
+_MOST_TRIES = 20
 
 
 class _NothingThereError(CheckpointCommandError):
@@ -35,7 +38,7 @@ class _NothingThereError(CheckpointCommandError):
 def newest_at(url: str) -> Iterator[Path]:
     """The newest complete checkpoint there; errors as `newest_complete`."""
     with ExitStack() as stack:
-        while True:
+        for last in (*[False] * (_MOST_TRIES - 1), True):
             with copied(url, heads_only=True) as path:
                 chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
             place = url if chosen == Path() else f"{url.rstrip('/')}/{chosen}"
@@ -43,7 +46,7 @@ def newest_at(url: str) -> Iterator[Path]:
                 copy = stack.enter_context(copied(place, heads_only=False))
                 break
             except _NothingThereError:
-                if place == url:
+                if place == url or last:
                     raise  # else a run at work has removed it, and has saved a newer one
         yield copy
 
@@ -60,8 +63,9 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             files, root = fsspec.url_to_fs(url)
             root = str(root).rstrip("/")
             target = Path(folder) / (root.rpartition("/")[2] or "root")
-            while not _copy_all(files, root, target, heads_only=heads_only):
-                pass  # a run at work has removed all that there was
+            # a run at work may have removed all that there was
+            if not any(_copy_all(files, root, target, heads_only=heads_only) for _ in range(_MOST_TRIES)):
+                raise FileNotFoundError(root)
         except FileNotFoundError:
             raise _NothingThereError(
                 f"{where} holds nothing: give the place of checkpoints, or of one of them"
