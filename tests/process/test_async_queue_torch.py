@@ -11,7 +11,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, TorchAsyncCheckpoint
 from torchelastic.checkpoint.async_ckpt.torch_checkpoint import save_and_rename
-from torchelastic.checkpoint.staging import Owner, encode_staging_name, this_process
+from torchelastic.checkpoint.staging import new_staging_path
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +64,16 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    me = this_process()
-    dead = Owner(me.host, me.scope, 4_000_000)  # above any pid_max in use here: there is no such process
-    elsewhere = Owner("other", "0" * 12, 4_000_000)
-    left = {owner: tmp_path / encode_staging_name(owner, "0" * 16) for owner in (me, dead, elsewhere)}
-    for path in left.values():
+    mine = new_staging_path(tmp_path)
+    pid, _, scope, _ = mine.name.removeprefix(".tmp-").split("-", 3)
+    dead = tmp_path / mine.name.replace(pid, "4000000", 1)  # above any pid_max in use here: there is no such process
+    elsewhere = tmp_path / dead.name.replace(scope, "0" * 12)
+    for path in (mine, dead, elsewhere):
         path.touch()
     save_and_rename({"x": 1}, tmp_path / "a.pt")
-    assert not left[dead].exists()
-    assert left[me].exists(), "a living process of this host may be writing it"
-    assert left[elsewhere].exists(), "who can tell whether it lives on another host"
+    assert not dead.exists()
+    assert mine.exists(), "a living process of this host may be writing it"
+    assert elsewhere.exists(), "who can tell whether it lives on another host"
 
 
 def test_files_appear_with_the_users_umask(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.file_system import FileSystemCheckpoint
-from torchelastic.checkpoint.staging import Owner, encode_staging_name, this_process
+from torchelastic.checkpoint.staging import ABANDONED_AFTER_S, new_staging_path
 from torchelastic.checkpoint.store.manifest import _digest
 
 
@@ -244,8 +244,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training() -> None:
 # Left-overs
 
 
-def leave_behind(folder: Path, owner: Owner, age_s: float = 0.0) -> Path:
-    left = folder / encode_staging_name(owner, "0123456789abcdef")
+def left_by(folder: Path, pid: int, scope: str | None = None) -> Path:
+    """How a process calls what it writes there; of another host or container with a scope."""
+    name = new_staging_path(folder).name.replace(f"-{os.getpid()}-", f"-{pid}-", 1).split("-", 4)
+    return folder / "-".join([*name[:3], scope or name[3], name[4]])
+
+
+def leave_behind(left: Path, age_s: float = 0.0) -> Path:
     left.mkdir()
     (left / "default").write_bytes(b"unfinished")
     then_s = left.stat().st_mtime - age_s
@@ -261,16 +266,28 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_the_folder_of_a_living_process_stays(tmp_path: Path) -> None:
-    here = this_process()
-    left = leave_behind(tmp_path, Owner(here.host, here.scope, os.getppid()))
+@pytest.mark.parametrize("scope", [None, "0123456789ab"])
+def test_a_folder_goes_when_its_process_has_ended_here_or_nobody_touched_it_for_a_day(
+    tmp_path: Path, dead_pid: int, scope: str | None
+) -> None:
+    dead = leave_behind(left_by(tmp_path, dead_pid, scope))
+    living = leave_behind(left_by(tmp_path, os.getppid(), scope))
+    old = leave_behind(left_by(tmp_path, os.getpid(), scope), ABANDONED_AFTER_S + 1)
     FileSystemCheckpointManager(tmp_path)
-    assert left.exists()
+    assert dead.exists() == (scope is not None), "a process number of elsewhere proves nothing"
+    assert living.exists()
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("name", [".tmp", ".tmp-mine", ".tmp-1-x-y-z", "tmp-1", ".nfs0001"])
+def test_other_things_in_the_folder_are_left_alone_however_old(tmp_path: Path, name: str) -> None:
+    other = leave_behind(tmp_path / name, ABANDONED_AFTER_S + 1)
+    FileSystemCheckpointManager(tmp_path)
+    assert other.exists()
 
 
 def test_what_a_killed_torch_async_checkpoint_has_left_is_removed_too(tmp_path: Path, dead_pid: int) -> None:
-    here = this_process()
-    (tmp_path / encode_staging_name(Owner(here.host, here.scope, dead_pid), "0" * 16)).write_bytes(b"unfinished")
+    left_by(tmp_path, dead_pid).write_bytes(b"unfinished")
     FileSystemCheckpointManager(tmp_path)
     assert names(tmp_path) == []
 

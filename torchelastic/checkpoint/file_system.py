@@ -19,8 +19,8 @@ from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError, FencedError, explained
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.output_stream import OutputStream
+from torchelastic.checkpoint.shards.disk import fsync_folder
 from torchelastic.checkpoint.staging import (
-    fsync_folder,
     make_staging_folder,
     new_staging_path,
     remove_abandoned,

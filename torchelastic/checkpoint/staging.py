@@ -14,7 +14,6 @@ is not published, however late it is. No clock, lock or server is asked, only th
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -22,7 +21,6 @@ import re
 import secrets
 import shutil
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -36,62 +34,9 @@ log = logging.getLogger(__name__)
 ABANDONED_AFTER_S = 24 * 3600.0
 
 _RUN_PREFIX = ".run-"
+# Process numbers can be compared within one scope only: a digest of host, boot and process namespace. The host's name
+# is for people, and identifies nothing: clones and containers share names.
 _NAME = re.compile(r"\.tmp-(?P<pid>\d{1,7})-[0-9a-f]{16}-(?P<scope>[0-9a-f]{12})-(?P<host>.+)")
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that made a staging folder.
-
-    Attributes:
-        host: its host's name, for people. It identifies nothing: clones and containers share names.
-        scope: digest of host, boot and process namespace; process numbers can be compared within one scope only.
-        pid: its process number.
-    """
-
-    host: str
-    scope: str
-    pid: int
-
-
-def encode_staging_name(owner: Owner, token: str) -> str:
-    """The name of a staging folder; `decode_staging_name` finds the owner in it.
-
-    Args:
-        owner: who makes the folder.
-        token: 16 hexadecimal digits that this owner uses once.
-    """
-    return f".tmp-{owner.pid}-{token}-{owner.scope}-{owner.host}"
-
-
-def decode_staging_name(name: str) -> Owner | None:
-    """Whose staging folder has this name; None if it is no staging folder at all."""
-    match = _NAME.fullmatch(name)
-    return Owner(match["host"], match["scope"], int(match["pid"])) if match else None
-
-
-def is_abandoned(owner: Owner, observer: Owner, *, process_lives: bool, idle_s: float) -> bool:
-    """Decides whether a staging folder may be removed.
-
-    Args:
-        owner: who made the folder.
-        observer: who asks.
-        process_lives: whether a process with the owner's number exists where the observer runs; that counts only
-            if both are in one scope.
-        idle_s: for how many seconds nothing in the folder has changed, by the file system's own clock.
-    """
-    if owner.scope == observer.scope and not process_lives:
-        return True
-    return idle_s > ABANDONED_AFTER_S
-
-
-def this_process() -> Owner:
-    """The calling process as the owner of a staging folder. Asked anew each time, since a fork changes the answer."""
-    host = socket.gethostname().replace("/", "_")[:64] or "unnamed"
-    # not on Linux: there are no process namespaces, and the host's name alone has to do
-    place = this_place()
-    scope = hashlib.sha256("\n".join((host, place["boot"], place["namespace"])).encode()).hexdigest()[:12]
-    return Owner(host, scope, os.getpid())
 
 
 def make_staging_folder(parent: Path) -> Path:
@@ -128,18 +73,18 @@ def remove_abandoned(parent: Path, now_s: float) -> None:
         now_s: the time as the file system tells it (the modification time of a file just written there), so that the
             clocks of other hosts do not matter.
     """
-    observer = this_process()
+    here = _host_and_scope()[1]
     for path in sorted(parent.iterdir()):
-        owner = decode_staging_name(path.name)
+        owner = _NAME.fullmatch(path.name)
         if owner is None:
             continue
         try:
             idle_s = now_s - _last_change_s(path)
         except FileNotFoundError:
             continue  # being published or removed while we look
-        lives = psutil.pid_exists(owner.pid)
-        if is_abandoned(owner, observer, process_lives=lives, idle_s=idle_s) and remove_folder(path):
-            log.info("removed %s, left behind by process %d on %s", path, owner.pid, owner.host)
+        is_dead = owner["scope"] == here and not psutil.pid_exists(int(owner["pid"]))
+        if (is_dead or idle_s > ABANDONED_AFTER_S) and remove_folder(path):
+            log.info("removed %s, left behind by process %s on %s", path, owner["pid"], owner["host"])
 
 
 def take_over(checkpoint_dir: Path, run_id: str) -> Path:
@@ -180,22 +125,17 @@ def _numbers(root: Path) -> list[int]:
     return [int(path.name) for path in root.iterdir() if path.name.isdecimal()]
 
 
-def fsync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable (files are made durable by their own fsync)."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and user-space file systems cannot do this for folders; they order names themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def new_staging_path(parent: Path) -> Path:
     """A name in `parent` that nobody uses, for a staging folder of the calling process."""
-    return parent / encode_staging_name(this_process(), secrets.token_hex(8))
+    host, scope = _host_and_scope()
+    return parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}-{scope}-{host}"
+
+
+def _host_and_scope() -> tuple[str, str]:
+    host = socket.gethostname().replace("/", "_")[:64] or "unnamed"
+    # not on Linux: there are no process namespaces, and the host's name alone has to do
+    place = this_place()
+    return host, hashlib.sha256("\n".join((host, place["boot"], place["namespace"])).encode()).hexdigest()[:12]
 
 
 def _last_change_s(path: Path) -> float:

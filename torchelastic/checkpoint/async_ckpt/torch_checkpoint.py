@@ -11,7 +11,8 @@ import torch
 from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue
 from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.staging import fsync_folder, new_staging_path, remove_abandoned
+from torchelastic.checkpoint.shards.disk import fsync_folder
+from torchelastic.checkpoint.staging import new_staging_path, remove_abandoned
 
 
 class TorchAsyncCheckpoint:

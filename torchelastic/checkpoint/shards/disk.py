@@ -40,6 +40,19 @@ def is_in_memory(path: Path) -> bool:
     return file_system_of(path) in ("tmpfs", "ramfs")
 
 
+def fsync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable (files are made durable by their own fsync). Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems cannot do this for folders; they order names themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
 class Disk:
     """The real one. Every method that fails raises a `CheckpointError`, which names the place and the remedy."""
 
@@ -123,11 +136,7 @@ class Disk:
     def sync_folder(self, path: Path) -> None:
         """Returns when the names in a folder are on the disk."""
         with explained("publish the checkpoint", path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            fsync_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
         """Gives a file or folder another name in one step; a file of that name is replaced."""
