@@ -117,9 +117,12 @@ class Worker:
         self._noticed_ms = at_ms
         self.told(Failure(**self._where(), began_ns=at_ns - pending_ns, replayed_ns=pending_ns, cause=cause))
 
-    def trains_again(self, at_ms: int, agree_ms: int, re_form_ms: int, sync_ms: int, cause: str = "") -> None:
+    def trains_again(
+        self, at_ms: int, agree_ms: int, re_form_ms: int, sync_ms: int, cause: str = "", told_at_ms: int | None = None
+    ) -> None:
         self.commits(at_ms)
-        rest_ms = at_ms - self._noticed_ms - agree_ms - re_form_ms - sync_ms
+        noticed_ms = self._noticed_ms if told_at_ms is None else told_at_ms
+        rest_ms = at_ms - noticed_ms - agree_ms - re_form_ms - sync_ms
         phases = {"agree": agree_ms, "re_form": re_form_ms, "sync": sync_ms, "step": rest_ms}
         phases_ns = {name: ms * MS for name, ms in phases.items()}
         self.told(ReForm(**self._where(), phases_ns=phases_ns, world_size=self.tally.world_size, cause=cause))

@@ -85,6 +85,21 @@ def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_an
     assert [incident.detect_ns // MS for incident in report.incidents] == [20, 0]
 
 
+def test_a_worker_that_was_told_of_a_death_in_the_middle_of_its_own_code_was_down_no_longer_than_that() -> None:
+    """Its phases begin when it is told, and its step fails when that code has ended."""
+    hosts = [Host("a"), Host("b")]
+    stays, dies = (Worker(host, "0.0") for host in hosts)
+    group_of([stays, dies], 0, 1, 0)
+    steps([stays, dies], 10, 2)
+    dies.ends(300, -9)
+    stays.fails(450)
+    group_of([stays], 460, 2, 2, "peer")
+    stays.trains_again(600, 150, 5, 10, told_at_ms=305)
+    (incident,) = report_of(journals_of(hosts)).incidents
+    assert incident.phases_ns["detect"] == 5 * MS
+    assert (incident.at_ns, incident.down_ns) == (300 * MS, 300 * MS)
+
+
 def test_what_three_workers_of_two_hosts_tell_of_one_kill_is_one_failure_with_its_phases_and_its_victim() -> None:
     (incident,) = report_of(journals_of(killed_run())).incidents
     assert incident.at_ns == 1040 * MS

@@ -154,8 +154,11 @@ def _phases(
     """Of the worker that took longest; empty: nobody trained again."""
     if not re_forms:
         return {}
-    _, event = max(re_forms, key=lambda pair: sum(pair[1].phases_ns.values()))
-    detect_ns = max((one.detect_ns for one, failure in failures if failure.worker == event.worker), default=0)
+    last, event = max(re_forms, key=lambda pair: sum(pair[1].phases_ns.values()))
+    # told of the loss, a worker may still be in code of the user's: its phases begin then, its step fails later
+    told_ns = last.at_ns - sum(event.phases_ns.values())
+    mine = [one for one, failure in failures if failure.worker == event.worker]
+    detect_ns = max([0, *(min(one.at_ns, told_ns) - one.at_ns + one.detect_ns for one in mine)])
     phases = {"detect": detect_ns, **event.phases_ns}
     in_order = (*PHASES, *(name for name in event.phases_ns if name not in PHASES))
     return {name: phases[name] for name in in_order if name in phases}
