@@ -159,6 +159,7 @@ def test_a_run_that_all_leave_saves_a_checkpoint_and_goes_on_when_it_is_started_
     assert job.wait() == [128 + signal.SIGTERM] * 2, job.output()[-4000:]
     assert not job.of("rolled_back")
     assert not job.final_weights()
+    assert job.output().count("drained; too few workers are left to go on") == 3
     (saved,) = job.of("saved")
     assert {event["step"] for event in job.of("finished")} == {saved["step"]}
     job.agents.clear()

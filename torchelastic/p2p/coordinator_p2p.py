@@ -45,7 +45,7 @@ from torchelastic.rendezvous.handler import (
     RendezvousTimeoutException,
 )
 from torchelastic.rendezvous.loss import LossWitness
-from torchelastic.rendezvous.records import Round, StateStatus
+from torchelastic.rendezvous.records import Round, RoundState, StateStatus
 from torchelastic.rendezvous.url import RendezvousUrlError
 from torchelastic.rendezvous.worker_rules import is_replaced
 from torchelastic.state import State
@@ -369,7 +369,8 @@ class CoordinatorP2P(Coordinator):
     def _go(self) -> None:
         """This worker was asked to leave the run, and has left it: it is no rank of it any more."""
         self._leaves_last = self._state_status is StateStatus.COMPLETE and self.rendezvous.leaves_last()
-        others = "too few workers are left to go on" if self._leaves_last else "the others go on"
+        is_over = self._leaves_last or self.rendezvous.round.state is RoundState.BROKEN
+        others = "too few workers are left to go on" if is_over else "the others go on"
         log.warning("drained; %s", others)  # lines of the log say after which step of the state
         self.rank, self.world_size = -1, 0
         self._hang_up()
