@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import torchelastic
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
 from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, TieredCheckpointManager
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.sharded import HybridShard
@@ -149,10 +149,8 @@ def test_a_step_that_failed_is_undone_or_stands(has_stepped: bool) -> None:
     assert all(torch.equal(value, weights[name]) != has_stepped for name, value in whole(state).items())
 
 
-def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> None:
-    state = ShardedState(build())
-    state.sync()
-    train(state, 2)
+def interrupt_the_optimizer(state: ShardedState) -> None:
+    """A step whose optimizer fails half-way, undone as far as that goes."""
     snapshot = state.snapshot()
     state.model(torch.ones(4, 3)).sum().backward()
 
@@ -164,7 +162,18 @@ def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> Non
         state.optimizer.step()
     handle.remove()
     state.apply(snapshot)
+
+
+def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> None:
+    state = ShardedState(build())
+    state.sync()
+    train(state, 2)
+    interrupt_the_optimizer(state)
     assert state.status is StateStatus.INITIAL
+    with pytest.raises(RetryableException, match="any part of the model: trying to load a checkpoint"):
+        state.sync()  # the first values are not those of step 2
+    with pytest.raises(NonRetryableException, match=r"the run was at step 2.*optimizer\.step"):
+        state.sync()
 
 
 @pytest.mark.parametrize(("made", "told"), [

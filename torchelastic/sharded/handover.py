@@ -53,7 +53,15 @@ class HeldState:
 
 
 def offer_of(
-    held: Sequence[HeldState], phase: Phase, needed: Layout, *, generation: int, token: int, domain: str, lost: int
+    held: Sequence[HeldState],
+    phase: Phase,
+    needed: Layout,
+    *,
+    generation: int,
+    token: int,
+    domain: str,
+    lost: int,
+    step: int,
 ) -> Offer:
     """What this rank says of itself; arguments as for `Offer`."""
     layouts: list[Layout] = []
@@ -63,7 +71,7 @@ def offer_of(
         if number == len(layouts):
             layouts.append(each.layout)
         holdings.append(OfferedState(each.version, number, each.is_live, each.is_copy, bool(each.companions)))
-    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost)
+    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost, step)
 
 
 def control_group() -> dist.ProcessGroup:

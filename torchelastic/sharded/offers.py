@@ -87,6 +87,7 @@ class Offer(msgspec.Struct, frozen=True):
         needed: the parts of the parameters that it needs in the new group.
         domain: what is lost together with it: its host.
         lost: the step that it had reached before its group found that parts of every state were lost; -1: no such loss.
+        step: how many it has committed, whatever it still holds of them.
     """
 
     phase: Phase
@@ -97,6 +98,7 @@ class Offer(msgspec.Struct, frozen=True):
     needed: Layout
     domain: str
     lost: int = -1
+    step: int = 0
 
     @property
     def live(self) -> OfferedState | None:

@@ -260,6 +260,7 @@ class ShardedState(WithCompanions, State):
             token=secrets.randbits(62),
             domain=self._host,
             lost=self._lost_step,
+            step=self.step,
         )
         offers = all_gather(self._control, mine, Offer)
         check_same_models(offers)
@@ -303,14 +304,16 @@ class ShardedState(WithCompanions, State):
         absent = sorted(name for name, regions in nothing.missing.items() if not regions)
         if absent:
             raise NonRetryableException(other_parameters(absent))
-        lost_step = max([offer.lost for offer in offers] + [nothing.newest.step if nothing.newest else 0])
+        lost_step = max(offer.lost for offer in offers)
+        # nobody has any part: new ranks, or ranks whose optimizers were interrupted
+        lost_step = max(lost_step, nothing.newest.step if nothing.newest else max(offer.step for offer in offers))
         if lost_step > 0:
-            why = f"no surviving worker holds {describe_missing(nothing.missing)}"
+            why = f"no surviving worker holds {describe_missing(nothing.missing) or 'any part of the model'}"
             if any(offer.lost >= 0 for offer in offers):
                 raise NonRetryableException(
                     f"{why} (the run was at step {lost_step}), and there is no checkpoint to load: more workers were "
-                    "lost at once than there were replicas; give train() a TieredCheckpointManager, or ShardedState "
-                    "more replicas"
+                    "lost at once than there were replicas, or failed inside optimizer.step(); give train() a "
+                    "TieredCheckpointManager, or ShardedState more replicas"
                 )
             self._lost_step = lost_step
             raise RetryableException(f"{why}: trying to load a checkpoint")
