@@ -358,6 +358,25 @@ def test_a_run_that_began_unsharded_goes_on_sharded(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_a_key_that_is_new_in_extra_stays_as_built_where_an_older_checkpoint_lacks_it(tmp_path: Path) -> None:
+    older = ShardedState(build(), extra={"seen": 5})
+    older.sync()
+    train(older)
+    manager = saved(older, tmp_path)
+    state = ShardedState(build(), extra={"seen": 0, "best": 9.0})
+    manager.restore(state, Alone())
+    state.sync()
+    assert state.extra == {"seen": 5, "best": 9.0}
+
+    # who goes back to the checkpoint in mid-run has nothing of later steps
+    state.extra["later"] = True
+    interrupt_the_optimizer(state)
+    manager.restore(state, Alone())
+    state.sync()
+    assert (state.step, state.extra["seen"], "later" in state.extra) == (1, 5, False)
+    manager.close()
+
+
 def test_a_sharded_run_goes_on_unsharded(tmp_path: Path) -> None:
     state = ShardedState(build(), extra={"seen": 5})
     state.sync()

@@ -149,13 +149,16 @@ class Companions:
             "random": torch.get_rng_state(),
         }
 
-    def load_state_dict(self, tree: dict[str, Any], trained: Trained, *, with_random: bool) -> None:
+    def load_state_dict(
+        self, tree: dict[str, Any], trained: Trained, *, with_random: bool, is_stored: bool = False
+    ) -> None:
         """The inverse.
 
         Args:
             tree: of this rank or of another one; may hold more.
             trained: what is trained here.
             with_random: whether it is this rank's: another one's random numbers are not taken, or two would draw alike.
+            is_stored: whether it is a checkpoint's, though not this rank's; see `Extras.load_state_dict`.
         """
         trained.optimizers.usual = tree.get("optimizer_steps", ())
         schedulers = trained.schedulers if trained.schedulers.objects else None
@@ -164,7 +167,7 @@ class Companions:
                 log.warning("the state that is loaded has no %s: this one begins as it was built", name)
             elif own is not None:
                 own.load_state_dict(tree[name])
-        self.extras.load_state_dict(tree["extra"], is_own=with_random)
+        self.extras.load_state_dict(tree["extra"], is_own=with_random or is_stored)
         self.step, self.epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
             random_state.restore(RandomState(tree["random"].cpu(), ()))

@@ -127,8 +127,8 @@ class Extras:
 
         Args:
             state: what `state_dict` returned, here or on another rank.
-            is_own: whether it is this rank's, from a checkpoint, which an older program may have written. A plain value
-                that another rank of this group does not have is removed: the others have removed it.
+            is_own: whether it is this rank's, or from a checkpoint, which an older program may have written. A plain
+                value that another rank of this group does not have is removed: the others have removed it.
         """
         objects = self.objects()
         kept = self.values if is_own else objects

@@ -28,7 +28,7 @@ def checkpoint_tree(own: Companions, built: Built) -> dict[str, Any]:
     return {**whole, **own.state_dict(built.trained)}
 
 
-def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with_random: bool) -> None:
+def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with_random: bool, is_stored: bool) -> None:
     """The inverse of `companions_tree`, into what was built for a new group; its `values` are loaded by `Built`.
 
     Args:
@@ -36,12 +36,13 @@ def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with
         tree: of this rank or of another one.
         built: for the new group.
         with_random: see `Companions.load_state_dict`.
+        is_stored: the same.
     """
     with torch.no_grad():
         for name, buffer in built.model.named_buffers():
             if name in tree["buffers"]:
                 buffer.copy_(tree["buffers"][name])
-    own.load_state_dict(tree, built.trained, with_random=with_random)
+    own.load_state_dict(tree, built.trained, with_random=with_random, is_stored=is_stored)
     built.optimizers.load_settings(tree["settings"])
 
 

@@ -336,7 +336,10 @@ class ShardedState(WithCompanions, State):
         taken = take_over(built, held, offers, choice, group=self._control, device=message_device())
         if rank in choice.completing:
             self._live.completed(taken.companions)
-        load_companions(self._own, from_bytes(taken.companions), built, with_random=taken.with_random)
+        # who has trained goes back to the checkpoint, and has nothing of later steps in `extra`
+        is_stored = choice.version.generation == STORED and self._live.built is None
+        companions = from_bytes(taken.companions)
+        load_companions(self._own, companions, built, with_random=taken.with_random, is_stored=is_stored)
         if not taken.with_random and self._live.random_when_failed is not None:
             random_state.restore(self._live.random_when_failed)
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
