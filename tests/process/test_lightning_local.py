@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,18 @@ def test_the_trainer_saves_every_n_steps_and_goes_on_from_there(tmp_path: Path, 
     assert torch.equal(model.layer.weight, weights_without_interruption(tmp_path))
 
 
+def test_no_half_accumulated_gradients_are_left_out_by_a_save_at_an_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    clock = count()
+    callback = LocalCheckpointCallback(train_time_interval=timedelta(seconds=2), clock=lambda: float(next(clock)))
+    trainer = trainer_at(tmp_path, callback, enable_checkpointing=False, accumulate_grad_batches=2)
+    monkeypatch.setattr(callback, "_save", lambda trainer, *_: batches.append(trainer.fit_loop.batch_idx + 1))
+    trainer.fit(Model(), data())
+    assert set(batches) == {2}, "at the end of a step, and not at that of an epoch"
+
+
 @pytest.mark.long
 def test_a_killed_run_goes_on_from_the_local_checkpoint_if_it_is_newer(tmp_path: Path) -> None:
     code = f"from tests.process import test_lightning_local as it; it.train_and_die(it.Path({str(tmp_path)!r}))"
@@ -153,8 +167,8 @@ def test_importing_the_adapter_imports_no_lightning() -> None:
 @pytest.mark.long
 def test_all_ranks_of_a_distributed_trainer_save_and_load(tmp_path: Path) -> None:
     with crew_of(2) as crew:
-        assert succeeded(crew.run(train_distributed, tmp_path, None, 6, ranks=2)) == [[6, 1], [6, 1]]
-        assert succeeded(crew.run(train_distributed, tmp_path, LOCAL_CHECKPOINT, 8, ranks=2)) == [[8, 1], [8, 1]]
+        assert succeeded(crew.run(train_distributed, tmp_path, None, 6, ranks=2)) == [[5, 1], [5, 1]]
+        assert succeeded(crew.run(train_distributed, tmp_path, LOCAL_CHECKPOINT, 8, ranks=2)) == [[7, 1], [7, 1]]
 
 
 def train_distributed(folder: Path, ckpt_path: str | None, max_steps: int) -> list[int]:
@@ -174,7 +188,7 @@ def train_distributed(folder: Path, ckpt_path: str | None, max_steps: int) -> li
     )
     model = Model()
     trainer.fit(model, data(), ckpt_path=ckpt_path)
-    assert ckpt_path is None or model.seen[0] == 6
+    assert ckpt_path is None or model.seen[0] == 5
     manager = plugin_of(trainer).local_ckpt_manager
     assert isinstance(manager, LocalCheckpointManager)
     return [manager.latest_iteration, len(list(manager.local_ckpt_dir.glob(f"step-*/shard-{rank:05d}-of-00002.shard")))]

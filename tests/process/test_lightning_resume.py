@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from tests.process.lightning_memory_job import KilledAt, quiet_trainer, train
 from tests.process.test_lightning_local import Model, data, trainer_at
@@ -148,12 +148,79 @@ def test_an_epoch_goes_on_where_it_was_interrupted(folder: Path, data: Loader) -
     assert fit(folder / "whole", data=data).batches == [], "it was over"
 
 
+def test_after_the_durable_checkpoint_of_an_epoch_the_next_one_is_trained(folder: Path) -> None:
+    durable = ModelCheckpoint(folder, save_top_k=-1)
+    saving = MemoryCheckpointCallback(folder / "job", 1, enabled=False)
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": EPOCHS}
+    model = Notes()
+    quiet_trainer(saving, durable, enable_checkpointing=True, **options).fit(model, loader())
+    after = Notes()
+    quiet_trainer(saving, **options).fit(after, loader(), ckpt_path=folder / f"epoch=0-step={PER_EPOCH}.ckpt")
+    assert after.batches == model.batches[PER_EPOCH:]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("data", [loader, stream_loader], ids=["index", "stream"])
 def test_what_worker_processes_have_loaded_ahead_is_not_counted(folder: Path, data: Loader) -> None:
     whole = fit(folder / "whole", data=data).batches
     fit(folder / "job", max_steps=7, data=data, num_workers=2)
     assert fit(folder / "job", data=data, num_workers=2).batches == whole[7:]
+
+
+# --- what follows a step ----------------------------------------------------------------------------------------------
+
+
+class Validated(Notes):
+    """Notes at which steps it was validated, and is lost at the end of a validation, or at the end of an epoch."""
+
+    def __init__(self, lost_in: str = "", at: int = -1) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+        self.lost_in, self.at = lost_in, at
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", (self.layer(batch / SAMPLES) - 1.0).square().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self._is_lost_in("validation")
+        self.validated.append(int(self.trainer.global_step))
+
+    def on_train_epoch_end(self) -> None:
+        self._is_lost_in("epoch")
+
+    def _is_lost_in(self, hook: str) -> None:
+        if (hook, int(self.trainer.global_step)) == (self.lost_in, self.at):
+            raise KeyboardInterrupt
+
+
+def fit_validated(folder: Path, model: Validated, every_n_steps: int, **options: Any) -> float:
+    """Trains all epochs from the newest checkpoint in memory; returns the loss of the worst, which is kept durably."""
+    durable = ModelCheckpoint(folder / "durable", "{step}", monitor="loss", mode="max", save_top_k=1)
+    saving = MemoryCheckpointCallback(folder / "job", every_n_steps)
+    options |= {"max_steps": -1, "max_epochs": EPOCHS, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    trainer: Trainer = quiet_trainer(durable, saving, **options)
+    auto_resume = wrap_trainer_and_auto_resume(trainer, folder / "job", async_save=False)
+    trainer.fit(model, loader(), torch.utils.data.DataLoader(Numbers(), SAMPLES), ckpt_path=auto_resume.ckpt_path())
+    assert Path(durable.best_model_path).is_file()
+    return float(durable.best_model_score or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lost_in", "at", "validates_each"),
+    [("validation", 3, 3), ("validation", 5, 5), ("epoch", 5, 5), ("validation", 15, 5), ("epoch", 15, 5)],
+)
+def test_what_followed_a_step_is_done_when_the_run_goes_on(
+    folder: Path, lost_in: str, at: int, validates_each: int
+) -> None:
+    whole = Validated()
+    worst = fit_validated(folder / "whole", whole, every_n_steps=100, val_check_interval=validates_each)
+    with pytest.raises(SystemExit):
+        fit_validated(folder, Validated(lost_in, at), every_n_steps=1, val_check_interval=validates_each)
+    after = Validated()
+    assert fit_validated(folder, after, every_n_steps=1, val_check_interval=validates_each) == worst
+    assert after.batches == whole.batches[at - 1 :]
+    assert after.validated == [one for one in whole.validated if one >= at]
+    assert not (folder / "job").exists(), "the run is over"
 
 
 @pytest.mark.long

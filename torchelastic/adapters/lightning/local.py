@@ -75,8 +75,6 @@ class LocalCheckpointing(BatchEndSaving):
 
     def _is_due(self, trainer: Any, step: int) -> bool:
         self._plugin(trainer).maybe_finalize_save_checkpoint()
-        if step == self._last_step:
-            return False
         if self._every_n_train_steps is not None:
             return step % self._every_n_train_steps == 0
         interval_s = self._train_time_interval.total_seconds() if self._train_time_interval else 0.0

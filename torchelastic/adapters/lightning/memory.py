@@ -48,7 +48,7 @@ class MemorySaving(BatchEndSaving):
         self.container = container_of(checkpoint_base_container) if enabled else None
         self.every_n_steps, self.skip_every_n_steps = every_n_steps, skip_every_n_steps
         self.enabled = enabled
-        self.keep_on_train_end = keep_on_train_end or keep_mlf_checkpoint_on_train_end
+        self.keep_on_train_end = self._saves_last_step = keep_on_train_end or keep_mlf_checkpoint_on_train_end
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Opens the tier.
@@ -70,8 +70,7 @@ class MemorySaving(BatchEndSaving):
 
     def _is_due(self, trainer: Any, step: int) -> bool:
         every, skip = self.every_n_steps, self.skip_every_n_steps
-        # gradients may be accumulated over several batches of one step
-        return step != self._last_step and self._acts(trainer) and is_due(step, every, skip)
+        return self._acts(trainer) and is_due(step, every, skip)
 
     def _save(self, trainer: Any, step: int, checkpoint: dict[str, Any]) -> None:
         plugin = memory_io_of(trainer)
