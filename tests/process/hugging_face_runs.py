@@ -40,7 +40,8 @@ class Run:
         folder: of the Trainer's durable checkpoints.
         base: the container in memory.
         every: optimizer steps from one checkpoint in memory to the next; 0: without the callback.
-        kill_at: the step that is begun by a SIGKILL of rank 0, when the save before is through.
+        kill_at: the step that is begun by a SIGKILL of rank 0, when the save before is through; after the last step:
+            when the last epoch has ended.
         at_once: do not wait for that.
         batch_norm: a model with buffers that differ from rank to rank, in place of one with tied weights.
         stop_at: the step at which something asks the Trainer to stop.
@@ -117,6 +118,13 @@ class Events(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.first_step = state.global_step
         elif self.path is not None and self.path.startswith(self.run.base):
             self.was_tidy = self.was_tidy and not Path(self.path).exists()
+        self._kill_if_due(args, state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == STEPS:
+            self._kill_if_due(args, state)
+
+    def _kill_if_due(self, args: Any, state: Any) -> None:
         if state.global_step == self.run.kill_at:
             if self.memory is not None and self.memory._tier is not None and not self.run.at_once:
                 self.memory._tier.wait()

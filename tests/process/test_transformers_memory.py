@@ -133,6 +133,23 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> str:
     return trained(run)[0].digest
 
 
+@pytest.mark.long
+def test_a_run_that_is_killed_after_its_last_step_trains_none_more(run: Run) -> None:
+    run = replace(run, arguments={**DURABLE, "lr_scheduler_type": "constant"})
+    digest = trained(replace(run, every=0, folder=f"{run.folder}-whole"))[0].digest
+    crash(replace(run, kill_at=STEPS))
+    assert (Path(run.folder) / f"checkpoint-{STEPS}").is_dir()
+    (outcome,) = trained(run)
+    assert (outcome.first_step, outcome.digest) == (10, digest)
+
+
+def test_the_operations_since_the_last_log_are_counted(crashed_alone: Run, run: Run) -> None:
+    crash(replace(run, kill_at=9))
+    ((_, later, _),) = values(start(look, run))
+    ((_, logged, _),) = values(start(look, crashed_alone))
+    assert logged["trainer_state.json"]["total_flos"] * 8 == later["trainer_state.json"]["total_flos"] * 6 > 0
+
+
 def test_a_newer_durable_checkpoint_wins(run: Run, undisturbed: str) -> None:
     run = replace(run, every=4, arguments=DURABLE)
     crash(replace(run, kill_at=7))

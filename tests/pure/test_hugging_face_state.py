@@ -144,6 +144,10 @@ def test_the_newest_is_taken_and_at_one_step_that_in_memory(
     assert takes_memory(memory_step, step_to_compare(durable)) is is_taken
 
 
+def test_that_of_the_last_step_is_taken_only_where_memory_has_nothing() -> None:
+    assert [step_to_compare(FULL9, max_steps) for max_steps in (-1, 10, 9, 5)] == [9, 9, None, None]
+
+
 def test_a_durable_checkpoint_counts_when_it_is_complete(tmp_path: Path) -> None:
     def put(name: str, state: str, *files: str) -> None:
         (tmp_path / name).mkdir()

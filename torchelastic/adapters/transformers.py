@@ -137,7 +137,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             self._tier.start()
             newest = self._tier.newest()
             best = _best_for_all(self._tier, durable)
-            if newest is not None and takes_memory(newest[1], step_to_compare(best)):
+            if newest is not None and takes_memory(newest[1], step_to_compare(best, args.max_steps)):
                 try:
                     path = str(self._materialise(self._tier, *newest, args))
                 except CheckpointError as error:
@@ -234,8 +234,11 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         self._save_if_due(state, control, others)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **others: Any) -> None:  # noqa: ARG002
-        """Saves the last step of all: at the end of training the model may be the best one, not the last one."""
-        if control.should_training_stop:
+        """Saves the step at which something has stopped: at the end of training the model may be the best one.
+
+        The last of `max_steps` is saved only to be kept: from there the Trainer would train one more.
+        """
+        if control.should_training_stop and (self._keep_on_train_end or state.global_step < state.max_steps):
             self._save_if_due(state, control, others)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -267,6 +270,9 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         if not self._is_due or self._tier is None:
             return
         self._is_due = False
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None:
+            trainer.store_flos()  # else those since the last log would be missing
         parameters, buffers = split_model(others["model"])
         scaler = getattr(others["optimizer"], "scaler", None)
         leading = {

@@ -52,9 +52,14 @@ def best_of_all(seen: Sequence[Iterable[Durable]]) -> Durable | None:
     return max(set.intersection(*(set(each) for each in seen)), default=None)
 
 
-def step_to_compare(durable: Durable | None) -> int | None:
-    """Of a durable checkpoint, for the choice between it and memory; None: take it only where memory has nothing."""
-    return durable.step if durable is not None and durable.is_full else None
+def step_to_compare(durable: Durable | None, max_steps: int = -1) -> int | None:
+    """Of a durable checkpoint, for the choice between it and memory; None: take it only where memory has nothing.
+
+    From that of the last of `max_steps` (-1: not given) the Trainer would train one step more, in an unfinished epoch.
+    """
+    if durable is None or not durable.is_full or 0 < max_steps <= durable.step:
+        return None
+    return durable.step
 
 
 def durable_checkpoints(output_dir: str | Path | None) -> list[Durable]:
