@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from torchelastic.checkpoint.store import (
     DurableTier,
     Manifest,
     MemoryTier,
-    SaveId,
     Tier,
     TierContext,
     TierEntry,
@@ -33,8 +33,8 @@ from torchelastic.checkpoint.store.durable import without_credentials
 KINDS = ["memory", "private", "shared", "file", "object", pytest.param("s3", marks=NEEDS_S3)]
 
 
-def restorable(inventories: Sequence[Mapping[str, Sequence[TierEntry]]]) -> list[Candidate[SaveId, int]]:
-    held = [[entry.held(tier) for tier, each in mine.items() for entry in each] for mine in inventories]
+def restorable(inventories: Sequence[Mapping[str, Sequence[TierEntry]]]) -> list[Candidate]:
+    held = [[replace(entry, place=tier) for tier, each in mine.items() for entry in each] for mine in inventories]
     return [candidate for candidate in candidates(held) if candidate.is_complete]
 
 

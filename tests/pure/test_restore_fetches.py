@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.restore_plan import (
-    Held,
     ShardSource,
     candidates,
     kept,
@@ -19,6 +18,8 @@ from torchelastic.checkpoint.restore_plan import (
     plan_reads,
     sources_elsewhere,
 )
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import TierEntry
 
 
 def sources_of(held: Mapping[int, set[int]]) -> dict[int, set[ShardSource]]:
@@ -46,7 +47,7 @@ def test_who_lost_the_copies_that_it_keeps_for_others_makes_them_again() -> None
     def lost(
         held: list[list[int]], roots: str, partners: list[list[int]], hosts: str | None = None
     ) -> dict[int, list[int]]:
-        (found,) = candidates([[Held(1, range(2), shards)] for shards in held])
+        (found,) = candidates([[TierEntry(SaveId(1, 0, 0, 1), 2, tuple(shards))] for shards in held])
         return lost_copies(found.sources, roots, hosts or roots, partners)
 
     assert lost([[0, 1], [0, 1]], "ab", [[1], [0]]) == {}

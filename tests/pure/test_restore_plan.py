@@ -7,62 +7,67 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, nearness, plan_reads
-from torchelastic.checkpoint.store.tier import agree_epoch
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, nearness, plan_reads
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import TierEntry, agree_epoch
 
-Found = list[list[Held[int, int]]]
+Found = list[list[TierEntry]]
+SAVES = [SaveId(1, 0, generation, step=generation) for generation in range(6)]
 
 
-def whole_of(save: int) -> range:
-    return range(1 + save % 4)  # as many shards as that group had ranks
+def ranks_of(save: SaveId) -> range:
+    return range(1 + save.step % 4)  # as many shards as that group had ranks
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> Held[int, int]:
-    save = draw(st.integers(0, 5))
-    shards = draw(st.sets(st.sampled_from(whole_of(save))))
-    return Held(save, whole_of(save), shards, draw(st.sampled_from(["memory", "disk"])), draw(st.booleans()))
+def holdings(draw: st.DrawFn) -> TierEntry:
+    save, place = draw(st.sampled_from(SAVES)), draw(st.sampled_from(["memory", "disk"]))
+    ranks = draw(st.sets(st.sampled_from(ranks_of(save))))
+    return TierEntry(save, len(ranks_of(save)), tuple(ranks), draw(st.booleans()), place=place)
 
 
 groups = st.lists(st.lists(holdings(), max_size=6), max_size=5)
 
 
-def readable(group: Found, save: int) -> set[tuple[int, ShardSource]]:
+def readable(group: Found, save: SaveId) -> set[tuple[int, ShardSource]]:
     return {
         (shard, ShardSource(rank, one.place))
         for rank, each in enumerate(group)
         for one in each
-        if one.save == save
-        for shard in one.shards
+        if one.name == save
+        for shard in one.ranks
     }
 
 
 @given(groups)
 def test_what_is_committed_and_whole_is_complete_and_the_rest_says_what_it_lacks(group: Found) -> None:
     found = candidates(group)
-    listed = {one.save for each in group for one in each}
+    listed = {one.name for each in group for one in each}
     assert [candidate.save for candidate in found] == sorted(listed, reverse=True)
     for candidate in found:
         sources = readable(group, candidate.save)
         there = {shard for shard, _ in sources}
-        assert candidate.missing == [shard for shard in whole_of(candidate.save) if shard not in there]
-        committed = any(one.is_committed for each in group for one in each if one.save == candidate.save)
+        assert candidate.missing == [shard for shard in ranks_of(candidate.save) if shard not in there]
+        committed = any(one.is_committed for each in group for one in each if one.name == candidate.save)
         assert candidate.is_complete == (committed and not candidate.missing)
         assert {(shard, one) for shard, each in candidate.sources.items() for one in each} == sources
 
 
 def test_what_was_completed_once_and_cannot_be_restored_says_why() -> None:
-    def fault(*held: Held[int, int]) -> str:
+    def fault(*held: TierEntry) -> str:
         (found,) = candidates([[each] for each in held])
         return found.fault
 
-    cut = "a file was cut"
-    assert fault(Held(7, range(2), [0, 1])) == ""
-    assert fault(Held(7, range(2), [0, 1], damage=cut)) == "", "another copy is whole"
-    assert fault(Held(7, range(2), [0]), Held(7, range(2), [])) == "7 lacks the shards of rank(s) 1"
-    assert fault(*[Held(7, range(2), [0], damage=cut)] * 2) == f"7 lacks the shards of rank(s) 1: {cut}"
-    assert fault(Held(7, range(2), [0], is_committed=False)) == "", "it was never completed"
-    assert fault(Held(7, range(2), [0], is_committed=False, damage=cut)) == f"7: {cut}"
+    def here(*ranks: int, damage: str | None = None, is_committed: bool = True) -> TierEntry:
+        return TierEntry(save, 2, ranks, is_committed, damage)
+
+    save, cut = SAVES[5], "a file was cut"
+    assert fault(here(0, 1)) == ""
+    assert fault(here(0, 1, damage=cut)) == "", "another copy is whole"
+    assert fault(here(0), here()) == f"{save} lacks the shards of rank(s) 1"
+    assert fault(*[here(0, damage=cut)] * 2) == f"{save} lacks the shards of rank(s) 1: {cut}"
+    assert fault(here(0, is_committed=False)) == "", "it was never completed"
+    assert fault(here(0, is_committed=False, damage=cut)) == f"{save}: {cut}"
 
 
 @given(groups, st.randoms(use_true_random=False))
@@ -72,7 +77,7 @@ def test_the_order_of_what_is_listed_changes_nothing(group: Found, chance: rando
 
 @given(groups, st.randoms(use_true_random=False))
 def test_who_has_which_rank_changes_nothing_but_who_reads(group: Found, chance: random.Random) -> None:
-    def what(candidate: Candidate[int, int]) -> tuple[int, bool, list[int]]:
+    def what(candidate: Candidate) -> tuple[SaveId, bool, list[int]]:
         return candidate.save, candidate.is_complete, candidate.missing
 
     permuted = chance.sample(group, len(group))

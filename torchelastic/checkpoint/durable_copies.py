@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.replication.client import Transferred
 from torchelastic.checkpoint.replication.receive import Destination, digest_of
-from torchelastic.checkpoint.restore_plan import Held
 from torchelastic.checkpoint.schedule import TierSchedules
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.durable import DurableTier
 from torchelastic.checkpoint.store.manifest import Manifest
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext, TierEntry
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.dropped import let_go_when_dropped
@@ -79,11 +78,6 @@ class DurableCopies:
         self._replaced = threading.Event()
         self._lock = threading.Lock()
         let_go_when_dropped(self, self._background)
-
-    @property
-    def place(self) -> str:
-        """The name of the tier."""
-        return self._tier.name
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +208,7 @@ class DurableCopies:
     def inventory(self) -> list[Any]:
         """What is published there, newest first, for sending. Rank 0 reads it for all. Raises: CheckpointError."""
         self._tier.require_own()
-        return [entry.as_plain() for entry in self._tier.inventory()]
+        return [replace(entry, place=self._tier.name).as_plain() for entry in self._tier.inventory()]
 
     def restored(self, step: int) -> None:
         """Training goes on from this step."""
@@ -245,7 +239,7 @@ class DurableInventory:
         unreadable: why nobody knows that; None: it is known.
     """
 
-    held: tuple[Held[SaveId, int], ...] = ()
+    held: tuple[TierEntry, ...] = ()
     unreadable: str | None = None
 
     @classmethod
@@ -265,7 +259,7 @@ class DurableInventory:
         if copies is None:
             return cls()
         entries, unreadable = told
-        return cls(tuple(TierEntry.from_plain(entry).held(copies.place) for entry in entries), unreadable)
+        return cls(tuple(map(TierEntry.from_plain, entries)), unreadable)
 
     def require(self) -> None:
         """Nothing was found elsewhere. Raises: CheckpointError: then it is unknown whether there is anything."""

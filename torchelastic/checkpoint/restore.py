@@ -30,8 +30,6 @@ from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
 
-#: A save in the store, and who can read its shards, by the ranks that wrote them.
-StoredCandidate = Candidate[SaveId, int]
 #: Fetches a shard from where it is; see `ReplicaClient.pull`.
 Pull = Callable[[ShardId, ShardSource, Destination], Transferred]
 
@@ -45,11 +43,11 @@ _SHOWN = 5
 
 
 def newest_readable(
-    found: Iterable[StoredCandidate],
-    read: Callable[[StoredCandidate], Got],
+    found: Iterable[Candidate],
+    read: Callable[[Candidate], Got],
     tell: Callable[[str], None],
     faults: dict[SaveId, str],
-) -> tuple[StoredCandidate, Got] | None:
+) -> tuple[Candidate, Got] | None:
     """The first checkpoint that can be read, and what `read` returned for it; None if there is none.
 
     Args:
@@ -142,9 +140,9 @@ def read_good_copies(
         faults += [pass_over(shard, sources[shard], failure) for shard, failure in failures.items()]
 
 
-def shards_of(candidate: StoredCandidate) -> list[ShardId]:
+def shards_of(candidate: Candidate) -> list[ShardId]:
     """All that a save consists of, by the ranks that wrote them."""
-    return [ShardId(candidate.save, rank, len(candidate.whole)) for rank in candidate.whole]
+    return [ShardId(candidate.save, rank, candidate.world_size) for rank in range(candidate.world_size)]
 
 
 # --- bringing shards to a rank ----------------------------------------------------------------------------------------

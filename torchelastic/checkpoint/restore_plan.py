@@ -1,7 +1,7 @@
 """Pure: which checkpoints can be restored, from whom each rank gets which shard, and which copies are missing then.
 
-Every rank computes the same from what all of them have exchanged, so nobody has to be asked. What a checkpoint
-and a shard are called is the caller's; nothing is known here of tiers, folders and connections.
+Every rank computes the same from what all of them have exchanged, so nobody has to be asked. Nothing is known here of
+folders and connections.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torchelastic.text import shortlist
 
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.store.save_id import SaveId
+    from torchelastic.checkpoint.store.tier import TierEntry
+
 
 class Identifier(Protocol):
-    """What may name a checkpoint or a shard: hashable, and ordered among its like (str, int, tuples of these)."""
+    """What may name a shard: hashable, and ordered among its like (str, int, tuples of these)."""
 
     def __hash__(self) -> int: ...
 
     def __lt__(self, other: Any, /) -> bool: ...
 
 
-#: Of a checkpoint; the newest is the greatest.
-Save = TypeVar("Save", bound=Identifier)
-#: Of a shard, or of whatever else a checkpoint consists of.
+#: Of a shard, or of whatever else is read: in a checkpoint the rank that wrote it.
 Id = TypeVar("Id", bound=Identifier)
 
 
@@ -45,48 +47,27 @@ class ShardSource:
 
 
 @dataclass(frozen=True)
-class Held(Generic[Save, Id]):
-    """What one rank can read of one checkpoint in one place.
-
-    Attributes:
-        save: which checkpoint it is.
-        whole: all shards that it consists of, wherever they are.
-        shards: those that can be read here.
-        place: see `ShardSource`.
-        is_committed: whether it is known here that the checkpoint was completed.
-        damage: why something that should be here cannot be read; None if nothing is known of that.
-    """
-
-    save: Save
-    whole: Sequence[Id]
-    shards: Collection[Id]
-    place: str = ""
-    is_committed: bool = True
-    damage: str | None = None
-
-
-@dataclass(frozen=True)
-class Candidate(Generic[Save, Id]):
+class Candidate:
     """A checkpoint, as all ranks together can read it.
 
     Attributes:
         save: which it is.
-        whole: all shards that it consists of.
+        world_size: how many shards it has in all, each by the rank that wrote it.
         sources: by shard, where it can be read; shards that nobody has are left out.
         is_committed: whether anybody knows that it was completed.
         damages: what cannot be read of it, in words.
     """
 
-    save: Save
-    whole: tuple[Id, ...]
-    sources: Mapping[Id, tuple[ShardSource, ...]]
+    save: SaveId
+    world_size: int
+    sources: Mapping[int, tuple[ShardSource, ...]]
     is_committed: bool
     damages: tuple[str, ...] = ()
 
     @property
-    def missing(self) -> list[Id]:
+    def missing(self) -> list[int]:
         """The shards that nobody has."""
-        return [shard for shard in self.whole if shard not in self.sources]
+        return [shard for shard in range(self.world_size) if shard not in self.sources]
 
     @property
     def is_complete(self) -> bool:
@@ -105,33 +86,33 @@ class Candidate(Generic[Save, Id]):
         return f"{self.save}: {'; '.join(self.damages)}" if self.damages else ""
 
 
-def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save, Id]]:
+def candidates(held: Sequence[Iterable[TierEntry]]) -> list[Candidate]:
     """All checkpoints of which anybody has anything, the newest first; also those that are not complete.
 
     Args:
         held: by rank, what it can read; all ranks of the group that restores.
     """
-    found: dict[tuple[Save, tuple[Id, ...]], dict[Id, set[ShardSource]]] = defaultdict(lambda: defaultdict(set))
-    committed: set[Save] = set()
-    damages: dict[Save, list[str]] = defaultdict(list)
+    found: dict[tuple[SaveId, int], dict[int, set[ShardSource]]] = defaultdict(lambda: defaultdict(set))
+    committed: set[SaveId] = set()
+    damages: dict[SaveId, list[str]] = defaultdict(list)
     for rank, each in enumerate(held):
         for one in each:
-            sources = found[one.save, tuple(one.whole)]
-            for shard in set(one.shards) & set(one.whole):
+            sources = found[one.name, one.world_size]
+            for shard in set(one.ranks) & set(range(one.world_size)):
                 sources[shard].add(ShardSource(rank, one.place))
             if one.is_committed:
-                committed.add(one.save)
-            if one.damage is not None and one.damage not in damages[one.save]:
-                damages[one.save].append(one.damage)
+                committed.add(one.name)
+            if one.damage is not None and one.damage not in damages[one.name]:
+                damages[one.name].append(one.damage)
     return [
         Candidate(
             save,
-            whole,
+            world_size,
             {shard: tuple(sorted(sources[shard])) for shard in sorted(sources)},
             save in committed,
             tuple(damages[save]),
         )
-        for (save, whole), sources in sorted(found.items(), key=lambda item: item[0], reverse=True)
+        for (save, world_size), sources in sorted(found.items(), key=lambda item: item[0], reverse=True)
     ]
 
 

@@ -16,9 +16,10 @@ from torchelastic.checkpoint.durable_copies import DurableCopies, DurableInvento
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.restore import StoredCandidate, because, newest_readable, shards_of
-from torchelastic.checkpoint.restore_plan import Held, candidates
+from torchelastic.checkpoint.restore import because, newest_readable, shards_of
+from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.group.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class BaseCheckpointManager(ABC):
         self._ranks = RankGroup(process_group, timeout_s)
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
-        self._found: dict[SaveId, StoredCandidate] = {}  # the newest first
+        self._found: dict[SaveId, Candidate] = {}  # the newest first
         self._complete: set[SaveId] = set()
         self._damaged: dict[SaveId, str] = {}  # and why
         self._faults: dict[SaveId, str] = {}  # those and what lacks parts, as the last look has shown
@@ -167,7 +168,7 @@ class BaseCheckpointManager(ABC):
         newest = self._newest()
         if newest is None:
             return 0
-        return len(self._found[newest].whole) if newest in self._found else self.world_size
+        return self._found[newest].world_size if newest in self._found else self.world_size
 
     def load(self, shard: int | None = None) -> tuple[TensorAwareStateDict, CkptID]:
         """Reads this rank's part of the newest complete checkpoint. Called on all ranks.
@@ -191,7 +192,7 @@ class BaseCheckpointManager(ABC):
 
         def check(save: SaveId) -> None:
             for rank, wish in enumerate(wishes):
-                _check_wish(save, len(self._found[save].whole), rank, wish, len(wishes))
+                _check_wish(save, self._found[save].world_size, rank, wish, len(wishes))
 
         def attempt(save: SaveId) -> tuple[TensorAwareStateDict, CkptID]:
             wanted = shards_of(self._found[save])[self.rank if shard is None else shard]
@@ -283,7 +284,7 @@ class BaseCheckpointManager(ABC):
 
         reports = self._ranks.run_on_all(f"{call}, looking", tell)
         known = [list(map(ShardId.parse, each)) for each, _ in reports]
-        held = [[Held(one.name, range(one.world_size), [one.rank]) for one in each] for each in known]
+        held = [[TierEntry(one.name, one.world_size, (one.rank,)) for one in each] for each in known]
         self._durable = DurableInventory.of(self._copies, reports[0][1])
         held.append([*self._durable.held])
         self._found = {candidate.save: candidate for candidate in candidates(held)}
@@ -327,7 +328,7 @@ class BaseCheckpointManager(ABC):
             Which one that is and what `attempt` returned; None if there is no such checkpoint.
         """
 
-        def read(candidate: StoredCandidate) -> Loaded:
+        def read(candidate: Candidate) -> Loaded:
             save = candidate.save
             check(save)
             try:

@@ -41,13 +41,7 @@ from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import save_tree
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.memory import MemoryTier
-from torchelastic.checkpoint.store.reading import (
-    names_in,
-    open_shard,
-    read_manifest,
-    record_in,
-    sizes_in,
-)
+from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, record_in, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.checkpoint.store.writing import publish_manifest, remove_left_overs, require_stored

@@ -33,17 +33,9 @@ from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.topology import root_id
-from torchelastic.checkpoint.restore import (
-    Pull,
-    StoredCandidate,
-    fetch,
-    make_copies,
-    newest_readable,
-    shards_of,
-    verify,
-)
+from torchelastic.checkpoint.restore import Pull, fetch, make_copies, newest_readable, shards_of, verify
 from torchelastic.checkpoint.restore_plan import (
-    Held,
+    Candidate,
     ShardSource,
     candidates,
     kept,
@@ -96,7 +88,7 @@ class _Survey:
 
     container: Container
     folders: tuple[str, ...]
-    candidates: list[StoredCandidate]
+    candidates: list[Candidate]
     durable: DurableInventory = field(default_factory=DurableInventory)
 
     @property
@@ -104,14 +96,13 @@ class _Survey:
         """Of the ranks that use a folder, the one that acts for all."""
         return {self.folders.index(folder) for folder in self.folders}
 
-    def wanted(self, candidate: StoredCandidate) -> dict[int, list[int]]:
+    def wanted(self, candidate: Candidate) -> dict[int, list[int]]:
         """By rank, which shards are to be in its folder: its own, and once in each folder the commit."""
-        *_, commit = candidate.whole
-        ranks = len(self.folders)
+        commit, ranks = candidate.world_size - 1, len(self.folders)
         return {rank: [*range(rank, commit, ranks), *[commit] * (rank in self.firsts)] for rank in range(ranks)}
 
 
-def _held_by(rank: int, candidate: StoredCandidate) -> list[int]:
+def _held_by(rank: int, candidate: Candidate) -> list[int]:
     """The shards in the folder of a rank."""
     return [shard for shard, sources in candidate.sources.items() if ShardSource(rank) in sources]
 
@@ -144,7 +135,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._objects = checkpoint_object_manager
         self._replication = replication_manager
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, SaveId], tuple[StoredCandidate, Sequence[str]]] = {}
+        self._known: dict[tuple[str, SaveId], tuple[Candidate, Sequence[str]]] = {}
         self._making: Future[bool] | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -235,7 +226,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         call = f"get_latest_complete_checkpoint(.../{Path(checkpoint_base_container).name})"
         found = self._survey(checkpoint_base_container, call)
 
-        def read(candidate: StoredCandidate) -> CheckpointContainerId:
+        def read(candidate: Candidate) -> CheckpointContainerId:
             verified = self._verified(found, candidate, call)
             self._bring(found, verified, call, gives_up_newer=True)
             self._make_copies_again(found, verified)
@@ -314,12 +305,12 @@ class DefaultCheckpointLoader(CheckpointLoader):
             return [here, DurableInventory.tell(copies, self._replication.rank)]
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
-        by_first = [[TierEntry.from_plain(told).held("") for told in here] for here, _ in lists]
+        by_first = [list(map(TierEntry.from_plain, here)) for here, _ in lists]
         held = [by_first[folders.index(folder)] for folder in folders]
         durable = DurableInventory.of(copies, lists[0][1])
         return replace(found, candidates=candidates([*held, durable.held]), durable=durable)
 
-    def _verified(self, found: _Survey, candidate: StoredCandidate, call: str) -> StoredCandidate:
+    def _verified(self, found: _Survey, candidate: Candidate, call: str) -> Candidate:
         """The same with the good copies alone. Raises: CorruptCheckpointError if there are too few."""
         rank, shards, folders = self._replication.rank, shards_of(candidate), found.folders
         sharers = [other for other, folder in enumerate(folders) if folder == folders[rank]]
@@ -331,14 +322,14 @@ class DefaultCheckpointLoader(CheckpointLoader):
         good: dict[str, list[int]] = defaultdict(list)
         for folder, each in zip(folders, told, strict=True):
             good[folder] += each
-        held = [[Held(candidate.save, candidate.whole, good[folder])] for folder in folders]
-        durable = [one for one in found.durable.held if one.save == candidate.save]
+        held = [[TierEntry(candidate.save, candidate.world_size, tuple(good[folder]))] for folder in folders]
+        durable = [one for one in found.durable.held if one.name == candidate.save]
         (verified,) = candidates([*held, durable])
         if verified.missing:
             raise CorruptCheckpointError(verified.fault)
         return verified
 
-    def _bring(self, found: _Survey, candidate: StoredCandidate, call: str, *, gives_up_newer: bool) -> None:
+    def _bring(self, found: _Survey, candidate: Candidate, call: str, *, gives_up_newer: bool) -> None:
         """Has all ranks fetch what they want. Raises: CorruptCheckpointError, on all of them, if one cannot.
 
         It is completed when all is there: a host that has a checkpoint removes older ones.
@@ -367,7 +358,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._replication.run_on_all(call, fetch_own)
         self._replication.run_on_all(f"{call}, its commit", complete)
 
-    def _make_copies_again(self, found: _Survey, candidate: StoredCandidate) -> None:
+    def _make_copies_again(self, found: _Survey, candidate: Candidate) -> None:
         """Everybody has what is needed: replicas that were lost are made again, in the background."""
         container, save, rank = found.container, candidate.save, self._replication.rank
         folders, hosts, shards = found.folders, self._replication.hosts, shards_of(candidate)

@@ -19,7 +19,6 @@ import msgspec
 
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
-from torchelastic.checkpoint.restore_plan import Held
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
@@ -88,6 +87,7 @@ class TierEntry:
         is_committed: whether the manifest is here. A checkpoint counts if that is so anywhere.
         damage: why something that should be here cannot be read; None if nothing is known of that. What is in `ranks`
             is readable all the same.
+        place: the name of the tier, among several.
     """
 
     name: SaveId
@@ -95,16 +95,13 @@ class TierEntry:
     ranks: tuple[int, ...]
     is_committed: bool = True
     damage: str | None = None
+    place: str = ""
 
     @classmethod
     def of(cls, info: CheckpointInfo) -> TierEntry:
         """What is known of a checkpoint in one place."""
         ranks = tuple(sorted(info.shards))
         return cls(info.name, info.world_size, ranks, info.manifest is not None, info.damage)
-
-    def held(self, tier: str) -> Held[SaveId, int]:
-        """The same for the choice of what is restored, in the tier of this name."""
-        return Held(self.name, range(self.world_size), self.ranks, tier, self.is_committed, self.damage)
 
     def as_plain(self) -> dict[str, Any]:
         """What JSON can hold, for sending; `from_plain` is the inverse."""

@@ -13,8 +13,8 @@ from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.replication.topology import root_id
-from torchelastic.checkpoint.restore import Pull, StoredCandidate, make_copies, shards_of
-from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, sources_elsewhere
+from torchelastic.checkpoint.restore import Pull, make_copies, shards_of
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import ShardId
@@ -70,7 +70,7 @@ class Replicas:
         if self._server is not None:
             self._server.fence(round_number)
 
-    def make_again(self, restored: StoredCandidate, peers: Peers, pull: Pull) -> None:
+    def make_again(self, restored: Candidate, peers: Peers, pull: Pull) -> None:
         """A checkpoint was restored: what it has lost with a host in memory is fetched. On the thread that trains.
 
         Shards that are in no host's memory any more stay where they are, in another tier. What cannot be made costs a
@@ -137,7 +137,7 @@ class Replicas:
         self._server.start()
 
 
-def _sources_in(restored: StoredCandidate, tier: str) -> dict[int, list[ShardSource]]:
+def _sources_in(restored: Candidate, tier: str) -> dict[int, list[ShardSource]]:
     """Where the shards are that lie in a tier in memory, as `lost_copies` takes it: without the place."""
     there = {
         shard: [ShardSource(one.rank) for one in each if one.place == tier] for shard, each in restored.sources.items()

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,8 @@ from torchelastic.checkpoint.replication.client import ReplicaClient, Transferre
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.restore import (
-    StoredCandidate,
-    because,
-    newest_readable,
-    open_remote,
-    read_good_copies,
-    shards_of,
-)
-from torchelastic.checkpoint.restore_plan import ShardSource, candidates, plan_reads
+from torchelastic.checkpoint.restore import because, newest_readable, open_remote, read_good_copies, shards_of
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
@@ -117,8 +110,7 @@ class Restoring:
         faults: dict[SaveId, str] = {}
         with ExitStack() as serving:
             inventories, unreadable = self._exchange(serving)
-            found = candidates([[entry.held(tier) for tier, entry in inventory] for inventory in inventories])
-            restored = newest_readable(found, self.restore_one, self._on_damage, faults)
+            restored = newest_readable(candidates(inventories), self.restore_one, self._on_damage, faults)
             if restored is not None and self._replicas is not None:
                 self._replicas.make_again(restored[0], self._peers, self._pull)
         if restored is not None:
@@ -132,23 +124,23 @@ class Restoring:
             raise CheckpointError(f"it is unknown whether there is a checkpoint: {'; '.join(unreadable)}")
         return None
 
-    def _exchange(self, serving: ExitStack) -> tuple[list[list[tuple[str, TierEntry]]], list[str]]:
+    def _exchange(self, serving: ExitStack) -> tuple[list[list[TierEntry]], list[str]]:
         """What each rank can read in which tier, and what is unreadable; from now on it serves its shards."""
-        mine: list[list[Any]] = []
+        mine: list[Any] = []
         unreadable = []
         for name, tier in self._tiers.items():
             if tier.is_shared and self._peers.rank != 0:
                 continue  # rank 0 reads it for all
             try:
-                mine += [[name, entry.as_plain()] for entry in tier.inventory()]
+                mine += [replace(entry, place=name).as_plain() for entry in tier.inventory()]
             except CheckpointError as error:
                 unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
         self._peers.barrier()
         said = self._peers.all_gather([mine, unreadable, self._serve(serving)])
         self._servers = [server for *_, server in said]
-        inventories = [[(str(name), TierEntry.from_plain(plain)) for name, plain in entries] for entries, *_ in said]
+        inventories = [list(map(TierEntry.from_plain, entries)) for entries, *_ in said]
         if self._reading.is_on_every_rank:  # rank 0 has only looked for all: each reads what it wants
-            shared = [(name, entry) for name, entry in inventories[0] if self._tiers[name].is_shared]
+            shared = [entry for entry in inventories[0] if self._tiers[entry.place].is_shared]
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
         return inventories, [text for _, texts, _ in said for text in texts]
 
@@ -178,7 +170,7 @@ class Restoring:
 
     # --- one checkpoint -----------------------------------------------------------------------------------------------
 
-    def restore_one(self, candidate: StoredCandidate) -> Restored:
+    def restore_one(self, candidate: Candidate) -> Restored:
         """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
         own = _Own()
 
@@ -191,7 +183,7 @@ class Restoring:
         tiers = sorted({tier for _, each in told for tier in each})
         return Restored(candidate.save, tuple(tiers), kind, own.content)
 
-    def _plan(self, candidate: StoredCandidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:
+    def _plan(self, candidate: Candidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:
         """Where each rank reads what it wants, best first."""
         order = list(self._tiers)
 
@@ -209,7 +201,7 @@ class Restoring:
             staying.setdefault(sources[shard][0].rank, []).append(shard)
         return plan_of(staying)
 
-    def _read_own(self, candidate: StoredCandidate, wanted: Mapping[int, Sequence[ShardSource]], own: _Own) -> None:
+    def _read_own(self, candidate: Candidate, wanted: Mapping[int, Sequence[ShardSource]], own: _Own) -> None:
         """What this rank wants. Raises: CheckpointError: it cannot be had, or is nothing that could be loaded."""
         left = {shards_of(candidate)[shard]: list(wanted[shard]) for shard in sorted(wanted)}
         if not left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import BinaryIO
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.restore_plan import Candidate, candidates
-from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
 from torchelastic.checkpoint.tiered.reading import WholeOnRank0
@@ -98,7 +98,7 @@ class StoredCheckpoint(Checkpoint):
 
     def __init__(
         self,
-        candidate: Candidate[SaveId, int],
+        candidate: Candidate,
         tiers: Sequence[Tier],
         *,
         allow_pickles: bool,
@@ -158,7 +158,7 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     for tier in tiers:
         tier.require_own()
     stored = []
-    for found in candidates([[entry.held(tier.name) for tier in tiers for entry in tier.inventory()]]):
+    for found in candidates([[replace(entry, place=tier.name) for tier in tiers for entry in tier.inventory()]]):
         damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
             stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage))
