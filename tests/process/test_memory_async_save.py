@@ -67,7 +67,7 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_save_out(
     alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone.async_save(state_of(1), 1).result(WAIT_S)
-    monkeypatch.setattr("torchelastic.checkpoint.memory.slots.measure", lambda _: Free(0, 2**40))
+    monkeypatch.setattr("torchelastic.checkpoint.memory.container.measure", lambda _: Free(0, 2**40))
     large = state_of(2, 500_000)
     alone.async_save(large, 2).result(WAIT_S)
     assert alone.latest() == 1

@@ -162,7 +162,7 @@ def is_kept(one: Saving, step: int) -> bool:
 
 def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     alone.save(state_of(1), 1)
-    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(1000, 2**40))
+    monkeypatch.setattr("torchelastic.checkpoint.memory.saver.measure", lambda _: Free(1000, 2**40))
     alone.save(state_of(2, 4 * SIZE), 2)
     assert is_kept(alone, 1)
     assert "tmpfs" in caplog.text

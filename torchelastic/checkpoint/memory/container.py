@@ -6,7 +6,12 @@
            step-20_ckpt/common.pt                                          an attached file, written from the commit
            .tmp-...                                                        slots in which the next shards are built
 
-All ranks of a host share it, each with slots of its own. `step-20_ckpt` is a folder that frameworks create and write
+All ranks of a host share it, each with slots of its own. A slot that was taken for a save belongs to something: a copy
+of a state, the items of a plan, or the save itself. When that is gone the save is over, and the slot is free again, or
+published, or published without ever having been part of a checkpoint. That is looked at when the next slot is needed:
+what a finaliser calls must not take locks.
+
+`step-20_ckpt` is a folder that frameworks create and write
 into themselves; it is the newest complete save of its step. Nothing is believed without its checksums. Who
 removes what: each process removes its own shards, since it uses their memory again; what no living process holds,
 anybody does.
@@ -19,24 +24,30 @@ has its replica.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.memory.commit import Commit, commit_from, content_of, meta_of
 from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId, is_part
+from torchelastic.checkpoint.memory.items import CachedLayout
 from torchelastic.checkpoint.memory.job import known_run_id
+from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.received import ContainerShelf
 from torchelastic.checkpoint.memory.registry import ContainerRegistry
-from torchelastic.checkpoint.memory.slots import Slots
+from torchelastic.checkpoint.memory.room import NotSaved, measure, refused_for
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.shards.stage import Stage, capacity_for
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import save_tree
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
@@ -45,7 +56,47 @@ from torchelastic.checkpoint.store.reading import names_in, open_shard, read_man
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.checkpoint.store.writing import publish_manifest, remove_left_overs, require_stored
+from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import lock_of_nobody
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class HeldSlot:
+    """A slot that was taken for a save.
+
+    Attributes:
+        container: whose slot it is.
+        stage: None once there is nothing left to do about it.
+        published: its shard, as far as this process knows.
+        is_used: whether a shard is made of the copy of a state in it, so that it is nobody's copy any more.
+    """
+
+    container: Container
+    stage: Stage | None
+    published: Path | None = None
+    is_used: bool = False
+
+    def publish(self, path: Path) -> None:
+        """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""
+        stage, self.stage = self.stage, None
+        if stage is None:
+            raise CheckpointError(f"{path} was given back")
+        self.published = self.container.publish(stage, None, path)
+        self.stage = stage
+
+    def give_back(self) -> None:
+        """What is in it is of no worth."""
+        stage, self.stage = self.stage, None
+        if stage is None:
+            return
+        if self.published is not None:
+            self.container.remove_object(self.published)
+        elif stage.slot.path is not None and stage.slot.path.exists():
+            self.container.pool.give_back(stage)
+        else:
+            stage.slot.close()  # another process has removed it
 
 
 class Container(MemoryTier):
@@ -62,8 +113,11 @@ class Container(MemoryTier):
         pool: the slots of this process: what was taken there goes to `publish`, or is given back there.
         shelf: receives shards and commits from other hosts.
         fence: who may complete checkpoints here.
-        slots: who holds which of the pool's.
         run_id: of the job that has the folder.
+        item_layout: of what is written of plans.
+        copy_layout: of copies of states.
+        finishing: held by the one save that makes its checkpoint complete and removes others.
+        generation: the highest that this process has given to a save; see `next_generation`.
 
     Raises:
         ValueError: the last part of the path cannot name an object.
@@ -91,9 +145,12 @@ class Container(MemoryTier):
         self.root, self.disk, self.fence = folder, disk, self._fence
         self.run_id = self.fence.enter(known_run_id() or "")
         self.shelf = ContainerShelf(self)
-        self.slots = Slots(self)
+        self.item_layout, self.copy_layout = CachedLayout(), CachedLayout()
+        self.generation = -1
+        self._over: deque[HeldSlot] = deque()
         self._registry = registry if registry is not None else ContainerRegistry()
         self._registry.add(self.root)
+        self.finishing = threading.Lock()
         self._lock = threading.RLock()  # one completes checkpoints, or removes them, at a time
         remove_hidden_files(self.root, disk)
 
@@ -122,7 +179,60 @@ class Container(MemoryTier):
             remove_left_overs(self.root, (epoch, 0), self.disk)
             self._registry.join(self.name, group, epoch)
 
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def take(self, header: Header) -> HeldSlot:
+        """A slot for tensors of this layout, for `hold`; a warm one where there is one.
+
+        Raises:
+            NotSavedError: there is no room for a new one.
+        """
+        self.reclaim()
+        if not self.pool.is_warm(header):
+            self.tidy()
+        if not self.pool.is_warm(header) and (why := refused_for(capacity_for(header), measure(self.root))) is not None:
+            raise NotSavedError(why)
+        try:
+            return HeldSlot(self, self.pool.take(header))
+        except CheckpointError as error:
+            because = f"there is no room for a slot of {capacity_for(header)} bytes: {error}"
+            raise NotSavedError(NotSaved("tmpfs", because)) from error
+
+    def hold(self, held: HeldSlot, owner: Any) -> None:
+        """Names the owner of a slot: when that is gone the save is over."""
+        when_dropped(owner, self._over.append, held)
+
+    def warm_bytes(self, needed_bytes: int) -> int:
+        """How large the largest free slot is; what newer checkpoints have replaced is removed if that is needed."""
+        if self.pool.largest_free_bytes() < needed_bytes:
+            self.tidy()
+        return self.pool.largest_free_bytes()
+
+    def reclaim(self) -> None:
+        """Sees to the slots whose saves are over."""
+        while self._over:
+            try:
+                held = self._over.popleft()
+            except IndexError:
+                break  # another thread was quicker
+            try:
+                save = SaveId.parse(held.published.parent.name) if held.published is not None else None
+                if save is None or not held.container.has_committed(save):
+                    held.give_back()
+            except CheckpointError as error:
+                log.warning("a slot of %s cannot be used again: %s", self.root, error)
+
     # --- writing ------------------------------------------------------------------------------------------------------
+
+    def next_generation(self, newest: int) -> int:
+        """A generation above all that are known here and elsewhere; no two saves get the same.
+
+        Args:
+            newest: the highest that any rank knows.
+        """
+        with self._lock:
+            self.generation = max(self.generation, newest) + 1
+            return self.generation
 
     def publish(self, stage: Stage, header: Header | None, path: Path) -> Path:
         """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.

@@ -26,7 +26,6 @@ from torchelastic.checkpoint.memory.ids import (
 from torchelastic.checkpoint.memory.job import job_container
 from torchelastic.checkpoint.memory.received import ReceivedObjects
 from torchelastic.checkpoint.memory.registry import ContainerRegistry
-from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.store.durable import DurableTier
 from torchelastic.processes.dropped import let_go
@@ -254,14 +253,14 @@ class SaverContainers:
         self._last: Path | None = None
         self._elsewhere: Container | None = None
 
-    def at(self, base: CheckpointContainerId) -> Slots:
-        """The slots of a container. Raises: CheckpointError, ValueError if it cannot be used."""
+    def at(self, base: CheckpointContainerId) -> Container:
+        """A container. Raises: CheckpointError, ValueError if it cannot be used."""
         container = self._manager.container(base)
         self._last = container.root
-        return container.slots
+        return container
 
-    def for_a_copy(self) -> Slots:
-        """The slots of the container that was used last, or of the only one that is known.
+    def for_a_copy(self) -> Container:
+        """The container that was used last, or of the only one that is known.
 
         If none is known it may be any place in memory: on the same file system, a new name makes a shard of a copy.
 
@@ -272,17 +271,17 @@ class SaverContainers:
             only = self._manager.only_container()
             self._last = only.root if only is not None else None
         if self._last is None:
-            return self._slots_elsewhere()
+            return self._opened_elsewhere()
         if self._elsewhere is not None:
             self._elsewhere.close()  # what it takes back from now on goes to the system
-            self._slots_elsewhere().reclaim()
-        return self._manager.container(self._last).slots
+            self._elsewhere.reclaim()
+        return self._manager.container(self._last)
 
-    def _slots_elsewhere(self) -> Slots:
+    def _opened_elsewhere(self) -> Container:
         if self._elsewhere is None:
             self._elsewhere = Container(job_container(f"copies-{os.getpid()}"))
             atexit.register(self._elsewhere.remove_all)
-        return self._elsewhere.slots
+        return self._elsewhere
 
 
 def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int, str]:

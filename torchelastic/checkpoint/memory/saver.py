@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,29 @@ from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extr
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, object_of, parts_of, shard_of
 from torchelastic.checkpoint.memory.items import resolve
 from torchelastic.checkpoint.memory.objects import SaverContainers
-from torchelastic.checkpoint.memory.planning import PlannedSave, with_decisions, with_report
-from torchelastic.checkpoint.memory.plans import NotSavedError, collect_decision
-from torchelastic.checkpoint.memory.room import NotSaved
+from torchelastic.checkpoint.memory.plans import (
+    CoordinatorDecision,
+    NotSavedError,
+    RankReport,
+    collect_decision,
+    collect_reports,
+    deliver,
+    epoch_of,
+    refusal,
+    shares_bytes,
+    tensor_bytes,
+)
+from torchelastic.checkpoint.memory.room import NotSaved, measure
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
-from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart, not_staged, staged_in
-from torchelastic.checkpoint.memory.staging import StagedItems, stage_items, why_not
+from torchelastic.checkpoint.memory.staged_state import (
+    StagedState,
+    TakenApart,
+    copied_bytes,
+    not_staged,
+    refused_in,
+    staged_in,
+)
+from torchelastic.checkpoint.memory.staging import PlannedSave, StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.reading import record_in
@@ -170,9 +188,9 @@ class DefaultCheckpointSaver:
         taken = TakenApart(state_dict)
         try:
             base = CheckpointContainerId(checkpoint_id).get_parent() if checkpoint_id is not None else None
-            slots = self._containers.at(base) if base is not None else self._containers.for_a_copy()
-            layout = slots.copies.of_copy(taken.sources, taken.values, taken.value_bytes)
-            held = slots.take(layout, None)
+            container = self._containers.at(base) if base is not None else self._containers.for_a_copy()
+            layout = container.copy_layout.of_copy(taken.sources, taken.values, taken.value_bytes)
+            held = container.take(layout)
             try:
                 staged = staged_in(held, taken)
             except BaseException:
@@ -180,7 +198,7 @@ class DefaultCheckpointSaver:
                 raise
         except CheckpointError as error:
             return not_staged(taken, why_not(error, 0))
-        slots.hold(held, staged)
+        container.hold(held, staged)
         return staged
 
     # --- planning -----------------------------------------------------------------------------------------------------
@@ -192,10 +210,31 @@ class DefaultCheckpointSaver:
             FencedError: the ranks of this group were replaced.
             CheckpointError: the container cannot be used.
         """
-        save = self.save
+        save, copies = self.save, self._manager.copies
         rank = self._rank() if save.rank is None else save.rank
-        slots = self._containers.at(save.base)
-        return with_report(save, plan, slots, rank, self._host(), self._group(), self._manager.copies)
+        container = self._containers.at(save.base)
+        container.reclaim()
+        refused = refused_in(item.index.fqn for item in plan.items)
+        needed_bytes = tensor_bytes(plan)
+        joined, known = container.epochs(self._group())
+        if copies is not None and not joined and rank == 0:
+            known = max(known, copies.known_epoch(container.run_id))
+        report = RankReport(
+            save.about,
+            rank,
+            self._host(),
+            max([container.generation, *(entry.name.generation for entry in container.inventory())]),
+            (joined, known),
+            needed_bytes,
+            copied_bytes(),
+            container.warm_bytes(needed_bytes),
+            measure(container.root),
+            replace(refused[1], rank=rank) if refused is not None else None,
+            copies is not None and copies.is_free(),
+        )
+        deliver(report)
+        items = plan.items if refused is None else [item for item in plan.items if item.index.fqn != refused[0]]
+        return replace(plan, items=items, storage_data=report)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decides under which name is saved, and whether at all; on the coordinator.
@@ -206,12 +245,21 @@ class DefaultCheckpointSaver:
         Raises:
             RuntimeError: a rank saves something else.
         """
-        save = self.save
-        plans, name = with_decisions(save, plans, self._containers.at(save.base), self._manager.copies)
+        save, copies = self.save, self._manager.copies
+        reports = collect_reports(save.about, plans)
+        generation = self._containers.at(save.base).next_generation(max(report.newest for report in reports))
+        name = SaveId(epoch_of(reports), 0, generation, save.step, secrets.token_hex(4))
+        skipped = refusal(reports, shares_bytes(plans))
+        can_copy = skipped is None and all(report.can_copy for report in reports)
+        is_copied = copies is not None and can_copy and copies.is_due(save.step)
+        decisions = [
+            CoordinatorDecision(save.about, rank, len(plans), name, skipped, is_copied) for rank in range(len(plans))
+        ]
+        deliver(decisions[0])  # for a save without collectives; with them, each rank's own arrives
         self._saves[name] = save
         while len(self._saves) > _REMEMBERED:
             self._saves.pop(next(iter(self._saves)))
-        return plans
+        return [replace(plan, storage_data=decision) for plan, decision in zip(plans, decisions, strict=True)]
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -229,33 +277,23 @@ class DefaultCheckpointSaver:
             NotSavedError: the coordinator has decided that nobody saves, or there is no room on this rank.
             TypeError: something in the plan is not stored; names it.
         """
-        return self._stage(plan, planner, with_checksums=with_checksums, is_own=True)
-
-    def _stage(self, plan: SavePlan, planner: SavePlanner, *, with_checksums: bool, is_own: bool) -> StagedItems:
         save = self.save
         decision = save.decision = collect_decision(save.about, plan)
         if decision.skipped is not None:
             raise NotSavedError(decision.skipped)
-        slots = self._containers.at(save.base)
-        slots.container.join(self._group(), decision.save.epoch)
+        container = self._containers.at(save.base)
+        container.join(self._group(), decision.save.epoch)
         copies = self._manager.copies if decision.is_copied else None
         if copies is not None:
-            run_id, epoch = slots.container.run_id, decision.save.epoch
-            copies.enter(TierContext(run_id, epoch, 0, decision.rank, decision.world_size))
+            epoch = decision.save.epoch
+            copies.enter(TierContext(container.run_id, epoch, 0, decision.rank, decision.world_size))
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", decision.rank))
-        return stage_items(
-            resolved,
-            shard_of(decision.save, decision.rank, decision.world_size),
-            slots,
-            owner=None if is_own else save,
-            replication=self._replication,
-            needs_replicas=self._needs_replicas,
-            copies=copies,
-            threads=self._threads,
-            with_checksums=with_checksums,
-        )
+        shard = shard_of(decision.save, decision.rank, decision.world_size)
+        staged = stage_items(resolved, shard, container, threads=self._threads, with_checksums=with_checksums)
+        staged.replication, staged.needs_replicas, staged.copies = self._replication, self._needs_replicas, copies
+        return staged
 
     def write_data(self, staged: StagedItems) -> list[WriteResult]:
         """Writes what was copied, and returns when the partners have it. On any thread.
@@ -278,9 +316,9 @@ class DefaultCheckpointSaver:
         """
         save = self.save
         try:
-            save.staged = self._stage(plan, planner, with_checksums=True, is_own=False)
+            save.staged = self.prepare_write_data(plan, planner, with_checksums=True)
             results = self.write_data(save.staged)
-            self.skipped.publish_held(self._containers.at(save.base).container.root)
+            self.skipped.publish_held(self._containers.at(save.base).root)
             return results
         except FencedError:
             raise
@@ -340,10 +378,9 @@ class DefaultCheckpointSaver:
             )
         metadata.storage_data = storage_data_of(results)
         metadata.storage_meta = StorageMeta(str(save.id), str(decision.save))
-        slots = self._containers.at(save.base)
-        container = slots.container
+        container = self._containers.at(save.base)
         commit = Commit(decision.save, records, metadata, dict(save.extras), container.run_id, time.time())
-        with slots.finishing:
+        with container.finishing:
             container.fence.check(*decision.save.token)
             newest = container.newest()
             if newest is not None and newest > decision.save:
@@ -376,7 +413,7 @@ class DefaultCheckpointSaver:
             base = CheckpointContainerId(checkpoint_id).get_parent()
         if self._barrier is not None:
             self._barrier()
-        return self._containers.at(base).container.tidy() if base is not None else []
+        return self._containers.at(base).tidy() if base is not None else []
 
     # --- who and where ------------------------------------------------------------------------------------------------
 

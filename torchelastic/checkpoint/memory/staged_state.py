@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.memory.container import HeldSlot
 from torchelastic.checkpoint.memory.items import PLAIN_TYPES, tensor_with_data
 from torchelastic.checkpoint.memory.room import NotSaved
-from torchelastic.checkpoint.memory.slots import HeldSlot, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.stage import Stage, tensor_at
@@ -256,6 +257,12 @@ def _waiting() -> list[tuple[HeldSlot, Stage]]:
     """The copies of which no shard was made yet."""
     with _lock:
         return [(held, held.stage) for held in _copies if held.stage is not None and not held.is_used]
+
+
+def mapped(path: Path) -> torch.Tensor:
+    """The file of a slot, also of another process; mapped as long as the tensor lives. Raises: CheckpointError."""
+    with explained("map memory for the checkpoint", path):
+        return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _elsewhere(path: Path, data_offset: int, entries: Sequence[Entry], skeleton: Any) -> StagedState:

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of
+from torchelastic.checkpoint.memory.container import Container, HeldSlot
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, meta_of_shard, object_of
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
-from torchelastic.checkpoint.memory.plans import NotSavedError
+from torchelastic.checkpoint.memory.plans import CoordinatorDecision, NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved
-from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
-from torchelastic.checkpoint.memory.staged_state import copy_into, find_copy, tensors_only
+from torchelastic.checkpoint.memory.staged_state import copy_into, find_copy, mapped, tensors_only
 from torchelastic.checkpoint.replication.errors import UNREACHABLE, ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
@@ -159,22 +159,41 @@ class StagedItems:
         return self.held.stage.slot.view()
 
 
+@dataclass(eq=False)
+class PlannedSave:
+    """One save, on one rank.
+
+    Attributes:
+        id: the container of the checkpoint.
+        step: its step.
+        base: the container of the job.
+        rank: among those that save, if DCP tells.
+        extras: files that are attached.
+        decision: what the coordinator has decided.
+        staged: this rank's share.
+    """
+
+    id: CheckpointContainerId
+    step: int
+    base: CheckpointContainerId
+    rank: int | None = None
+    extras: dict[str, bytes] = field(default_factory=dict)
+    decision: CoordinatorDecision | None = None
+    staged: StagedItems | None = None
+
+    @property
+    def about(self) -> str:
+        """What all hosts call the checkpoint."""
+        return f"{self.base.name}/{self.id.name}"
+
+
 #: Where the items of a plan lie: the slot, the header of the shard (with checksums, if they are known), and the name of
 #: the entry of each item, in the order of `Resolved.items`.
 _Placed = tuple[HeldSlot, Header, Sequence[str]]
 
 
 def stage_items(
-    resolved: Resolved,
-    shard: ShardId,
-    slots: Slots,
-    *,
-    owner: Any,
-    replication: ReplicationManager | None,
-    needs_replicas: bool,
-    copies: DurableCopies | None,
-    threads: int,
-    with_checksums: bool,
+    resolved: Resolved, shard: ShardId, container: Container, *, threads: int, with_checksums: bool
 ) -> StagedItems:
     """Copies what a plan writes into a slot; if it is exactly what was copied with a state, that copy is the shard.
 
@@ -183,11 +202,7 @@ def stage_items(
     Args:
         resolved: the items.
         shard: what they become.
-        slots: of the container.
-        owner: when it is gone the save is over; None: that is the object that is returned.
-        replication: sends the shard to the partners.
-        needs_replicas: see `StagedItems`.
-        copies: where it is copied to besides; None: nowhere.
+        container: of the job.
         threads: how many copy.
         with_checksums: compute them on the way: for a caller that waits for them anyway.
 
@@ -195,9 +210,8 @@ def stage_items(
         NotSavedError: there is no room.
     """
     copied = find_copy([tensor for _, tensor in resolved.tensors])
-    placed = _in_copy(resolved, copied, shard, slots) if copied is not None else None
-    is_new = placed is None
-    held, header, names = placed or _in_slot(resolved, shard, slots, owner, threads, with_checksums=with_checksums)
+    placed = _in_copy(resolved, copied, shard, container) if copied is not None else None
+    held, header, names = placed or _in_slot(resolved, shard, container, threads, with_checksums=with_checksums)
     assert held.stage is not None
     assert held.stage.slot.path is not None
     size_of = {entry.name: entry.size_bytes for entry in header.entries}
@@ -207,28 +221,25 @@ def stage_items(
             for item, name in zip(resolved.items, names, strict=True)
         ],
         shard,
-        slots.container.path_of(shard),
+        container.path_of(shard),
         held.stage.slot.path,
         held.stage.data_offset,
         header,
-        slots.container.disk,
+        container.disk,
         threads,
-        replication,
-        needs_replicas,
-        held,
-        copies,
+        held=held,
     )
-    if is_new and owner is None:
-        slots.hold(held, staged)
+    if placed is None:  # else the copy of the state holds it
+        container.hold(held, staged)
     return staged
 
 
 def _in_slot(
-    resolved: Resolved, shard: ShardId, slots: Slots, owner: Any, threads: int, *, with_checksums: bool
+    resolved: Resolved, shard: ShardId, container: Container, threads: int, *, with_checksums: bool
 ) -> _Placed:
     """Copies all items; arguments and errors as `stage_items`."""
-    layout = slots.items.of_items(resolved)
-    held = slots.take(layout, owner)
+    layout = container.item_layout.of_items(resolved)
+    held = container.take(layout)
     stage = held.stage
     assert stage is not None
     try:
@@ -249,15 +260,15 @@ def _in_slot(
     return held, header, resolved.names
 
 
-def _in_copy(resolved: Resolved, copied: HeldSlot, shard: ShardId, slots: Slots) -> _Placed | None:
+def _in_copy(resolved: Resolved, copied: HeldSlot, shard: ShardId, container: Container) -> _Placed | None:
     """The copy of a state itself, if the plan writes exactly what is in it, and it lies where it can become a shard."""
-    slots.copies.needed(resolved.pickled_bytes)
+    container.copy_layout.needed(resolved.pickled_bytes)
     stage = copied.stage
     assert stage is not None
     found = entries_in_place(resolved, stage.header, stage.slot.memory.data_ptr() + stage.data_offset)
     room = stage.header.entries[-1]
     is_too_long = resolved.pickled_bytes > room.size_bytes
-    if found is None or is_too_long or not _same_file_system(stage.slot.path, slots.container.root):
+    if found is None or is_too_long or not _same_file_system(stage.slot.path, container.root):
         return None
     entries, tensor_names = found
     pickled = entries_of_pickles(resolved, room)
@@ -269,7 +280,7 @@ def _in_copy(resolved: Resolved, copied: HeldSlot, shard: ShardId, slots: Slots)
         return None
     _store_pickles(resolved, pickled, stage)
     copied.is_used = True
-    copied.container = slots.container  # the copy may have been made before the container was known
+    copied.container = container  # the copy may have been made before the container was known
     return copied, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]]
 
 
