@@ -417,7 +417,7 @@ def live(root: str, hosts: str, kind: str) -> Lived:
             with patched(mem.writer.checkpoint_saver, "prepare_write_data", no_room if bad and step == 2 else None):
                 request = save_local_aware_megatron_checkpoint(state, mem.step(step), strategy)
             if bad and step == 3:
-                request.async_fn.staged = Unwritable(request.async_fn.staged)  # type: ignore[union-attr]
+                request = request._replace(async_fn_args=(Unwritable(*request.async_fn_args),))  # type: ignore[union-attr]
             for tensor in nested_values(state):
                 if isinstance(tensor, ShardedTensor):
                     tensor.data.fill_(77)  # training goes on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,11 +129,10 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             planned = self._planning.plan(f"plan {name}", self._writer, begin)
             staged, results = self._stage(f"copy {name}", planned, with_checksums)
         except LeftOutError as error:
-            _count(self._ranks, self._writer, checkpoint_dir, error)
+            self._count(checkpoint_dir, error)
             return AsyncRequest(_nothing, (), [])
-        write = _Write(staged)
-        save = _Save(Path(checkpoint_dir), self._writer, write, planned.metadata, results)
-        return AsyncRequest(write, (), [partial(_finalize, self._ranks, save)])
+        finalize = partial(self._finalize, Path(checkpoint_dir), staged, planned.metadata, results)
+        return AsyncRequest(_write, (staged,), [finalize])
 
     def _begin(self, checkpoint_dir: str | os.PathLike[str], files: dict[str, bytes]) -> None:
         extras: dict[str, bytes] = {}
@@ -160,6 +159,42 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
                 _abandon(one)
             raise
 
+    def _finalize(
+        self, checkpoint_dir: Path, staged: StagedItems, metadata: Any, results: list[list[WriteResult]]
+    ) -> None:
+        """Commits a save once all ranks have written; called on all ranks, in the training process.
+
+        Where a rank has failed, this warns, and the checkpoint stays without a commit.
+
+        Args:
+            checkpoint_dir: the container of the step.
+            staged: the part of this rank.
+            metadata: DCP's, of the whole checkpoint; on rank 0 only.
+            results: of all ranks; on rank 0 only.
+        """
+
+        def adopt() -> list[Any]:
+            staged.adopt()
+            return [list(astuple(record)) for record in records_of([staged.results])]
+
+        def commit(records: list[Any]) -> None:
+            if self._ranks.is_coordinator:
+                written = [[result_of(ShardRecord(*record)) for record in each] for each in records]
+                self._writer.finish(metadata, [*results, *written])
+
+        step = f"commit {checkpoint_dir.name}"
+        try:
+            records = self._ranks.agree(step, adopt)
+            self._ranks.agree(step, partial(commit, records))
+        except LeftOutError as error:
+            self._count(checkpoint_dir, error)
+            _abandon(staged)
+
+    def _count(self, checkpoint_dir: str | os.PathLike[str], error: LeftOutError) -> None:
+        """Warns, and counts the save among those that were skipped: on rank 0, as `dcp.save` does it."""
+        if self._ranks.is_coordinator:
+            self._writer.checkpoint_saver.skipped.skipped(os.fspath(checkpoint_dir), error.reason, str(error))
+
 
 def _common_of_megatron(checkpoint_dir: str | os.PathLike[str]) -> dict[str, bytes]:
     """The common state, where `dist_checkpointing.save` has already written it: on rank 0 only."""
@@ -177,75 +212,17 @@ def _nothing() -> None:
     """The background's part of a save that is left out; Megatron's persistent queue would wait for ever for None."""
 
 
-class _Write:
-    """The background's part: a function that may be called in this process, in a fork of it, or in a spawned one.
+def _write(staged: StagedItems) -> None:
+    """The background's part, in the process that staged it, in a fork of it, or in a spawned one.
 
-    Args:
-        staged: what was copied.
-
-    Attributes:
-        staged: likewise.
-        is_done_here: whether this very process has written it.
+    Never raises: Megatron's worker would end, and its queue wait for it for ever. `adopt` sees it.
     """
-
-    def __init__(self, staged: StagedItems) -> None:
-        self.staged = staged
-        self.is_done_here = False
-
-    def __call__(self) -> None:
-        """Writes; never raises: Megatron's worker would end, and its queue wait for it for ever. `adopt` sees it."""
-        try:
-            self.staged.write()
-        except CheckpointError as error:
-            log.warning("%s cannot be written: %s", self.staged.target, error)
-        except Exception:
-            log.exception("%s cannot be written", self.staged.target)
-        else:
-            self.is_done_here = True
-
-
-@dataclass(frozen=True)
-class _Save:
-    """What is needed to commit a save.
-
-    Attributes:
-        checkpoint_dir: the container of the step.
-        writer: of the training process.
-        write: the background's part.
-        metadata: DCP's, of the whole checkpoint; on rank 0 only.
-        results: of all ranks; on rank 0 only.
-    """
-
-    checkpoint_dir: Path
-    writer: MemoryStorageWriter
-    write: _Write
-    metadata: Any
-    results: list[list[WriteResult]]
-
-
-def _finalize(ranks: Ranks, save: _Save) -> None:
-    """Commits a save once all ranks have written; called on all ranks, in the training process.
-
-    Where a rank has failed, this warns, and the checkpoint stays without a commit.
-    """
-
-    def adopt() -> list[Any]:
-        if not save.write.is_done_here:
-            save.write.staged.adopt()
-        return [list(astuple(record)) for record in records_of([save.write.staged.results])]
-
-    def commit(records: list[Any]) -> None:
-        if ranks.is_coordinator:
-            written = [[result_of(ShardRecord(*record)) for record in each] for each in records]
-            save.writer.finish(save.metadata, [*save.results, *written])
-
-    step = f"commit {save.checkpoint_dir.name}"
     try:
-        records = ranks.agree(step, adopt)
-        ranks.agree(step, partial(commit, records))
-    except LeftOutError as error:
-        _count(ranks, save.writer, save.checkpoint_dir, error)
-        _abandon(save.write.staged)
+        staged.write()
+    except CheckpointError as error:
+        log.warning("%s cannot be written: %s", staged.target, error)
+    except Exception:
+        log.exception("%s cannot be written", staged.target)
 
 
 def _abandon(staged: StagedItems) -> None:
@@ -253,11 +230,3 @@ def _abandon(staged: StagedItems) -> None:
         staged.abandon()
     except CheckpointError as error:  # whatever made this save fail is the one to see
         log.warning("the memory of %s, which was not saved, cannot be used again: %s", staged.target, error)
-
-
-def _count(
-    ranks: Ranks, writer: MemoryStorageWriter, checkpoint_dir: str | os.PathLike[str], error: LeftOutError
-) -> None:
-    """Warns, and counts the save among those that were skipped: on rank 0, as `dcp.save` does it."""
-    if ranks.is_coordinator:
-        writer.checkpoint_saver.skipped.skipped(os.fspath(checkpoint_dir), error.reason, str(error))
