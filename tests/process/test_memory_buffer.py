@@ -23,7 +23,7 @@ def object_id(container: Container, name: str = "object") -> CheckpointObjectId:
 
 
 def written(container: Container, size_bytes: int = 100) -> BufferIO:
-    return BufferIO.create(object_id(container), container, 3, size_bytes)
+    return BufferIO(object_id(container), container, size_bytes)
 
 
 def test_it_grows_beyond_what_was_expected(container: Container) -> None:
@@ -31,7 +31,7 @@ def test_it_grows_beyond_what_was_expected(container: Container) -> None:
     with written(container, 10) as buffer:
         for begin in range(0, len(content), 700_000):
             buffer.write(content[begin : begin + 700_000])
-    assert BufferIO.open(object_id(container)).read() == content
+    assert BufferIO(object_id(container)).read() == content
     assert (
         len([path for path in container.root.rglob("*") if path.is_file()]) <= 6
     )  # the fence, its locks, the object, free slots
@@ -43,13 +43,13 @@ def test_resize_cuts_and_close_may_keep_all_the_room(container: Container) -> No
     buffer.resize(4)
     assert buffer.tell() == 4
     buffer.close()
-    assert BufferIO.open(object_id(container)).read() == b"abcd"
+    assert BufferIO(object_id(container)).read() == b"abcd"
     with pytest.raises(ValueError, match="is closed"):
         buffer.resize(8)
     buffer = written(container, 8)
     buffer.write(b"ab")
     buffer.close(truncate=False)
-    assert len(BufferIO.open(object_id(container)).read()) == 8
+    assert len(BufferIO(object_id(container)).read()) == 8
 
 
 def test_a_damaged_object_is_not_read(container: Container) -> None:
@@ -60,7 +60,7 @@ def test_a_damaged_object_is_not_read(container: Container) -> None:
     data[data.index(b"precious")] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="checksum"):
-        BufferIO.open(object_id(container))
+        BufferIO(object_id(container))
 
 
 def test_sizes_and_positions_that_make_no_sense_are_named(container: Container) -> None:
@@ -72,4 +72,4 @@ def test_sizes_and_positions_that_make_no_sense_are_named(container: Container) 
         with pytest.raises(ValueError, match="whence is 7"):
             buffer.seek(0, 7)
         assert buffer.tell() == 4
-    assert BufferIO.open(object_id(container)).read() == b"abcd"
+    assert BufferIO(object_id(container)).read() == b"abcd"

@@ -24,60 +24,44 @@ _LEAST_GROWTH_BYTES = 1 << 20
 class BufferIO:
     """One object of a checkpoint, open for writing or for reading; by one thread at a time.
 
-    Make one with `create` or `open`, or through `CheckpointObjectManager`.
+    Make one through `CheckpointObjectManager`. What is written nobody sees until it is closed; what is read is compared
+    with its checksum first.
+
+    Args:
+        object_id: in the container of a step.
+        container: of the job, for a new object that is written; None: the object that is there is read.
+        size_bytes: how much is expected; it grows if more is written.
 
     Attributes:
         object_id: the object.
+
+    Raises:
+        ValueError: the size is negative.
+        CorruptCheckpointError: what is there is damaged, or no object that was written like this.
+        CheckpointError: it is not there, or there is no room.
     """
 
-    def __init__(self, object_id: CheckpointObjectId) -> None:
+    def __init__(self, object_id: CheckpointObjectId, container: Container | None = None, size_bytes: int = 0) -> None:
+        if size_bytes < 0:
+            raise ValueError(f"the size of {object_id} is {size_bytes}: give 0 or more bytes")
         self.object_id = object_id
+        self._path = Path(str(object_id))
+        self._container = container
         self._position = 0
         self._length = 0
         self._signature = b""
         self._content: memoryview | None = None
-        self._container: Container | None = None
-        self._step = 0
         self._keep: Any = None  # what the content lies in
-
-    @classmethod
-    def create(cls, object_id: CheckpointObjectId, container: Container, step: int, size_bytes: int) -> BufferIO:
-        """A new object; nobody sees it until it is closed.
-
-        Args:
-            object_id: in the container of the step.
-            container: of the job.
-            step: of the checkpoint.
-            size_bytes: how much is expected; it grows if more is written.
-
-        Raises:
-            ValueError: the size is negative.
-            CheckpointError: there is no room.
-        """
-        if size_bytes < 0:
-            raise ValueError(f"the size of {object_id} is {size_bytes}: give 0 or more bytes")
-        made = cls(object_id)
-        made._container, made._step = container, step
-        made._reserve(size_bytes)
-        return made
-
-    @classmethod
-    def open(cls, object_id: CheckpointObjectId) -> BufferIO:
-        """An object that is there, for reading; its content is compared with its checksum first.
-
-        Raises:
-            CorruptCheckpointError: it is damaged, or no object that was written like this.
-            CheckpointError: it is not there.
-        """
-        made = cls(object_id)
-        with ShardReader(Path(str(object_id))) as shard:
+        if container is not None:
+            self._reserve(container, size_bytes)
+            return
+        with ShardReader(self._path) as shard:
             if [entry.name for entry in shard.header.entries] != [ENTRY]:
                 raise CorruptCheckpointError(f"{object_id} is a shard of tensors: read it with ShardReader")
-            made._keep = shard.map()[ENTRY]
-            made._signature = bytes.fromhex(str(shard.header.meta.get("signature", "")))
-        made._content = memoryview(made._keep.numpy()).toreadonly()
-        made._length = made._content.nbytes
-        return made
+            self._keep = shard.map()[ENTRY]
+            self._signature = bytes.fromhex(str(shard.header.meta.get("signature", "")))
+        self._content = memoryview(self._keep.numpy()).toreadonly()
+        self._length = self._content.nbytes
 
     @property
     def is_readonly(self) -> bool:
@@ -131,16 +115,15 @@ class BufferIO:
             ValueError: the size is negative.
             CheckpointError: there is no room.
         """
-        self._require_writable()
+        container = self._require_writable()
         if new_size < 0:
             raise ValueError(f"the size of {self.object_id} is {new_size}: give 0 or more bytes")
         if new_size > self._open_content().nbytes:
             old, stage = self._open_content()[: self._length], self._keep
-            self._reserve(new_size)
+            self._reserve(container, new_size)
             self._open_content()[: self._length] = old
             old.release()
-            if self._container is not None:
-                self._container.pool.give_back(stage)
+            container.pool.give_back(stage)
         self._length = min(self._length, new_size)
         self._position = min(self._position, new_size)
 
@@ -196,10 +179,9 @@ class BufferIO:
         header = _header(length, {"signature": self._signature.hex()})
         digest = checksum_of(content[:length])
         content.release()
-        path = self._container.folder_of(self._step) / self.object_id.name
-        if path.exists():
-            self._container.remove_object(path)  # it is written anew
-        self._container.publish(stage, header.with_checksums([digest]), path)
+        if self._path.exists():
+            self._container.remove_object(self._path)  # it is written anew
+        self._container.publish(stage, header.with_checksums([digest]), self._path)
 
     def abandon(self) -> None:
         """Throws away what was written; nothing gets a name."""
@@ -219,9 +201,8 @@ class BufferIO:
         else:
             self.abandon()
 
-    def _reserve(self, size_bytes: int) -> None:
-        assert self._container is not None
-        stage = self._container.pool.take(_header(size_bytes, {"signature": "00" * MOST_SIGNATURE_BYTES}))
+    def _reserve(self, container: Container, size_bytes: int) -> None:
+        stage = container.pool.take(_header(size_bytes, {"signature": "00" * MOST_SIGNATURE_BYTES}))
         stage.invalidate()
         self._keep = stage
         self._content = stage.slot.view()[stage.data_offset : stage.data_offset + size_bytes]
@@ -231,9 +212,10 @@ class BufferIO:
             raise ValueError(f"{self.object_id} is closed")
         return self._content
 
-    def _require_writable(self) -> None:
-        if self.is_readonly:
+    def _require_writable(self) -> Container:
+        if self._container is None:
             raise io.UnsupportedOperation(f"{self.object_id} was opened for reading")
+        return self._container
 
 
 def _header(size_bytes: int, meta: Mapping[str, Any]) -> Header:

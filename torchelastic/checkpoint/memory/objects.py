@@ -127,15 +127,15 @@ class CheckpointObjectManager:
             CheckpointError: there is no room.
         """
         wanted = CheckpointObjectId(object_id)
-        base, step, _ = _parts_of(wanted)
+        base = _base_of(wanted)
         if not overwrite and Path(str(wanted)).exists():
             raise FileExistsError(f"{wanted} is there already: give overwrite=True to replace it")
-        return BufferIO.create(wanted, self.container(base), step, buffer_size)
+        return BufferIO(wanted, self.container(base), buffer_size)
 
     def get_buffer(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> BufferIO | None:
         """An object for reading, compared with its checksum; None, with a warning, if it cannot be read."""
         try:
-            return BufferIO.open(CheckpointObjectId(object_id))
+            return BufferIO(CheckpointObjectId(object_id))
         except (CheckpointError, ValueError) as error:
             log.warning("%s cannot be read: %s", object_id, error)
             return None
@@ -161,9 +161,8 @@ class CheckpointObjectManager:
 
     def delete_object(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> None:
         """Removes an object, unless another process uses it; it may be gone. Raises: ValueError, CheckpointError."""
-        base, step, file = _parts_of(CheckpointObjectId(object_id))
-        container = self.container(base)
-        container.remove_object(container.folder_of(step) / file)
+        wanted = CheckpointObjectId(object_id)
+        self.container(_base_of(wanted)).remove_object(Path(str(wanted)))
 
     def delete_container(self, container_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
         """Removes the container of a step, or that of a job with all of its checkpoints; it may be gone.
@@ -284,10 +283,10 @@ class SaverContainers:
         return self._elsewhere
 
 
-def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int, str]:
-    """The container of the job, the step, and the file."""
+def _base_of(object_id: CheckpointObjectId) -> CheckpointContainerId:
+    """The container of the job."""
     try:
-        return *parts_of(object_id.get_parent() or ""), object_id.name
+        return parts_of(object_id.get_parent() or "")[0]
     except ValueError as error:
         raise ValueError(
             f"{object_id} lies in no container of a step, such as /dev/shm/jobs/145/step-20_ckpt"
