@@ -117,32 +117,20 @@ class TakenApart:
         return known
 
 
-_TensorOf = Callable[[int], torch.Tensor]
-
-
-def fill(skeleton: Any, tensor_of: _TensorOf) -> Any:
+def fill(skeleton: Any, tensor_of: Callable[[int], torch.Tensor]) -> Any:
     """A state again: containers of its own, with tensors for the numbers."""
-
-    def spread(one: _Spread, local: torch.Tensor) -> torch.Tensor:
-        kind: Any = DTensor  # its constructor has no types
-        tensor: torch.Tensor = kind(local, one.spec, requires_grad=False)
-        return tensor
-
-    return _map(skeleton, tensor_of, spread)
-
-
-def _map(skeleton: Any, tensor_of: _TensorOf, spread: Callable[[_Spread, torch.Tensor], Any]) -> Any:
     kind = type(skeleton)
     if kind is _At:
         return tensor_of(skeleton.index)
     if kind is dict:
-        return {key: _map(item, tensor_of, spread) for key, item in skeleton.items()}
+        return {key: fill(item, tensor_of) for key, item in skeleton.items()}
     if kind is list:
-        return [_map(item, tensor_of, spread) for item in skeleton]
+        return [fill(item, tensor_of) for item in skeleton]
     if kind is _Spread:
-        return spread(skeleton, _map(skeleton.local, tensor_of, spread))
+        made: Any = DTensor  # its constructor has no types
+        return made(fill(skeleton.local, tensor_of), skeleton.spec, requires_grad=False)
     if isinstance(skeleton, tuple) and kind is not torch.Size:
-        items = [_map(item, tensor_of, spread) for item in skeleton]
+        items = [fill(item, tensor_of) for item in skeleton]
         return kind(*items) if hasattr(skeleton, "_fields") else tuple(items)
     return skeleton
 
@@ -177,7 +165,7 @@ class StagedState(dict[str, Any]):
         self.is_written_here()
         stage = self.stage
         if stage is None:
-            return _without_data, (self.skeleton, next(key for key in self if key.startswith(_REFUSED)))
+            return StagedState, (None, None, dict(self))
         return _elsewhere, (stage.slot.path, stage.data_offset, stage.header.entries, self.skeleton)
 
 
@@ -206,8 +194,8 @@ def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
     def shape(index: int) -> torch.Tensor:
         return torch.empty(taken.sources[index].shape, dtype=taken.sources[index].dtype, device="meta")
 
-    shapes = _map(taken.skeleton, shape, lambda one, local: replace(one, local=local))
-    return _without_data(shapes, _REFUSED + json.dumps([why.reason, why.because, why.rank]))
+    refusal = _REFUSED + json.dumps([why.reason, why.because, why.rank])
+    return StagedState(None, None, {**fill(taken.skeleton, shape), refusal: None})
 
 
 def refused_in(names: Iterable[str]) -> tuple[str, NotSaved] | None:
@@ -269,10 +257,3 @@ def _elsewhere(path: Path, data_offset: int, entries: Sequence[Entry], skeleton:
     """The copy, in the process that it was sent to."""
     memory = mapped(path)
     return StagedState(skeleton, None, fill(skeleton, lambda at: tensor_at(memory, data_offset, entries[at])))
-
-
-def _without_data(shapes: Any, refusal: str) -> StagedState:
-    def numbered(index: int) -> torch.Tensor:
-        raise TypeError(f"a copy that was not made has no tensor {index}")
-
-    return StagedState(shapes, None, {**fill(shapes, numbered), refusal: None})
