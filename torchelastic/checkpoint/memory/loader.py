@@ -416,8 +416,5 @@ class DefaultCheckpointLoader(CheckpointLoader):
         base, step = parts_of(checkpoint_id)
         return self._objects.container(base), step
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"objects": self._objects, "replication": self._replication}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["objects"], state["replication"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._objects, self._replication)

@@ -54,19 +54,15 @@ class CheckpointObjectManager:
     def __init__(
         self, pool_config: object = None, *, durable: DurableTier | None = None, disk: Disk = REAL_DISK
     ) -> None:
-        self._pool_config = pool_config
-        self._durable = durable
-        self._disk = disk
-        self._registry = ContainerRegistry()
-        self._prepare()
+        del pool_config
+        self._prepare(durable, disk, ContainerRegistry())
 
-    def _prepare(self) -> None:
+    def _prepare(self, durable: DurableTier | None, disk: Disk, registry: ContainerRegistry) -> None:
+        self._durable, self._disk, self._registry = durable, disk, registry
         self._lock = threading.RLock()
         self._containers: dict[str, Container] = {}
         self.shelf = ReceivedObjects(self._find, self._registry.names)
-        self.copies: DurableCopies | None = None
-        if self._durable is not None:
-            self.copies = DurableCopies(self._durable, Kind.MEMORY, marks=self._registry.copies)
+        self.copies = None if durable is None else DurableCopies(durable, Kind.MEMORY, marks=registry.copies)
 
     def container(self, base: str | os.PathLike[str] | CheckpointContainerId) -> Container:
         """The container of a job; the same object each time. From now on its objects can be received and given away.
@@ -224,18 +220,11 @@ class CheckpointObjectManager:
             root = self._registry.root_of(name)
             return self.container(root) if root is not None else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "pool_config": self._pool_config,
-            "durable": self._durable,
-            "disk": self._disk,
-            "registry": self._registry,
-        }
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._durable, self._disk, self._registry
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._pool_config, self._durable = state["pool_config"], state["durable"]
-        self._disk, self._registry = state["disk"], state["registry"]
-        self._prepare()
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._prepare(*state)
 
 
 class SaverContainers:

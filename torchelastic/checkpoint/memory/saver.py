@@ -113,9 +113,6 @@ class DefaultCheckpointSaver:
         self._needs_replicas = True
         self._threads = DEFAULT_THREADS
         self._identity = secrets.token_hex(8)
-        self._prepare()
-
-    def _prepare(self) -> None:
         self.skipped = SkippedSaves()
         self._current = threading.local()
         self._saves: dict[SaveId, PlannedSave] = {}
