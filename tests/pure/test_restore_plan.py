@@ -121,7 +121,7 @@ def test_an_agreed_epoch_is_above_what_a_new_job_finds_and_never_goes_back(
 def test_the_own_folder_is_nearest_then_another_ranks_and_then_a_place_of_all() -> None:
     distance = nearness(["a", "a", "b"])
     sources = [ShardSource(0, "durable"), ShardSource(2), ShardSource(1)]
-    assert [str(source) for source in sorted(sources, key=lambda one: distance(0, None, one))] == [
+    assert [str(source) for source in sorted(sources, key=lambda one: distance(0, one))] == [
         "rank 1",
         "rank 2",
         "durable",

@@ -116,12 +116,12 @@ def candidates(held: Sequence[Iterable[TierEntry]]) -> list[Candidate]:
     ]
 
 
-def own_first(reader: int, shard: Any, source: ShardSource) -> bool:  # noqa: ARG001 - a `Distance`
+def own_first(reader: int, source: ShardSource) -> bool:
     """What a rank can read itself is nearest; all others are equally far."""
     return source.rank != reader
 
 
-def nearness(folders: Sequence[str]) -> Distance[Any]:
+def nearness(folders: Sequence[str]) -> Distance:
     """How far a copy is: in the rank's own folder, with one of the others, each starting anew, or in a place of all.
 
     Args:
@@ -129,7 +129,7 @@ def nearness(folders: Sequence[str]) -> Distance[Any]:
             place does not lie there, but where every rank can read it.
     """
 
-    def distance(reader: int, _: Any, source: ShardSource) -> int:
+    def distance(reader: int, source: ShardSource) -> int:
         if source.place:
             return 1 + len(folders)
         if folders[source.rank] == folders[reader]:
@@ -139,15 +139,15 @@ def nearness(folders: Sequence[str]) -> Distance[Any]:
     return distance
 
 
-#: How far a source is for a rank (reader, shard, source): anything that can be ordered.
-Distance = Callable[[int, Id, ShardSource], Any]
+#: How far a source is for a rank that reads: anything that can be ordered.
+Distance = Callable[[int, ShardSource], Any]
 
 
 def plan_reads(
     sources: Mapping[Id, Collection[ShardSource]],
     wanted: Mapping[int, Iterable[Id]],
     *,
-    distance: Distance[Id] = own_first,
+    distance: Distance = own_first,
 ) -> dict[int, dict[Id, tuple[ShardSource, ...]]]:
     """Orders the sources of each shard for each rank that wants it: the nearest first, others for when it is damaged.
 
@@ -167,8 +167,8 @@ def plan_reads(
     wishes = [(len(sources.get(shard, ())), reader, shard) for reader, shards in wanted.items() for shard in shards]
     for _, reader, shard in sorted(wishes):
 
-        def key(source: ShardSource, reader: int = reader, shard: Id = shard) -> Any:
-            return distance(reader, shard, source), given[source.rank], source
+        def key(source: ShardSource, reader: int = reader) -> Any:
+            return distance(reader, source), given[source.rank], source
 
         plan[reader][shard] = ordered = tuple(sorted(sources.get(shard, ()), key=key))
         if ordered and ordered[0].rank != reader:

@@ -28,6 +28,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,13 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
 from torchelastic.checkpoint.shards.tree import unflatten
-from torchelastic.checkpoint.shards.writing import save_tree
-from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.shards.writing import save_tree, write_whole
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, record_in, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
-from torchelastic.checkpoint.store.writing import publish_manifest, remove_left_overs, require_stored
+from torchelastic.checkpoint.store.writing import abandon, remove_left_overs, require_stored, write_manifest
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import lock_of_nobody
 
@@ -283,9 +284,13 @@ class Container(MemoryTier):
             CorruptCheckpointError: a shard that is here is not what the commit says.
             CheckpointError: the disk refuses; nothing has changed.
         """
-        name, fence = commit.name, None if by_all else self.fence
-        if fence is not None:
-            fence.check(*name.token)
+        name = commit.name
+
+        def check() -> None:
+            if not by_all:
+                self.fence.check(*name.token)
+
+        check()
         with self._lock:
             folder, newest = self.root / name.folder_name, self.save_of(name.step)
             manifest = commit.manifest(record_in(self.path_of(commit.shard), commit.shard.rank))
@@ -293,9 +298,28 @@ class Container(MemoryTier):
                 require_stored(folder, record)
             # where the step was saved anew meanwhile, its attached files are those of the newer save
             extras = commit.extras if newest is None or newest <= name else {}
-            self.disk.make_folder(self.folder_of(name.step))
-            attached = {self.folder_of(name.step) / file: content for file, content in extras.items()}
-            publish_manifest(self.root, manifest, fence=fence, beside=attached, disk=self.disk)
+            self._publish_manifest(manifest, extras, check)
+
+    def _publish_manifest(self, manifest: Manifest, extras: Mapping[str, bytes], check: Callable[[], object]) -> None:
+        name, beside = manifest.name, self.folder_of(manifest.name.step)
+        staging = self.root / name.staging_name
+        self.disk.make_folder(beside)
+        abandon(self.root, name, self.disk)  # a process that was killed may have begun it
+        try:
+            self.disk.make_folder(staging)
+            for file, content in extras.items():
+                write_whole(staging / file, [memoryview(content)], self.disk)
+            write_manifest(staging, manifest, self.disk)
+            check()
+            # From here the fence may still rise. Whoever raises it takes older hidden folders away: the renames fail.
+            for file in extras:
+                self.disk.rename(staging / file, beside / file)
+            self.disk.rename(staging / MANIFEST_NAME, self.root / name.folder_name / MANIFEST_NAME)
+        except CheckpointError:
+            check()
+            raise
+        finally:
+            abandon(self.root, name, self.disk)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -207,11 +207,6 @@ class CheckpointObjectManager:
         self._containers.pop(container.name, None)
         self._registry.forget(container.name)
 
-    def only_container(self) -> Container | None:
-        """The container, if just one is known to this program; None otherwise."""
-        names = self._registry.names()
-        return self._find(names[0]) if len(names) == 1 else None
-
     def _find(self, name: str) -> Container | None:
         with self._lock:
             known = self._containers.get(name)
@@ -256,20 +251,17 @@ class SaverContainers:
             CheckpointError: there is no place for one.
         """
         if self._last is None:
-            only = self._manager.only_container()
-            self._last = only.root if only is not None else None
+            names = self._manager._registry.names()
+            self._last = self._manager._registry.root_of(names[0]) if len(names) == 1 else None
         if self._last is None:
-            return self._opened_elsewhere()
+            if self._elsewhere is None:
+                self._elsewhere = Container(job_container(f"copies-{os.getpid()}"))
+                atexit.register(self._elsewhere.remove_all)
+            return self._elsewhere
         if self._elsewhere is not None:
             self._elsewhere.close()  # what it takes back from now on goes to the system
             self._elsewhere.reclaim()
         return self._manager.container(self._last)
-
-    def _opened_elsewhere(self) -> Container:
-        if self._elsewhere is None:
-            self._elsewhere = Container(job_container(f"copies-{os.getpid()}"))
-            atexit.register(self._elsewhere.remove_all)
-        return self._elsewhere
 
 
 def _base_of(object_id: CheckpointObjectId) -> CheckpointContainerId:

@@ -154,10 +154,6 @@ class DefaultCheckpointSaver:
         base, step = parts_of(checkpoint_id)
         self._current.save = PlannedSave(CheckpointContainerId(checkpoint_id), step, base)
 
-    def describe(self) -> str:
-        """The save of this thread, for people."""
-        return f"step {self.save.step} in {self.save.base}"
-
     def attach(self, name: str, content: bytes) -> None:
         """Adds a file to the checkpoint of this thread's save; see `MemoryStorageWriter.attach`."""
         self.save.extras[check_extra_name(name)] = bytes(content)

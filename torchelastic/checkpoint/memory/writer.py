@@ -157,7 +157,8 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         try:
             self._saver.write_metadata(metadata, results)
         except NotSavedError as error:
-            self._saver.skipped.skipped(self._saver.describe(), error.why.reason, str(error.why))
+            save = self._saver.save
+            self._saver.skipped.skipped(f"step {save.step} in {save.base}", error.why.reason, str(error.why))
             if self._on_failure == "raise":
                 raise
 

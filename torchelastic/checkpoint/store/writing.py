@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
@@ -15,48 +13,7 @@ from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, Shar
 from torchelastic.checkpoint.store.reading import names_in, record_in, require_same
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
-if TYPE_CHECKING:
-    from torchelastic.checkpoint.store.fence import Fence
-
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
-
-
-def publish_manifest(
-    root: Path, manifest: Manifest, *, fence: Fence | None, beside: Mapping[Path, bytes], disk: Disk = REAL_DISK
-) -> None:
-    """Publishes a checkpoint whose shards have their names already: its manifest appears last. Called by one process.
-
-    Args:
-        root: the folder that holds all checkpoints.
-        manifest: of the checkpoint.
-        fence: says whether this writer was replaced meanwhile; None: nobody is fenced off.
-        beside: what further files of `root` are to hold from then on, whatever they hold now.
-        disk: what touches files.
-
-    Raises:
-        FencedError: other writers have taken over; the manifest does not appear.
-        CheckpointError: the disk refuses.
-    """
-    name = manifest.name
-    staging = root / name.staging_name
-    abandon(root, name, disk)  # a process that was killed may have begun it
-    try:
-        disk.make_folder(staging)
-        for path, content in beside.items():
-            write_whole(staging / path.name, [memoryview(content)], disk)
-        write_manifest(staging, manifest, disk)
-        if fence is not None:
-            fence.check(*name.token)
-        # From here the fence may still rise; whoever raises it takes older hidden folders away, so the renames fail.
-        for path in beside:
-            disk.rename(staging / path.name, path)
-        disk.rename(staging / MANIFEST_NAME, root / name.folder_name / MANIFEST_NAME)
-    except CheckpointError:
-        if fence is not None:
-            fence.check(*name.token)
-        raise
-    finally:
-        abandon(root, name, disk)
 
 
 def require_stored(folder: Path, record: ShardRecord) -> None:

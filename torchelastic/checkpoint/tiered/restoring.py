@@ -187,7 +187,7 @@ class Restoring:
         """Where each rank reads what it wants, best first."""
         order = list(self._tiers)
 
-        def distance(reader: int, _: int, source: ShardSource) -> tuple[int, bool]:
+        def distance(reader: int, source: ShardSource) -> tuple[int, bool]:
             return order.index(source.place), source.rank != reader
 
         plan_of = partial(plan_reads, candidate.sources, distance=distance)
