@@ -205,10 +205,14 @@ class DurableCopies:
 
     # --- restoring ----------------------------------------------------------------------------------------------------
 
-    def inventory(self) -> list[Any]:
-        """What is published there, newest first, for sending. Rank 0 reads it for all. Raises: CheckpointError."""
-        self._tier.require_own()
-        return [replace(entry, place=self._tier.name).as_plain() for entry in self._tier.inventory()]
+    def inventory(self) -> tuple[list[Any], str | None]:
+        """What is published there, newest first, for sending; or why nobody knows, which is logged."""
+        try:
+            self._tier.require_own()
+            return [replace(entry, place=self._tier.name).as_plain() for entry in self._tier.inventory()], None
+        except CheckpointError as error:
+            log.warning("it is unknown what is in durable storage: %s", error)
+            return [], str(error)
 
     def restored(self, step: int) -> None:
         """Training goes on from this step."""
@@ -245,13 +249,7 @@ class DurableInventory:
     @classmethod
     def tell(cls, copies: DurableCopies | None, rank: int) -> tuple[list[Any], str | None]:
         """What a rank says, for sending; rank 0 reads it for all. `of` is the inverse, given what rank 0 said."""
-        if copies is None or rank != 0:
-            return [], None
-        try:
-            return copies.inventory(), None
-        except CheckpointError as error:
-            log.warning("it is unknown what is in durable storage: %s", error)
-            return [], str(error)
+        return ([], None) if copies is None or rank != 0 else copies.inventory()
 
     @classmethod
     def of(cls, copies: DurableCopies | None, told: tuple[list[Any], str | None]) -> DurableInventory:

@@ -29,7 +29,7 @@ from torchelastic.checkpoint.store.inventory import info_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
-from torchelastic.checkpoint.store.writing import remove_checkpoint
+from torchelastic.checkpoint.store.writing import remove_folder
 
 _UNFINISHED = "not finished: it has no manifest; its job is still saving it, or was stopped"
 #: A file of this name that does not begin like a shard is a torn one.
@@ -130,7 +130,7 @@ class FolderOfShards(ShardFormat):
 
     def remove(self, found: FoundCheckpoint) -> None:
         """Hidden first, then removed; a reader that has it open can go on."""
-        remove_checkpoint(found.path.parent, SaveId.parse(found.path.name))
+        remove_folder(found.path.parent, SaveId.parse(found.path.name).folder_name)
 
     def _look_at(self, folder: Path) -> FoundCheckpoint:
         with explained("look at the checkpoint", folder):

@@ -56,7 +56,7 @@ from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, record_in, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
-from torchelastic.checkpoint.store.writing import abandon, remove_left_overs, require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import remove_folder, remove_left_overs, require_stored, write_manifest
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import lock_of_nobody
 
@@ -304,7 +304,7 @@ class Container(MemoryTier):
         name, beside = manifest.name, self.folder_of(manifest.name.step)
         staging = self.root / name.staging_name
         self.disk.make_folder(beside)
-        abandon(self.root, name, self.disk)  # a process that was killed may have begun it
+        remove_folder(self.root, name.staging_name, self.disk)  # a process that was killed may have begun it
         try:
             self.disk.make_folder(staging)
             for file, content in extras.items():
@@ -319,7 +319,7 @@ class Container(MemoryTier):
             check()
             raise
         finally:
-            abandon(self.root, name, self.disk)
+            remove_folder(self.root, name.staging_name, self.disk)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torchelastic.checkpoint.store.folder import FolderTier
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext
-from torchelastic.checkpoint.store.writing import abandon, remove_checkpoint, require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import remove_folder, require_stored, write_manifest
 
 #: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
 WRITE_BYTES = 64 * 2**20
@@ -102,7 +102,7 @@ class DiskTier(FolderTier):
     def abandon(self, name: SaveId) -> None:
         """See `Tier`; a rank that is still writing its shard into a shared folder gets an error."""
         if self.is_shared:
-            abandon(self._root, name, self._disk)
+            remove_folder(self._root, name.staging_name, self._disk)
         else:
             super().abandon(name)
 
@@ -111,7 +111,7 @@ class DiskTier(FolderTier):
             super()._discard(names)
             return
         for name in sorted(names):
-            remove_checkpoint(self._root, name, self._disk)
+            remove_folder(self._root, name.folder_name, self._disk)
 
     def _retire(self, path: Path) -> None:
         self._disk.remove(path)

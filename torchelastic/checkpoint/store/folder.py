@@ -28,7 +28,7 @@ from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
-from torchelastic.checkpoint.store.writing import remove_checkpoint, remove_left_overs, require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import remove_folder, remove_left_overs, require_stored, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -217,4 +217,4 @@ class FolderTier(Tier):
 
     def _remove_if_empty(self, name: SaveId) -> None:
         if not self._shards(name):
-            remove_checkpoint(self._root, name, self._disk)
+            remove_folder(self._root, name.folder_name, self._disk)

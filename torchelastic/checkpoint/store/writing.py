@@ -37,24 +37,6 @@ def write_manifest(folder: Path, manifest: Manifest, disk: Disk = REAL_DISK) -> 
     write_whole(folder / MANIFEST_NAME, [memoryview(encode_manifest(manifest))], disk)
 
 
-def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
-    """Removes one published checkpoint, whichever it is; it may be gone.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
-    _remove_folder(root, name.folder_name, disk)
-
-
-def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
-    """Removes what was written of a checkpoint that will not be published; it may be gone. Called by any rank.
-
-    Raises:
-        CheckpointError: it cannot be removed.
-    """
-    _remove_folder(root, name.staging_name, disk)
-
-
 def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
     """Removes what killed processes have left in a folder of checkpoints; returns how many things.
 
@@ -74,12 +56,17 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
             disk.remove_folder(root / name)
             removed += 1
         elif staged is not None and older_than is not None and staged.token < older_than:
-            _remove_folder(root, name, disk)
+            remove_folder(root, name, disk)
             removed += 1
     return removed
 
 
-def _remove_folder(root: Path, name: str, disk: Disk) -> None:
+def remove_folder(root: Path, name: str, disk: Disk = REAL_DISK) -> None:
+    """Removes the folder of a checkpoint, or the hidden one in which it is written; it may be gone. Called by any rank.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
     gone = root / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
     try:
         disk.rename(root / name, gone)
