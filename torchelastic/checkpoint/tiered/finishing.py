@@ -60,7 +60,6 @@ class TieredSave:
         stall_s: for how long training stood still.
         observe: is called with the costs.
         metrics: what was measured of this state, for the manifest.
-        committed: the names of the tiers in which it is durable by now.
         abandoned: the tiers in which it will not be published, as far as is known.
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
         failure: the first reason for which a tier that takes part does not have it; None: all of them have it.
@@ -77,7 +76,6 @@ class TieredSave:
     stall_s: float
     observe: Observe | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    committed: list[str] = field(default_factory=list)
     abandoned: list[Tier] = field(default_factory=list)
     is_stage_published: bool = False
     failure: Exception | None = None
@@ -168,7 +166,6 @@ class Finisher:
         if save.observe is not None:
             save.observe(tier.name, stall_s=save.stall_s, durable_s=durable_s)
         log.info("%s is durable in the %s tier after %.2f s", save.name, tier.name, durable_s)
-        save.committed.append(tier.name)
         try:
             if not tier.is_shared or shard.rank == 0:
                 tier.prune()

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,21 +53,6 @@ class Restored:
     tiers: tuple[str, ...]
     kind: str | None
     content: Any
-
-
-@dataclass
-class _Own:
-    """What a rank has read.
-
-    Attributes:
-        content: what became of it.
-        kind: what the writer said that it is; None: this rank has not read that.
-        tiers: where it was read.
-    """
-
-    content: Any = None
-    kind: str | None = None
-    tiers: set[str] = field(default_factory=set)
 
 
 class Restoring:
@@ -172,16 +157,17 @@ class Restoring:
 
     def restore_one(self, candidate: Candidate) -> Restored:
         """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
-        own = _Own()
+        content: Any = None
 
         def read() -> list[Any]:
-            self._read_own(candidate, self._plan(candidate).get(self._peers.rank, {}), own)
-            return [own.kind, sorted(own.tiers)]
+            nonlocal content
+            content, *told = self._read_own(candidate, self._plan(candidate).get(self._peers.rank, {}))
+            return told
 
         told = run_with_peers(self._peers, f"restoring {candidate.save}", read)
         kind = next((kind for kind, _ in told if kind is not None), None)
         tiers = sorted({tier for _, each in told for tier in each})
-        return Restored(candidate.save, tuple(tiers), kind, own.content)
+        return Restored(candidate.save, tuple(tiers), kind, content)
 
     def _plan(self, candidate: Candidate) -> Mapping[int, Mapping[int, Sequence[ShardSource]]]:
         """Where each rank reads what it wants, best first."""
@@ -201,24 +187,30 @@ class Restoring:
             staying.setdefault(sources[shard][0].rank, []).append(shard)
         return plan_of(staying)
 
-    def _read_own(self, candidate: Candidate, wanted: Mapping[int, Sequence[ShardSource]], own: _Own) -> None:
-        """What this rank wants. Raises: CheckpointError: it cannot be had, or is nothing that could be loaded."""
+    def _read_own(
+        self, candidate: Candidate, wanted: Mapping[int, Sequence[ShardSource]]
+    ) -> tuple[Any, str | None, list[str]]:
+        """What this rank wants: what became of it, its kind if that was among what was read, and where it was read.
+
+        Raises:
+            CheckpointError: it cannot be had, or is nothing that could be loaded.
+        """
         left = {shards_of(candidate)[shard]: list(wanted[shard]) for shard in sorted(wanted)}
         if not left:
-            return
+            return None, None, []
 
-        def take(shards: Mapping[ShardId, ShardReader]) -> None:
+        def take(shards: Mapping[ShardId, ShardReader]) -> tuple[Any, str | None]:
             stated = (shard for shard in shards.values() if shard.header.structure is not None)
-            own.kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
-            own.tiers = {sources[0].place for sources in left.values()}
+            kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
             try:
-                own.content = self._reading.take(list(shards.values()))
+                return self._reading.take(list(shards.values())), kind
             except CheckpointError as error:
                 if any(shard.failure for shard in shards.values()):
                     raise
                 raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
 
-        read_good_copies(left, self._open, take, self._pass_over)
+        content, kind = read_good_copies(left, self._open, take, self._pass_over)
+        return content, kind, sorted({sources[0].place for sources in left.values()})
 
     def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
         if source.rank == self._peers.rank:

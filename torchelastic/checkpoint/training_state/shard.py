@@ -135,7 +135,7 @@ class Loaded:
         shapes: the shared tree with placeholders.
         shared: the shared tree as this rank needs it.
         own: what was the own of rank `own_rank`.
-        own_rank: see `own_rank_of`.
+        own_rank: the own one, or modulo the number of ranks that saved.
     """
 
     saved_world_size: int
@@ -143,15 +143,6 @@ class Loaded:
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
     own_rank: int
-
-
-def own_rank_of(rank: int, saved_world_size: int) -> int:
-    """Whose extra state a rank gets: its own, or that of rank modulo the number of ranks that saved. Pure.
-
-    >>> [own_rank_of(rank, saved_world_size=2) for rank in range(4)]
-    [0, 1, 0, 1]
-    """
-    return rank % saved_world_size
 
 
 def read(shards: Sequence[ShardReader], objects: TrainingObjects, rank: int, *, allow_pickles: bool) -> Loaded:
@@ -169,7 +160,7 @@ def read(shards: Sequence[ShardReader], objects: TrainingObjects, rank: int, *, 
     """
     for shard in shards:
         require_kind(shard)
-    own_rank = own_rank_of(rank, len(shards))
+    own_rank = rank % len(shards)
     own = read_own(shards[own_rank], allow_pickles=allow_pickles)
     entries = {entry.name: (entry.dtype, entry.shape) for shard in shards for entry in shard.header.entries}
     saved = placeholders(shards[0], entries, allow_pickles=allow_pickles)
