@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.simulation.invariants import check_invariants
@@ -122,6 +122,8 @@ actions = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), actions)
+# a second one is evicted, and the first has still not asked again
+@example(1, 1, 2, [*[("join", 0)] * 4, ("die", 0), ("time", 8), ("ask", 1), ("time", 8)])
 def test_any_history_keeps_the_invariants_and_ends_in_a_running_round(
     minimum: int, extra: int, multiple_of: int, history: list[tuple[str, int]]
 ) -> None:

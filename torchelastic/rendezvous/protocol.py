@@ -265,8 +265,8 @@ def _evict(view: View, unready: Sequence[Member]) -> tuple[Action, ...]:
 
     Have them ended all the same, so that they can be started again and come back.
     """
-    evicted = tuple(member.member_id for member in unready)
-    if not evicted or evicted == view.round.evicted:
+    evicted = _all_evicted(view, unready)
+    if not unready or evicted == view.round.evicted:
         return ()
     because = f"{shortlist(evicted)} did not get ready in time"
     return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, evicted=evicted, because=because)),)
@@ -394,13 +394,17 @@ def _forgotten(tombstones: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(tombstones)[:MAX_FORGOTTEN])
 
 
+def _all_evicted(view: View, unready: Sequence[Member]) -> tuple[str, ...]:
+    """Who is to be ended, with those evicted before that have not asked again: they are still no newcomers."""
+    before = [view.members[name] for name in view.round.evicted if name in view.members]
+    silent = [member for member in before if member not in unready and not is_waiting(member, view.round)]
+    return tuple(member.member_id for member in (*unready, *silent))
+
+
 def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member]) -> Publish:
     ranked = rank_members(chosen)
     source = view.members[ranked[0].member_id]
     is_old = may_be_behind(source, view.round)
-    # who was evicted before and has not asked again is still no newcomer
-    silent = [view.members[name] for name in view.round.evicted if name in view.members]
-    evicted = [*unready, *(m for m in silent if m not in unready and not is_waiting(m, view.round))]
     names = {member.member_id for member in (*ranked, *unready)}
     round_ = Round(
         number=view.round.number + 1,
@@ -411,7 +415,7 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         step=source.step + (1 if source.state_status is StateStatus.UNCOMMITTED else 0),
         state_status=min(source.state_status, StateStatus.INITIAL) if is_old else source.state_status,
         stale=tuple(rank for rank, member in enumerate(ranked) if member.progress < ranked[0].progress),
-        evicted=tuple(member.member_id for member in evicted),
+        evicted=_all_evicted(view, unready),
         because=f"{counted(len(ranked), 'member')}, source {source.member_id} at step {source.step}",
         edition=view.round.edition + 1,
         lost=tuple(name for name in view.round.roster if name in view.departed)[:MAX_FORGOTTEN],
