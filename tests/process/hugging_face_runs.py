@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
-from torchelastic.checkpoint.memory import saver, slots
+from torchelastic.checkpoint.memory import container, saver
 from torchelastic.checkpoint.memory.room import Free
 
 STEPS = 12
@@ -258,7 +258,7 @@ def _begin(run: Run) -> tuple[Run, Warnings]:
     warnings = Warnings()
     logging.getLogger("torchelastic").addHandler(warnings)
     if not run.has_memory:
-        for module in (saver, slots):
+        for module in (saver, container):
             setattr(module, "measure", _nothing_free)  # noqa: B010 - for mypy it is a function, and constant
     host = os.environ.get("TORCHELASTIC_FAILURE_DOMAIN")  # where the test has several hosts on this machine
     if host is not None:
