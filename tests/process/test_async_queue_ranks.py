@@ -22,6 +22,15 @@ from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointE
 Facts = dict[str, Any]
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail_unprintably() -> None:
+    raise UnprintableError
+
+
 def told(function: Callable[..., object], *args: Any) -> list[Any]:
     """What a call returned, or the error that it raised: text, rank, and type of the cause."""
     try:
@@ -99,6 +108,15 @@ class Rank:
         self.schedule("failing", fail if self.rank else None, *(["disk on fire"] if self.rank else []))
         return [self.finalize(), self.finalize()]
 
+    def failing_unprintably(self) -> list[Any]:
+        """Rank 1 fails with a file name that is no UTF-8, then with an exception without a text: rank 0 is told."""
+        answers = []
+        with AsyncCallsQueue(worker="thread", timeout_s=5.0) as queue:
+            for work, args in ((fail, (os.fsdecode(b"no \xff"),)), (fail_unprintably, ())):
+                queue.schedule_async_request(AsyncRequest(work if self.rank else None, args if self.rank else (), []))
+                answers.append(told(queue.maybe_finalize_async_calls, True))
+        return answers
+
     def failing_before_schedule(self) -> list[Any]:
         """The poll in between lets both ranks know; schedule then tells both."""
         self.schedule("failing 2", fail if self.rank else None, *(["disk on fire"] if self.rank else []))
@@ -155,6 +173,7 @@ SCENES = (
     Rank.slow_while_waiting,
     Rank.alone_in_between,
     Rank.failing,
+    Rank.failing_unprintably,
     Rank.failing_before_schedule,
     Rank.failing_in_schedule,
     Rank.synchronous,
@@ -222,6 +241,13 @@ def test_what_fails_on_one_rank_is_finalised_on_none_and_told_to_both(facts: lis
         assert "call 3 failed on rank 1: ValueError: disk on fire" in text
         assert again == ["returned", []]
         assert of_rank["failing"]["finalized"] == []
+
+
+def test_a_failure_without_a_plain_text_is_told_to_both(facts: list[Facts]) -> None:
+    for of_rank in facts:
+        not_utf_8, without = of_rank["failing_unprintably"]["answer"]
+        assert "call 1 failed on rank 1: ValueError: no \\udcff" in not_utf_8[1]
+        assert "call 2 failed on rank 1: UnprintableError: " in without[1]
 
 
 def test_schedule_tells_both_ranks_what_the_last_poll_has_found(facts: list[Facts]) -> None:

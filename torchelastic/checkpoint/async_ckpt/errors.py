@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from traceback import TracebackException
+
 from torchelastic.checkpoint.errors import CheckpointError
 
 
@@ -35,6 +37,7 @@ def failed_call(call_idx: int, rank: int, reason: str) -> AsyncCheckpointError:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the text of an exception, in one line."""
-    text = " ".join(str(error).split())
+    """The type and the text of an exception, in one line that can be sent, whatever the exception is."""
+    said = str(TracebackException(type(error), error, None))  # also where its own `__str__` raises
+    text = " ".join(said.encode(errors="backslashreplace").decode().split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
