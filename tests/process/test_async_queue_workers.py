@@ -211,6 +211,24 @@ def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> N
     wait_until(lambda: is_gone(worker), PATIENCE_S, "the worker ends")
 
 
+GONE_AT_ONCE = """
+import multiprocessing, os
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+
+AsyncCallsQueue.warmup_persistent_caller(0)
+print(multiprocessing.active_children()[0].pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_worker_whose_trainer_is_gone_before_it_is_ready_ends_without_a_word(tmp_path: Path) -> None:
+    with (tmp_path / "said").open("w+") as said:  # not a pipe, which the worker would hold open
+        subprocess.run([sys.executable, "-c", GONE_AT_ONCE], cwd=ROOT, stdout=said, stderr=said, check=True)
+        worker = int((tmp_path / "said").read_text())
+        wait_until(lambda: is_gone(worker), PATIENCE_S, "the worker ends")
+        assert (tmp_path / "said").read_text() == f"{worker}\n"
+
+
 FORGETFUL = """
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 

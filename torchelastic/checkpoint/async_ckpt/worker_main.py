@@ -44,7 +44,10 @@ def die_with_parent(parent_pid: int) -> None:
     Not by PR_SET_PDEATHSIG, which means the parent's thread: requests may be scheduled from one that ends before. And
     not by the pipe of `multiprocessing.parent_process()`, which other children of the parent may hold open.
     """
-    descriptor = os.pidfd_open(parent_pid)  # raises if there is no such process any more, which ends this one
+    try:
+        descriptor = os.pidfd_open(parent_pid)
+    except ProcessLookupError:  # it has ended before this one was ready
+        raise SystemExit(1) from None
     if os.getppid() != parent_pid:
         _die()
     ended = select.poll()
