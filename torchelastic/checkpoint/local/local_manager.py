@@ -144,7 +144,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         all of them; tensors stay on the CPU until `restore_tensor_device`.
 
         Returns:
-            One state per rank that saved, in the order of the ranks.
+            State and id, as of `load`, for each rank that saved, in the order of the ranks.
 
         Raises:
             CheckpointError, OutOfStepError: see `load`.
