@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,17 @@ def add_streams(root: Path, count: int) -> None:
         checkpoint.commit()
 
 
-def add_local(root: Path, generation: int, ranks: int = 2, holders: int | None = None) -> list[Path]:
-    """A save of `LocalCheckpointManager` in which each rank has a state of its own; on the host of the first ranks."""
+def add_local(
+    root: Path, generation: int, ranks: int = 2, holders: int | None = None, states: Sequence[Any] = ()
+) -> list[Path]:
+    """A save of `LocalCheckpointManager`, here of a state of its own on each rank; on the host of the first ranks."""
+    states = states or [{"mine": torch.tensor([rank])} for rank in range(ranks)]
     save = SaveId(1, 1, generation, 10 * generation, f"{generation:08x}")
     folder = root / "session" / save.folder_name
     folder.mkdir(parents=True)
     paths = [folder / shard_file_name(rank, ranks) for rank in range(ranks)]
     for rank, path in enumerate(paths):
-        save_tree(path, {"mine": torch.tensor([rank])}, meta=header_meta(ShardId(save, rank, ranks), "session"))
+        save_tree(path, states[rank], meta=header_meta(ShardId(save, rank, ranks), "session"))
     records = tuple(record_in(path, rank) for rank, path in enumerate(paths))
     write_manifest(folder, Manifest(save, "session", ranks, records, saved_s=1000.0 + generation))
     for path in paths[holders:] if holders is not None else ():

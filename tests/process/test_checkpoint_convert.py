@@ -31,7 +31,7 @@ from tests.process.forked_ranks import values as values_of
 from torchelastic.checkpoint import BCPState, FileSystemCheckpointManager
 from torchelastic.checkpoint.command.foreign import safetensors_file
 from torchelastic.checkpoint.command.main import main
-from torchelastic.checkpoint.shards import load_tree, save_tree
+from torchelastic.checkpoint.shards import ShardOf, load_tree, save_tree
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,29 @@ def test_convert_of_local_saves_wants_one_rank_where_each_has_its_own_state(tmp_
     assert str(paths[0]) in err
     assert run(capsys, "convert", paths[1], tmp_path / "t", "--to", "torch")[0] == 0
     assert torch.load(tmp_path / "t", weights_only=True)["mine"].item() == 1
+
+
+def test_convert_of_local_parts_loses_no_tensor_of_another_rank_and_tells_what_is_each_ranks_own(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    halves = [{"w": ShardOf(torch.full((2,), float(rank)), (4,), (2 * rank,))} for rank in range(2)]
+    add_local(
+        tmp_path / "stages", 1, states=[{**halves[0], "layer0": torch.ones(1)}, {**halves[1], "layer1": torch.ones(1)}]
+    )
+    said = refusal(capsys, tmp_path / "stages", tmp_path / "t", "--to", "torch")
+    assert "layer0, layer1" in said
+
+    for same, others in (
+        ({"rng": torch.ones(1), "n": 1}, ""),
+        ({"rng": torch.zeros(1), "n": 1}, "rng"),
+        ({"rng": torch.ones(1), "n": 2}, "values"),
+    ):
+        root, target = tmp_path / f"own-{others}", tmp_path / f"own-{others}.pt"
+        add_local(root, 1, states=[{**halves[0], "rng": torch.ones(1), "n": 1}, {**halves[1], **same}])
+        code, _, err = run(capsys, "convert", root, target, "--to", "torch")
+        assert (code, others in err, bool(err)) == (0, True, bool(others))
+        state = torch.load(target, weights_only=True)
+        assert (state["w"].tolist(), state["rng"].item(), state["n"]) == ([0.0, 0.0, 1.0, 1.0], 1.0, 1)
 
 
 def save_training_state(folder: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,13 @@ from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_named
+from torchelastic.checkpoint.shards.tree import tensor_names
 from torchelastic.checkpoint.store.inventory import info_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 from torchelastic.checkpoint.store.writing import remove_folder
+from torchelastic.text import shortlist
 
 _UNFINISHED = "not finished: it has no manifest; its job is still saving it, or was stopped"
 #: A file of this name that does not begin like a shard is a torn one.
@@ -114,13 +117,8 @@ class FolderOfShards(ShardFormat):
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
         with opened_shards(found) as shards:
-            is_local = any(shard.header.meta.get("kind") == LOCAL_STATE for shard in shards)
-            are_parts = any(entry.is_shard for shard in shards for entry in shard.header.entries)
-            if is_local and len(shards) > 1 and not are_parts:
-                raise CheckpointCommandError(
-                    f"in {found.name} each of {len(shards)} ranks has saved a state of its own: give the shard of one "
-                    f"rank, such as {found.shards[0]}"
-                )
+            if len(shards) > 1 and any(shard.header.meta.get("kind") == LOCAL_STATE for shard in shards):
+                _require_parts(found, shards)
             if any(shard.header.meta.get("kind") == TRAINING_STATE for shard in shards):
                 from torchelastic.checkpoint.training_state.shard import read_state_dict
 
@@ -258,6 +256,29 @@ def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator
     """
     with ExitStack() as opened:
         yield [opened.enter_context(opener()) for opener in openers_of(found, all_of_it=all_of_it)]
+
+
+def _require_parts(found: FoundCheckpoint, shards: Sequence[ShardReader]) -> None:
+    """Refuses local shards that are no parts of one state, and tells what is each rank's own: rank 0's is taken."""
+    entries = [entry for shard in shards for entry in shard.header.entries]
+    if not any(entry.is_shard for entry in entries):
+        raise CheckpointCommandError(
+            f"in {found.name} each of {len(shards)} ranks has saved a state of its own: give the shard of one rank, "
+            f"such as {found.shards[0]}"
+        )
+    structures = [shard.header.structure for shard in shards]
+    names = [tensor_names(structure) for structure in structures]
+    lost = sorted({name for some in names for name in names[0] ^ some})
+    if lost:
+        raise CheckpointCommandError(
+            f"in {found.name} only some ranks have {shortlist(lost)}: load it with LocalCheckpointManager.load_all()"
+        )
+    wholes = {(entry.name, entry.checksum) for entry in entries if not entry.is_shard}
+    own = sorted(name for name, count in Counter(name for name, _ in wholes).items() if count > 1)
+    if any(structure != structures[0] for structure in structures):
+        own.append("values that are no tensors")
+    if own:
+        complain(f"of {found.name}, what is each rank's own is rank 0's: {shortlist(own)}")
 
 
 def openers_of(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
