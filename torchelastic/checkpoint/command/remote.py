@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
+import tenacity
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
@@ -25,30 +26,41 @@ from torchelastic.checkpoint.store.durable import without_credentials, without_s
 
 #: What is no longer is downloaded whole.
 _SMALL_BYTES = 2**20
-#: How often a place is looked at from which a run removes things at that moment: a store may list for good what it has
-#: not.
-_MOST_TRIES = 20
 
 
 class _NothingThereError(CheckpointCommandError):
-    """There is nothing at the place, or not any more."""
+    """There is nothing at the place."""
+
+
+class _RemovedError(CheckpointCommandError):
+    """A run at work has removed it meanwhile, and has saved a newer one."""
+
+
+def _looks() -> tenacity.Retrying:
+    """Looks again, but not for ever: a store may list for good what it has not."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(_RemovedError),
+        stop=tenacity.stop_after_attempt(20),
+        wait=tenacity.wait_random(0.0, 0.1),
+        reraise=True,
+    )
 
 
 @contextmanager
 def newest_at(url: str) -> Iterator[Path]:
     """The newest complete checkpoint there; errors as `newest_complete`."""
     with ExitStack() as stack:
-        for last in (*[False] * (_MOST_TRIES - 1), True):
-            with copied(url, heads_only=True) as path:
-                chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
-            place = url if chosen == Path() else f"{url.rstrip('/')}/{chosen}"
-            try:
-                copy = stack.enter_context(copied(place, heads_only=False))
-                break
-            except _NothingThereError:
-                if place == url or last:
-                    raise  # else a run at work has removed it, and has saved a newer one
-        yield copy
+        yield _looks()(_copy_newest, url, stack)
+
+
+def _copy_newest(url: str, stack: ExitStack) -> Path:
+    with copied(url, heads_only=True) as path:
+        chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
+    place = url if chosen == Path() else f"{url.rstrip('/')}/{chosen}"
+    try:
+        return stack.enter_context(copied(place, heads_only=False))
+    except _NothingThereError as error:
+        raise _RemovedError(str(error)) from None
 
 
 @contextmanager
@@ -63,10 +75,8 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             files, root = fsspec.url_to_fs(url)
             root = str(root).rstrip("/")
             target = Path(folder) / (root.rpartition("/")[2] or "root")
-            # a run at work may have removed all that there was
-            if not any(_copy_all(files, root, target, heads_only=heads_only) for _ in range(_MOST_TRIES)):
-                raise FileNotFoundError(root)
-        except FileNotFoundError:
+            _looks()(_copy_all, files, root, target, heads_only=heads_only)
+        except (FileNotFoundError, _RemovedError):
             raise _NothingThereError(
                 f"{where} holds nothing: give the place of checkpoints, or of one of them"
             ) from None
@@ -76,11 +86,12 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             yield target
 
 
-def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> bool:
-    """Copies what is there, but no checkpoint of which something is removed meanwhile; False: all were.
+def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> None:
+    """Copies what is there, but no checkpoint of which something is removed meanwhile.
 
     Raises:
         FileNotFoundError: there is nothing.
+        _RemovedError: all were removed.
     """
     files.invalidate_cache()
     files.ls(root)  # `find` would take what does not answer for nothing
@@ -104,7 +115,8 @@ def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> bool:
             shutil.rmtree(target / checkpoint)
     if not found:
         raise FileNotFoundError(root)
-    return bool(kept - {""} or not removed)
+    if removed and not kept - {""}:
+        raise _RemovedError(root)
 
 
 def _copy(files: Any, name: str, size_bytes: int | None, target: Path, *, heads_only: bool) -> None:
