@@ -155,10 +155,10 @@ def _phases(
     if not re_forms:
         return {}
     last, event = max(re_forms, key=lambda pair: sum(pair[1].phases_ns.values()))
-    # told of the loss, a worker may still be in code of the user's: its phases begin then, its step fails later
-    told_ns = last.at_ns - sum(event.phases_ns.values())
+    # a worker that is notified of the loss may still run the user's code: its phases begin then, its step fails later
+    notified_ns = last.at_ns - sum(event.phases_ns.values())
     mine = [one for one, failure in failures if failure.worker == event.worker]
-    detect_ns = max([0, *(min(one.at_ns, told_ns) - one.at_ns + one.detect_ns for one in mine)])
+    detect_ns = max([0, *(min(one.at_ns, notified_ns) - one.at_ns + one.detect_ns for one in mine)])
     phases = {"detect": detect_ns, **event.phases_ns}
     in_order = (*PHASES, *(name for name in event.phases_ns if name not in PHASES))
     return {name: phases[name] for name in in_order if name in phases}
