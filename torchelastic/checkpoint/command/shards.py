@@ -259,7 +259,7 @@ def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator
 
 
 def _require_parts(found: FoundCheckpoint, shards: Sequence[ShardReader]) -> None:
-    """Refuses local shards that are no parts of one state, and reports what differs between ranks: rank 0's is taken."""
+    """Refuses local shards that are no parts of one state; reports what differs between ranks (rank 0's is taken)."""
     entries = [entry for shard in shards for entry in shard.header.entries]
     if not any(entry.is_shard for entry in entries):
         raise CheckpointCommandError(
