@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +187,39 @@ def test_data_workers_may_be_killed_at_any_moment() -> None:
         if number % 3 == 0:
             victims = [one for one in multiprocessing.active_children() if one.pid not in others]
             victims[number % len(victims)].kill()
+    loader.close()
+
+
+def test_a_data_worker_that_is_killed_with_the_lock_of_torchs_event_is_replaced() -> None:
+    others = {process.pid for process in multiprocessing.active_children()}
+    loader = make(64, 4, num_workers=2)
+    assert next(loader).tolist() == [0, 1, 2, 3]
+    loader.sampler.commit()
+    mine = [one for one in multiprocessing.active_children() if one.pid not in others]
+    event: Any = loader._running._workers_done_event  # type: ignore[union-attr]  # torch's
+    event = getattr(event, "_event", event)
+
+    def die_with_lock() -> None:
+        event._cond.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    holder = multiprocessing.get_context("fork").Process(target=die_with_lock)
+    holder.start()
+    holder.join(10)
+    assert holder.exitcode == -signal.SIGKILL
+    assert not event._cond.acquire(block=False), "nobody gives it back any more"
+    pids = [victim.pid or 0 for victim in mine]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # so that the trainer waits when they are killed
+    killers = [threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)) for pid in pids]
+    for killer in killers:
+        killer.start()
+    for number in range(1, 16):
+        assert next(loader).tolist() == list(range(4 * number, 4 * number + 4))
+        loader.sampler.commit()
+    for killer in killers:
+        killer.join()
+    assert not any(victim.is_alive() for victim in mine)
     loader.close()
 
 

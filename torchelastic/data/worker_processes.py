@@ -49,6 +49,8 @@ class WorkerProcesses:
             iterator = iter(dataloader)
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             self._iterator = iterator
+            own: Any = _OwnEvent(iterator._workers_done_event)
+            iterator._workers_done_event = own
             if iterator._worker_pids_set:
                 torch._C._remove_worker_pids(id(iterator))
                 iterator._worker_pids_set = False
@@ -109,6 +111,26 @@ class WorkerProcesses:
     def _deaths(self) -> str:
         codes = [process.exitcode for process in self._iterator._workers] if self._iterator is not None else []
         return ", ".join(f"exit code {code}" for code in codes if code is not None)
+
+
+class _OwnEvent:
+    """The event by which torch ends worker processes, as the process sees it that alone sets it.
+
+    A worker that was killed while it looked at the event keeps its lock for good: this process must not wait for it.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        setting = threading.Thread(target=self._event.set, name="end-of-data-workers", daemon=True)
+        setting.start()
+        setting.join(_END_S)
 
 
 def _end(iterator: _MultiProcessingDataLoaderIter) -> None:
