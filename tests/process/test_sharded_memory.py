@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.process.local_ranks import Crew, succeeded
-from torchelastic.checkpoint.shards.cuda import Pending
+from torchelastic.checkpoint.shards.copying import Pending
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.sharded import ShardedState, handover
@@ -140,7 +140,7 @@ def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete
             if threading.current_thread() is not threading.main_thread():
                 raise RuntimeError("the peers are lost")
 
-    monkeypatch.setattr("torchelastic.sharded.copies.copy_beside", lambda _stage, _tensors: Running())
+    monkeypatch.setattr("torchelastic.checkpoint.shards.stage.begin_copy", lambda _places, _sources: Running())
     copies = Copies()
     copies.enter_group(Partners(cast(Any, None), (), ()), None)
     layout = {"w": Entry.of("w", "float32", (4,), Region.whole((4,)), is_shard=False)}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
-from torchelastic.checkpoint.shards.cuda import Pending, copy_beside
+from torchelastic.checkpoint.shards.copying import Pending
 from torchelastic.checkpoint.shards.header import Header, encode_header, header_of, placed
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
@@ -239,13 +239,12 @@ class Copies:
         """
         assert self._partners is not None
         self.take_over()
-        is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._form is None or layout != self._form.layout:
             self._form = _Form.of(layout)
         form = self._form
-        self._own = self._own or SlotPool(None, pinned=is_cuda, discards=True)
+        self._own = self._own or SlotPool(None, discards=True)
         stage = self._own.take(form.header)
-        self._pending = pending = copy_beside(stage, list(tensors.values()))
+        self._pending = pending = stage.copy_beside(list(tensors.values()))
         own, partners = StateCopy(version, stage, form.layout, companions), self._partners
         self._started, self.newest = self._started + 1, version
 

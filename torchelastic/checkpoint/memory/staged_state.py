@@ -25,7 +25,6 @@ from torchelastic.checkpoint.errors import explained
 from torchelastic.checkpoint.memory.container import HeldSlot
 from torchelastic.checkpoint.memory.items import PLAIN_TYPES, tensor_with_data
 from torchelastic.checkpoint.memory.room import NotSaved
-from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.stage import Stage, tensor_at
 from torchelastic.checkpoint.shards.tensors import memory_identity
@@ -182,7 +181,7 @@ def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
     stage = held.stage
     if stage is None:
         raise ValueError("the slot was given back already")
-    copy_into(stage, taken.sources)
+    tensors_only(stage).copy(taken.sources)
     with _lock:
         _copies.add(held)
     return StagedState(taken.skeleton, stage, fill(taken.skeleton, stage.places.__getitem__))
@@ -204,14 +203,6 @@ def refused_in(names: Iterable[str]) -> tuple[str, NotSaved] | None:
         if name.startswith(_REFUSED):
             return name, NotSaved(*json.loads(name.removeprefix(_REFUSED)))
     return None
-
-
-def copy_into(stage: Stage, sources: Sequence[torch.Tensor]) -> None:
-    """Copies all tensors of a layout whose last entry is that of the pickles; also from GPUs, waiting once."""
-    if any(source.is_cuda for source in sources):
-        copy_beside(tensors_only(stage), sources).wait()
-    else:
-        tensors_only(stage).copy(sources)
 
 
 def tensors_only(stage: Stage) -> Stage:

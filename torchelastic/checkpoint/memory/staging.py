@@ -21,7 +21,7 @@ from torchelastic.checkpoint.memory.ids import CheckpointContainerId, meta_of_sh
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
 from torchelastic.checkpoint.memory.plans import CoordinatorDecision, NotSavedError
 from torchelastic.checkpoint.memory.room import NotSaved
-from torchelastic.checkpoint.memory.staged_state import copy_into, find_copy, mapped, tensors_only
+from torchelastic.checkpoint.memory.staged_state import find_copy, mapped, tensors_only
 from torchelastic.checkpoint.replication.errors import UNREACHABLE, ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksum_of
 from torchelastic.checkpoint.shards.disk import Disk
@@ -246,10 +246,10 @@ def _in_slot(
         tensors = [tensor for _, tensor in resolved.tensors]
         pickled = entries_of_pickles(resolved, layout.entries[-1])
         checksums: list[str] | None = None
-        if with_checksums and not any(tensor.is_cuda for tensor in tensors):
+        if with_checksums:
             checksums = tensors_only(stage).copy_and_hash(tensors, threads)
         else:
-            copy_into(stage, tensors)
+            tensors_only(stage).copy(tensors)
         digests = _store_pickles(resolved, pickled, stage)
     except BaseException:
         held.give_back()

@@ -33,16 +33,12 @@ class SlotPool:
 
     Args:
         folder: where the files are, on tmpfs to be fast; None: memory without files, which cannot be published.
-        pinned: see `Slot`.
         discards: memory that the pool drops goes back to the system at once, see `Slot.discard`.
         disk: what touches files.
     """
 
-    def __init__(
-        self, folder: Path | None, *, pinned: bool = False, discards: bool = False, disk: Disk = REAL_DISK
-    ) -> None:
+    def __init__(self, folder: Path | None, *, discards: bool = False, disk: Disk = REAL_DISK) -> None:
         self.folder = folder
-        self._pinned = pinned
         self._discards = discards
         self._disk = disk
         self._lock = threading.Lock()
@@ -76,7 +72,7 @@ class SlotPool:
         if stage is not None:
             return stage
         path = hidden_path(self.folder) if self.folder else None
-        return Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
+        return Stage.prepare(Slot(capacity_for(header), path, disk=self._disk), header)
 
     def _give_back_unneeded(self) -> None:
         self._taken, self._unneeded = self._taken + 1, min(self._unneeded, len(self._free))
@@ -131,7 +127,7 @@ class SlotPool:
             stage.seal(header)
             return stage
         path = hidden_path(self.folder) if self.folder else None
-        larger = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
+        larger = Stage.prepare(Slot(capacity_for(header), path, disk=self._disk), header)
         larger.copy(stage.places)
         larger.seal(header)
         with self._lock:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import logging
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -22,6 +24,8 @@ from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
 from torchelastic.checkpoint.shards.writing import HIDDEN, share_lock
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -57,7 +61,6 @@ class Slot:
         capacity_bytes: how long it is; rounded up to pages. On a file the space is reserved at once, so a full disk is
             an error here and never a signal (SIGBUS) in the middle of a copy.
         path: a file to create; it must not exist.
-        pinned: register the memory with CUDA, so that copies from a GPU run beside everything else.
         disk: what touches files.
 
     Attributes:
@@ -68,13 +71,11 @@ class Slot:
         CheckpointError: the file cannot be created or has no room.
     """
 
-    def __init__(
-        self, capacity_bytes: int, path: Path | None = None, *, pinned: bool = False, disk: Disk = REAL_DISK
-    ) -> None:
+    def __init__(self, capacity_bytes: int, path: Path | None = None, *, disk: Disk = REAL_DISK) -> None:
         self.capacity_bytes = max(align(capacity_bytes, PAGE_BYTES), PAGE_BYTES)
         self.disk = disk
         self._file = _SlotFile(path, disk)
-        self._pinned = False
+        self._pinned: bool | None = None  # None: nobody has asked for it
         self._map: mmap.mmap | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         if path is not None:
@@ -84,8 +85,6 @@ class Slot:
             self._map = self._allocate()
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
             self.memory.zero_()  # touched once, so that no save pays for a page fault
-            if pinned:
-                self._pin()
         except BaseException:
             self.close()
             if path is not None:
@@ -172,14 +171,29 @@ class Slot:
         self._file.close()
         self._map = None  # the memory goes with the last view of it: a place of a stage, a shard that is being sent
 
-    def _pin(self) -> None:
+    def pin(self) -> None:
+        """Register the memory with CUDA, so that copies from a GPU are fast and run beside everything else. Idempotent.
+
+        Where CUDA cannot (files on a disk, a limit of locked memory) copies take their time, which is said once.
+        """
+        if self._pinned is not None:
+            return
         outcome = _cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity_bytes, 0)
-        if int(outcome) != 0:
-            raise RuntimeError(
-                f"CUDA could not pin {self.capacity_bytes} bytes for checkpoints (its error {int(outcome)}): is there "
-                "so much memory free on this host, and to this job?"
-            )
-        self._pinned = True
+        self._pinned = int(outcome) == 0
+        if not self._pinned:
+            _say_not_pinned(self.path and self.path.parent, int(outcome))
+            with contextlib.suppress(RuntimeError):  # else the next kernel that is started would be said to have failed
+                torch.zeros(1, device="cuda")
+
+
+@functools.cache  # once for each folder
+def _say_not_pinned(folder: Path | None, error: int) -> None:
+    log.warning(
+        "CUDA cannot pin memory of %s (its error %d), so that copies from a GPU are slow: keep checkpoints in memory "
+        "below /dev/shm, and raise this process's limit of locked memory (ulimit -l)",
+        folder or "this process",
+        error,
+    )
 
 
 def _cudart() -> Any:

@@ -15,6 +15,7 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksum_of, checksums_in, over_batches, pieces_of
+from torchelastic.checkpoint.shards.copying import Pending, begin_copy, copy_all, is_on_gpu
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
@@ -27,7 +28,7 @@ from torchelastic.checkpoint.shards.header import (
     encode_preamble,
 )
 from torchelastic.checkpoint.shards.slot import Slot
-from torchelastic.checkpoint.shards.tensors import as_bytes, copyable, dtype_named
+from torchelastic.checkpoint.shards.tensors import as_bytes, dtype_named
 
 #: Room that is left behind the header, so that the next save, with more plain values in it, fits into the same slot.
 SPARE_HEADER_BYTES = 32 * 1024
@@ -91,27 +92,39 @@ class Stage:
         """Copies the tensors into the slot, in one pass; when it returns, the sources may change.
 
         Args:
-            sources: as many as the header has entries, with their dtypes and shapes; on the CPU or on a GPU (then use
-                `torchelastic.checkpoint.shards.cuda.copy_beside`, which does not wait).
+            sources: as many as the header has entries, with their dtypes and shapes; on the CPU or on GPUs.
             just_laid_out: they came with a header that fits this stage, so they are not compared with it once more.
 
         Raises:
             ValueError: a source is not what the entry says; nothing was copied.
         """
+        self.copy_beside(sources, just_laid_out=just_laid_out).wait()
+
+    def copy_beside(self, sources: Sequence[torch.Tensor], *, just_laid_out: bool = False) -> Pending:
+        """The same, but the copy from a GPU may still be running when it returns; on the training thread.
+
+        Let nothing change the sources before it is complete (`Pending`), and seal the stage after that.
+        """
         if not just_laid_out:
             self.require_fitting(sources)
         self.invalidate()
-        copy_all(self.places, sources)
+        if is_on_gpu(sources):
+            self.slot.pin()
+        return begin_copy(self.places, sources)
 
     def copy_and_hash(
         self, sources: Sequence[torch.Tensor], threads: int | None = None, *, just_laid_out: bool = False
     ) -> list[str]:
-        """The same, and the checksums on the way: each piece is hashed while it is in the processor's cache."""
+        """As `copy`, and the checksums on the way: each piece is hashed while it is in the processor's cache."""
+        written = self._written()
+        if is_on_gpu(sources):
+            self.copy(sources, just_laid_out=just_laid_out)
+            return over_batches(
+                self.header.entries, lambda batch: [checksum_of(written[index]) for index in batch], threads
+            )
         if not just_laid_out:
             self.require_fitting(sources)
         self.invalidate()
-
-        written = self._written()
 
         def work(batch: range) -> list[str]:
             if len(batch) == 1:
@@ -174,16 +187,6 @@ def seal(memory: memoryview, header: Header, data_offset: int, disk: Disk, threa
     disk.store(memory, PREAMBLE_BYTES, encoded)
     disk.store(memory, 0, encode_preamble(encoded, data_offset, header.data_bytes))
     return data_offset + header.data_bytes
-
-
-def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source into its place; many small tensors cost half of what a loop of copies would."""
-    with torch.no_grad():
-        try:
-            torch._foreach_copy_(list(places), list(sources))
-        except (RuntimeError, NotImplementedError):  # dtypes without a kernel, such as int4
-            for place, source in zip(places, sources, strict=True):
-                copyable(place).copy_(copyable(source))
 
 
 def tensor_at(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:

@@ -27,7 +27,6 @@ class MemoryTier(FolderTier):
         keep: which checkpoints stay. Each costs this host's shards of memory, and one more is needed for saving.
         every: how rarely it takes part; None: in each save.
         name: for logs and metrics.
-        pinned: register the memory with CUDA; see `Slot`.
         disk: what touches files.
 
     Attributes:
@@ -42,12 +41,11 @@ class MemoryTier(FolderTier):
         every: SavePolicy | None = None,
         *,
         name: str = "memory",
-        pinned: bool = False,
         disk: Disk = REAL_DISK,
     ) -> None:
         keep = keep if keep is not None else KeepLast(1)
         super().__init__(folder, keep, every, name=name, is_shared=False, disk=disk)
-        self.pool = SlotPool(self._root, pinned=pinned, disk=disk)
+        self.pool = SlotPool(self._root, disk=disk)
         self.shelf = ReceivedShards(self._root, disk)
 
     def stage(self, header: Header) -> Stage:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
+from torchelastic.checkpoint.shards.copying import Pending
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
@@ -53,6 +54,7 @@ class TieredSave:
         name: which checkpoint it is.
         header: of the shard; its checksums still to come.
         stage: holds the bytes.
+        copy: of them; from a GPU it may still be running.
         pool: where the stage goes back to.
         agreement: with the group.
         tiers: on rank 0: the names of those that take part; None on the others.
@@ -69,6 +71,7 @@ class TieredSave:
     name: SaveId
     header: Header
     stage: Stage
+    copy: Pending
     pool: SlotPool
     agreement: SaveAgreement
     tiers: list[str] | None
@@ -149,6 +152,7 @@ class Finisher:
                 agreement.stored(name, tier, None, why_not)
 
     def _seal(self, save: TieredSave) -> SealedShard:
+        save.copy.wait()
         save.stage = save.pool.seal(save.stage, save.header)
         context = save.agreement.context
         return SealedShard(save.name, context.rank, context.world_size, save.stage.shard, save.stage)

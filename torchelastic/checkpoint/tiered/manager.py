@@ -18,6 +18,7 @@ from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.schedule import TierSchedules
+from torchelastic.checkpoint.shards.copying import Pending
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.pool import SlotPool
@@ -286,14 +287,16 @@ class TieredCheckpointManager(CheckpointManager):
         name = SaveId(*agreement.context.token, self._generation, step)
         tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
         try:
-            header, stage = self._copied(lay_out, name, peers)
+            header, stage, copy = self._copied(lay_out, name, peers)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.decline(name, agreement, why), holds_slot=False)
             raise
         stall_s = self._monotonic() - began_s
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
-        save = TieredSave(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
+        save = TieredSave(
+            name, header, stage, copy, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {}
+        )
         self._background.submit(lambda: self._finish(save), holds_slot=True)
         return save.ended
 
@@ -304,21 +307,22 @@ class TieredCheckpointManager(CheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage]:
+    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage, Pending]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._background.reserve(name, self._slot_wait_s)
         try:
             header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
             stage = self._stage_for(header)
             try:
-                stage.copy(sources, just_laid_out=True)
+                copy = stage.copy_beside(sources, just_laid_out=True)
+                copy.hold()
             except BaseException:
                 self._pool.give_back(stage)
                 raise
         except BaseException:
             self._background.give_back()
             raise
-        return header, stage
+        return header, stage, copy
 
     def _stage_for(self, header: Header) -> Stage:
         """Memory for a share; kept ready by the background, but for the first one and where the state has changed."""

@@ -1,8 +1,8 @@
-"""Copying a state from a GPU while training goes on: only what changes the state waits, and only for the copy.
+"""Copying a state into a slot; from a GPU also while training goes on.
 
-A copy runs on a stream of its own, into pinned memory. It begins behind what the training stream was given before, and
-the next forward and backward pass run beside it, since they change no parameter. What changes them is the optimizer's
-step: the training thread waits for the end of the copy before that.
+From a GPU a copy runs on a stream of its own, into pinned memory. It begins behind what the training stream was given
+before. What changes the state has to wait for it: on the GPU (`Pending.hold`), which stops no thread, or on the
+training thread, as late as before the optimizer's step where nothing else changes what is copied (`Pending.wait`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from types import MappingProxyType
 
 import torch
 
-from torchelastic.checkpoint.shards.stage import Stage, copy_all
 from torchelastic.checkpoint.shards.tensors import copyable
 
 NOTHING: Mapping[torch.device, torch.cuda.Event] = MappingProxyType({})
 
 
 class Pending:
-    """A copy that may still be running; made by `copy_beside`.
+    """A copy that may still be running; made by `begin_copy`.
 
     Args:
         events: what marks the end of the copy on each GPU, by device; none if it is complete already.
@@ -36,6 +35,11 @@ class Pending:
         """Whether the copy is complete; never waits."""
         return all(event.query() for event in self._events.values())  # type: ignore[no-untyped-call]
 
+    def hold(self) -> None:
+        """Have each GPU begin nothing of what its current stream is given from now on before the copy is complete."""
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
     def wait(self) -> None:
         """Returns when all bytes are in the slot; on any thread, before the state changes or the slot is sealed.
 
@@ -46,22 +50,17 @@ class Pending:
         self._sources = ()
 
 
-def copy_beside(stage: Stage, sources: Sequence[torch.Tensor]) -> Pending:
-    """Begins to copy a state into a slot and returns at once; tensors on the CPU are copied before it returns.
+def is_on_gpu(sources: Sequence[torch.Tensor]) -> bool:
+    """Whether any of these tensors is."""
+    return torch.cuda.is_initialized() and any(source.is_cuda for source in sources)  # type: ignore[no-untyped-call]
 
-    Call it on the training thread between two steps, and `Pending.wait` before anything changes the sources. Batch
-    norm's running statistics change in the forward pass: wait before that, or accept those of the next step.
 
-    Args:
-        stage: of a slot with `pinned=True`; from other memory the copies would not run beside anything.
-        sources: as `Stage.copy`.
-
-    Raises:
-        ValueError: a source is not what the entry says; nothing was copied.
-    """
-    stage.require_fitting(sources)
-    stage.invalidate()
-    pairs = list(zip(stage.places, sources, strict=True))
+def begin_copy(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Pending:
+    """Begins to copy each source into its place and returns at once; those on the CPU are copied before it returns."""
+    if not is_on_gpu(sources):
+        copy_all(places, sources)
+        return Pending()
+    pairs = list(zip(places, sources, strict=True))
     on_cpu = [(place, source) for place, source in pairs if not source.is_cuda]
     copy_all([place for place, _ in on_cpu], [source for _, source in on_cpu])
     on_gpu = [(place, source) for place, source in pairs if source.is_cuda]
@@ -70,6 +69,16 @@ def copy_beside(stage: Stage, sources: Sequence[torch.Tensor]) -> Pending:
         for device in {source.device for _, source in on_gpu}
     }
     return Pending(events, [source for _, source in on_gpu])
+
+
+def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its place; many small tensors cost half of what a loop of copies would."""
+    with torch.no_grad():
+        try:
+            torch._foreach_copy_(list(places), list(sources))
+        except (RuntimeError, NotImplementedError):  # dtypes without a kernel, such as int4
+            for place, source in zip(places, sources, strict=True):
+                copyable(place).copy_(copyable(source))
 
 
 def _copy_from(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
