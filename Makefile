@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile -p tests.progress
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
-.PHONY: help demo test test-long test-all test-slurm test-nemo coverage soak lint types bench docs docs-links clean
+.PHONY: help demo test test-long test-all test-slurm test-nemo test-gpu coverage soak lint types bench docs docs-links clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-long the tests that take longest one by one; CI runs them too"
 	@echo "make test-all  all of these, and the slow ring: hours"
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
+	@echo "make test-gpu  recovery over NCCL and copies from a GPU; on a machine with one, with a torch for it in $(VENV)"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
 	@echo "make coverage  fail unless tests/pure runs every branch of the pure core; no part of make test; five minutes"
 	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers, 20 deadlines"
@@ -55,6 +56,12 @@ test: lint types
 
 test-long: $(READY)
 	$(PYTEST) -n $(LONG_WORKERS) -m "long and not slow"
+
+# All workers of a job share one GPU, which takes four jobs at a time.
+test-gpu: $(READY)
+	$(PYTEST) -n $(WORKERS) --dist load --device cuda -m "not slow" tests/process/test_shard_cuda.py \
+		tests/process/test_nccl_abort.py tests/cluster/test_recovery.py tests/cluster/test_hangs.py \
+		tests/cluster/test_salvage.py tests/cluster/test_sharded.py
 
 test-all: lint types
 	$(PYTEST) -n $(LONG_WORKERS)

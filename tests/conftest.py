@@ -29,6 +29,11 @@ hypothesis.settings.load_profile("torchelastic")
 _VARIABLES = pytest.StashKey[dict[str, str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-gpu` runs the jobs of tests of recovery on one GPU, by NCCL."""
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="what tests/cluster/*_job.py compute on")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A machine may say that Python is to keep no bytecode. Then every worker of xdist would rewrite the asserts of all
     # test files anew, 40 s, and each of the thousands of processes that tests start would compile this package again.

@@ -34,7 +34,11 @@ class GroupMembership:
         """The state was rolled back (`synced` False) or is now in sync with the group (True)."""
 
     def may_commit(self) -> bool:
-        """Whether a step that was done may count, asked right before; if not, it is undone as if it had failed."""
+        """Whether a step that was done may count, asked right before; if not, it is undone as if it had failed.
+
+        Raises:
+            RuntimeError: why it may not.
+        """
         return True
 
     def step_committed(self) -> None:

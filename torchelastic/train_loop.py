@@ -274,8 +274,11 @@ class TrainLoop:
 
         False: it must not count, and was undone.
         """
-        if not self.coordinator.may_commit():
-            self.undo(RuntimeError("the step must not count: another group may be training by now"), snapshot)
+        try:
+            if not self.coordinator.may_commit():
+                raise RuntimeError("the step must not count: another group may be training by now")
+        except RuntimeError as error:
+            self.undo(error, snapshot)
             return False
         self.state.commit()
         self._failures.committed()

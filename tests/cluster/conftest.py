@@ -18,6 +18,11 @@ from torchelastic.testing.etcd import running_etcd
 from torchelastic.testing.faults import Fault
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """See `tests/conftest.py`."""
+    Job.device = config.getoption("--device")
+
+
 class MakeJob(Protocol):
     """Makes a job that is ended with the test."""
 

@@ -167,6 +167,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--timeout-ms", type=int, default=20000)
     parser.add_argument("--snapshot", default="commit")
     parser.add_argument("--salvage", default="discard")
@@ -208,6 +209,18 @@ def configure_metrics(kind: str) -> None:
         metrics.configure(ThrowingHandler())
     elif kind == "prometheus":
         metrics.configure(metrics.PrometheusMetricHandler())
+
+
+def choose_device(kind: str) -> str | None:
+    """Compute on this device from now on; returns the backend for it.
+
+    All workers share one GPU: NCCL refuses that to the ranks of one host, so each says to be a host of its own.
+    """
+    if kind == "cpu":
+        return None
+    os.environ["NCCL_HOSTID"] = f"worker-{os.getpid()}"
+    torch.cuda.set_device(0)
+    return "nccl"
 
 
 def hold_until(condition: Callable[[], bool], what: str) -> None:
@@ -263,8 +276,7 @@ def _told(original: Callable[[Any], Any], phase: str, log: EventLog, plan: Fault
 
 def watch_messages(state: RecordedState) -> None:
     """Tell the state of every message of a sync."""
-    for name in ("isend", "recv", "broadcast"):
-        setattr(dist, name, _watched(getattr(dist, name), state))
+    vars(transfer)["_Channel"].tensor = _watched(transfer._Channel.tensor, state)
 
 
 def _watched(original: Callable[..., Any], state: RecordedState) -> Callable[..., Any]:
@@ -284,7 +296,8 @@ def main() -> None:
     plan.reach("start")
     configure_metrics(options.metrics)
     # every worker starts from other weights: only a sync that works makes them equal
-    model = make_model(log.worker + 2 if options.seed is None else options.seed, options.dropout)
+    backend = choose_device(options.device)
+    model = make_model(log.worker + 2 if options.seed is None else options.seed, options.dropout).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sampler = ElasticBatchSampler(options.samples, options.batch, epochs=options.epochs, seed=3)
     loader = ElasticLoader(make_dataset(options.samples), sampler)
@@ -293,7 +306,7 @@ def main() -> None:
         logical_shards=options.logical_shards, salvage=options.salvage,
     )  # fmt: skip
     coordinator = RecordedCoordinator(
-        init_method=options.init_method, process_group_timeout=options.timeout_ms,
+        backend, init_method=options.init_method, process_group_timeout=options.timeout_ms,
         hang_policy=HangPolicy(floor_s=options.hang_floor_s, end_after_s=options.end_after_s),
         straggler_policy=StragglerPolicy(remove=options.remove_stragglers, patience=2),
     )  # fmt: skip
@@ -335,14 +348,14 @@ def main() -> None:
         optimizer.zero_grad()
         loss = torch.zeros(())
         for inputs, targets in shards:
-            loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+            loss = torch.nn.functional.mse_loss(state.model(inputs.to(options.device)), targets.to(options.device))
             plan.reach("backward", step, rank)
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         plan.reach("optimizer", step, rank)
         optimizer.step()
         has_tail = options.tail_all_reduce and coordinator.world_size > 1
         if has_tail:
-            dist.all_reduce(torch.zeros(1))  # all have stepped, whatever strikes one of them now
+            dist.all_reduce(torch.zeros(1, device=options.device))  # all have stepped, whatever strikes one of them now
         plan.reach("tail", step, rank)
         if has_tail:
             dist.all_reduce(loss.detach())
@@ -361,7 +374,7 @@ def main() -> None:
     except StoppedEarly as stop:
         log("stopped", step=stop.step, saved_in=stop.saved_in, others_go_on=stop.others_go_on)
         raise
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    weights = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
     if coordinator.rank >= 0:  # who only waited has nothing to show
         torch.save(weights, options.out / f"weights-{os.getpid()}.pt")
     foreign = [name for name in AGENTS_MODULES if name in sys.modules]

@@ -44,6 +44,8 @@ class Job:
     script = JOB
     #: In place of the script: for a job that imports parts of others, started in the checkout.
     module: str | None = None
+    #: What the jobs compute on: see the option `--device` of pytest.
+    device = "cpu"
 
     def __init__(self, folder: Path, faults: Sequence[Fault] = (), **job_options: Any) -> None:
         self.folder = folder
@@ -80,6 +82,8 @@ class Job:
 
     def job_arguments(self) -> list[str]:
         options = {"out": self.folder, **self.job_options}
+        if self.device != "cpu":
+            options["device"] = self.device
         named = {name.replace("_", "-"): value for name, value in options.items()}
         arguments: list[str] = []
         for name, value in named.items():

@@ -21,6 +21,7 @@ from tests.cluster.elastic_job import (
     FEATURES,
     EventLog,
     RecordedCoordinator,
+    choose_device,
     hold_until,
     make_dataset,
 )
@@ -106,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-ms", type=float, default=30.0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
@@ -159,7 +161,7 @@ def optimizers(kind: str, parameters: list[torch.nn.Parameter]) -> tuple[Any, An
 def mesh_rule(options: argparse.Namespace) -> MeshRule:
     if options.tensor_parallel:
         size = options.tensor_parallel
-        return lambda world: init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "tp"))
+        return lambda world: init_device_mesh(options.device, (world // size, size), mesh_dim_names=("dp", "tp"))
     return HybridShard(options.hybrid) if options.hybrid else FullShard()
 
 
@@ -200,7 +202,7 @@ def main() -> None:
         mesh=mesh_rule(options),
         replicas=options.replicas, every=options.every, seed=SEED, sampler=sampler, extra={"seen": 0},
     )  # fmt: skip
-    coordinator = RecordedCoordinator(process_group_timeout=20000)
+    coordinator = RecordedCoordinator(choose_device(options.device), process_group_timeout=20000)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
     state.before_bytes = before_bytes
     agreement.interval_steps = lambda *_: 1
@@ -233,7 +235,7 @@ def main() -> None:
         )  # fmt: skip
         plan.reach("drawn", step, rank)
         time.sleep(options.step_ms / 1000)
-        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+        loss = torch.nn.functional.mse_loss(state.model(inputs.to(options.device)), targets.to(options.device))
         plan.reach("forward", step, rank)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         plan.reach("backward", step, rank)
@@ -261,7 +263,7 @@ def peak_bytes() -> int:
 def write_result(out: Path, state: ShardedState) -> None:
     """All ranks put the weights together, while there is a group."""
     whole = [parameter.full_tensor() for parameter in state.model.parameters() if isinstance(parameter, DTensor)]
-    weights = torch.cat([tensor.detach().reshape(-1) for tensor in whole])
+    weights = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in whole])
     torch.save(weights, out / f"weights-{os.getpid()}.pt")
     assert [int(module.calls) for module in state.model.modules() if isinstance(module, Counted)] == [state.step]
 

@@ -83,14 +83,14 @@ class ShardedJob(Job):
         return self.plan._faults
 
     def reference_weights(self) -> torch.Tensor:
-        model = plain_model(int(self.job_options.get("width", WIDTH)))
+        model = plain_model(int(self.job_options.get("width", WIDTH))).to(self.device)
         torch.manual_seed(SEED)
         for layer in model:
             if callable(reset := getattr(layer, "reset_parameters", None)):
                 reset()
         made, schedulers = optimizers(str(self.job_options.get("optimizer", "adamw")), list(model.parameters()))
         sampler = ElasticBatchSampler(SAMPLES, BATCH, epochs=EPOCHS, seed=3)
-        inputs, targets = make_dataset(SAMPLES).tensors
+        inputs, targets = (tensor.to(self.device) for tensor in make_dataset(SAMPLES).tensors)
         for step in range(STEPS):
             chosen = batch_indices(sampler, *divmod(step, sampler.batches_per_epoch))
             loss = torch.nn.functional.mse_loss(model(inputs[chosen]), targets[chosen])
@@ -100,7 +100,7 @@ class ShardedJob(Job):
                 optimizer.zero_grad()
             for scheduler in as_list(schedulers):
                 scheduler.step()
-        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
 
 
 @pytest.fixture

@@ -57,6 +57,26 @@ WAITS = Suspicion(step_s=5.0, unchanged_s=3.0, place=Place.COLLECTIVE, bound_s=5
 RUNS = replace(WAITS, place=Place.USER_CODE)
 
 
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("bound_s", [5.0, 60.0])
+def test_a_collective_that_does_not_time_out_by_itself_is_given_up_after_its_time(
+    is_warm: bool, bound_s: float
+) -> None:
+    """NCCL's, also where nobody knows yet how long steps take."""
+    waits = replace(WAITS, step_s=70.0, bound_s=bound_s, is_warm=is_warm, idle_s=0.0, times_out_itself=False)
+    assert replace(waits, unchanged_s=59.0).act(POLICY) is not Act.CUT
+    assert replace(waits, unchanged_s=60.0).act(POLICY) is Act.CUT
+    assert replace(waits, unchanged_s=60.0, times_out_itself=True).act(POLICY) is not Act.CUT
+    assert replace(waits, unchanged_s=60.0, place=Place.USER_CODE).act(POLICY) is not Act.CUT
+
+
+def test_who_waits_for_a_gpu_with_a_busy_processor_stays_at_one_point() -> None:
+    first = ThreadSample(10.0, Place.COLLECTIVE, ("a",), 1.0, may_spin=True)
+    later = replace(first, at_s=11.0, cpu_s=2.0)
+    assert unchanged_since_s(10.0, first, later) == 10.0
+    assert unchanged_since_s(10.0, first, replace(later, may_spin=False)) == 11.0
+
+
 def test_who_waits_in_a_collective_beyond_the_bound_gives_the_group_up() -> None:
     assert WAITS.act(POLICY) is Act.CUT
     assert replace(WAITS, step_s=4.9).act(POLICY) is Act.NOTHING

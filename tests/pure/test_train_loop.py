@@ -639,6 +639,22 @@ def test_a_peer_that_lost_the_last_step_is_synchronized_first_and_no_step_comes_
     ]  # fmt: skip
 
 
+class DistrustfulCoordinator(ScriptedCoordinator):
+    """What a GPU has computed cannot be trusted: a collective was aborted, and its kernel has ended all the same."""
+
+    def may_commit(self) -> bool:
+        self._note("may_commit")
+        return True
+
+
+def test_a_step_that_may_not_count_is_undone_and_comes_again_in_a_new_group() -> None:
+    coordinator, state = DistrustfulCoordinator(), Counter()
+    coordinator.fail["may_commit"] = [torchelastic.RetryableException("a collective was aborted")]
+    train(coordinator, count_to(3), state)
+    assert (state.count, state.applied, state.syncs) == (3, [0], 2)
+    assert [str(error) for error in coordinator.errors] == ["a collective was aborted"]
+
+
 @pytest.mark.parametrize("is_left", [False, True], ids=["finished", "left"])
 def test_a_coordinator_whose_run_is_over_trains_no_second_one(is_left: bool) -> None:
     coordinator, state = ScriptedCoordinator(), Counter()

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.errors import RetryableException, UnfitError
+from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,9 @@ class Reduction:
         assert work is not None
         if self.ends_early and work.is_completed():
             work.wait()  # raises if it has failed: the rest of the backward pass would be for nothing
-        result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        result: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
         self._running.append((work, buffer, result))
         if bucket.is_last():
             self._hand_out()
@@ -194,12 +197,9 @@ class Reduction:
 
     def _hand_out(self) -> None:
         self._begun += 1
-        for work, buffer, _ in self._running:
+        for work, _, _ in self._running:
             work.wait()
-            if buffer.is_cuda:
-                torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's, and knows of no failure
-                if not work.is_success():
-                    raise RuntimeError("the reduction of gradients was aborted: another worker is lost or hangs")
+        wait_for_collectives()
         for _, buffer, result in self._running:
             result.set_result(buffer)
         self._running.clear()

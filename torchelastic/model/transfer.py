@@ -19,6 +19,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.structures import places_of
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.text import shortlist
 
 #: Small tensors travel together up to this size: fewer messages.
@@ -104,6 +105,7 @@ def all_gathered(mine: torch.Tensor, world_size: int) -> list[torch.Tensor]:
         return [mine]
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
+    wait_for_collectives()
     return gathered
 
 
@@ -122,28 +124,31 @@ def synchronize(
 
     Returns:
         The state on a stale rank, with tensors on `device`, or on the CPU where the source has them there; None on all
-        others. Ranks that are neither source nor stale do not take part, unless all lack it: then it is a broadcast.
+        others. Where all lack it, and on GPUs, it is a broadcast; else who is neither source nor stale takes no part.
 
     Raises:
         RuntimeError: a peer is lost; nothing has changed here.
     """
-    everybody = len(stale) == world_size - 1
-    if rank != source and rank not in stale:
+    is_taking_part = rank == source or rank in stale
+    # NCCL connects each pair that messages go between, and would wait for ever for one that is lost at that moment
+    everybody = device.type == "cuda" or len(stale) == world_size - 1
+    if not (is_taking_part or everybody):
         return None
     channel = _Channel(source, () if everybody else tuple(stale), is_source=rank == source, device=device)
     packed = pack(tree) if rank == source else None
     skeleton = channel.bytes(packed.skeleton if packed else None)
     forms = [] if packed else _read(skeleton)[1]
-    tensors = list(packed.tensors) if packed else [form.empty(device) for form in forms]
+    kept = device if is_taking_part else torch.device("meta")
+    tensors = list(packed.tensors) if packed else [form.empty(kept) for form in forms]
     for chunk in chunks(tensors):
-        if len(chunk) == 1:
+        if len(chunk) == 1 and is_taking_part:
             channel.tensor(chunk[0].reshape(-1).to(device))  # a receiver's is contiguous: this is its own memory
             continue
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in chunk]) if packed else flat_like(chunk, device)
         channel.tensor(flat)
-        if packed is None:
+        if rank in stale:
             scatter(flat, chunk)
-    if packed is not None:
+    if rank not in stale:
         return None
     placed = (tensor.cpu() if form.is_on_cpu else tensor for form, tensor in zip(forms, tensors, strict=True))
     return unpack(Packed(skeleton, tuple(placed)))
@@ -164,6 +169,7 @@ class _Channel:
                     work.wait()
         else:
             dist.recv(tensor, src=self._source)
+        wait_for_collectives()
         return tensor
 
     def bytes(self, data: bytes | None) -> bytes:

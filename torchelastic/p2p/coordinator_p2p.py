@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, StopException
+from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import profile
@@ -114,7 +115,12 @@ class CoordinatorP2P(Coordinator):
         self.last_recovery: Recovery | None = None
         self._timer = RecoveryTimer(time.monotonic)
         self._witness = LossWitness()
-        self._watchdog = Watchdog(hang_policy or HangPolicy(), process_group_timeout / 1000, self._give_group_up)
+        self._watchdog = Watchdog(
+            hang_policy or HangPolicy(),
+            process_group_timeout / 1000,
+            self._give_group_up,
+            times_out_itself=self.c10d_backend == "gloo",
+        )
         self._straggler_policy = straggler_policy or StragglerPolicy()
         self._times_straggler = 0
         # read by the agent's thread to decide whether a change of the round concerns this worker
@@ -228,7 +234,11 @@ class CoordinatorP2P(Coordinator):
     # --- after each step --------------------------------------------------------------------------
 
     def may_commit(self) -> bool:
-        """False where this host was without contact to etcd for so long that another group may be training by now."""
+        """False where this host was without contact to etcd for so long that another group may be training by now.
+
+        Where the group is NCCL's, waits for the GPU, and raises RetryableException if its results cannot be trusted.
+        """
+        wait_for_collectives()
         return self.rendezvous.may_commit()
 
     def step_committed(self) -> None:

@@ -17,17 +17,20 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.group import communicators
 from torchelastic.group.store_mailbox import MAX_EXIT_S, leads_to
 from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 
 log = logging.getLogger(__name__)
+
+#: By so much, and twice, the time-out that torch knows for NCCL is longer than the one that `Watchdog` goes by.
+LATER = timedelta(minutes=1)
 
 
 class ProcessGroups:
@@ -62,12 +65,15 @@ class ProcessGroups:
         global _in_use
         _in_use = self
         self._sockets.clear()
+        communicators.begin()
         # by default torch ends the process whose NCCL collective was aborted or timed out; 2: it only cleans up
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         excepthook = sys.excepthook
         self.is_forming = True
         try:
-            dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
+            # torch's watchdog of NCCL asks the store before it gives up, and that may be what hangs: ours comes first
+            timeout = self.timeout if self.backend == "gloo" else 2 * self.timeout + LATER
+            dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         finally:
             # torch puts one more layer around it each time, and each prints its "[rankN]: " before every line
             sys.excepthook = excepthook
@@ -76,6 +82,7 @@ class ProcessGroups:
             self.control = dist.group.WORLD
         else:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+            self.connect_communicator(dist.group.WORLD)
         if world_size > 1 and self._knows_gloo_sockets and not len(self._sockets):
             self._knows_gloo_sockets = False
             log.info(
@@ -102,7 +109,7 @@ class ProcessGroups:
         for group in _abortable_groups():
             group.abort()
         if dist.is_initialized():
-            _abort_communicators()
+            communicators.abort()
         return cut
 
     def destroy(self) -> None:
@@ -114,6 +121,7 @@ class ProcessGroups:
             self.abort()
             self.control = None
             groups = _abortable_groups()
+            communicators.forget()
             try:
                 dist.destroy_process_group()
             except (RuntimeError, ValueError, AssertionError) as error:
@@ -129,13 +137,26 @@ class ProcessGroups:
         Raises:
             RuntimeError: the present groups were given up.
         """
+        with self._forming() as formation, self._sockets.recording(), formation.connecting():
+            yield
+
+    def connect_communicator(self, group: object) -> None:
+        """Connect a group of NCCL that was made; raises RuntimeError as soon as the groups are given up."""
+        if not isinstance(group, dist.ProcessGroup):  # made for other ranks
+            return
+        connect = communicators.connecting(group)
+        if connect is not None:
+            with self._forming() as formation:
+                formation.run(connect, c10d._world.pg_map[group][1], self.timeout + LATER)
+
+    @contextmanager
+    def _forming(self) -> Iterator[Formation]:
         formation, outer = Formation(), self._formation
         self._formation = formation
         if self._is_aborted:
             formation.give_up()
         try:
-            with self._sockets.recording(), formation.connecting():
-                yield
+            yield formation
         finally:
             self._formation = outer
 
@@ -166,7 +187,10 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(_in_use.making_group())
                 if _is_gloo_alone(backend):
                     stack.enter_context(_groups_are(AbortableGroup))
-            return original(*args, **kwargs)
+            made = original(*args, **kwargs)
+        if _in_use is not None and not _in_use.is_forming and dist.is_initialized():
+            _in_use.connect_communicator(made[0])
+        return made
 
     watched.torchelastic_watches = True  # type: ignore[attr-defined]
     return watched
@@ -188,45 +212,12 @@ def _groups_are(kind: type[dist.ProcessGroup]) -> Iterator[None]:
         c10d.ProcessGroup = usual  # type: ignore[misc]
 
 
-def _abort_communicators() -> None:
-    """Abort every group that has more than sockets: those of NCCL, the user's own too.
-
-    Not by torch's `_abort_process_group`, which also forgets all groups: the training thread, in the middle of a step,
-    would read that there has never been a group, like after a mistake of the user.
-    """
-    groups = [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != "gloo"]
-    # as torch does it: newest first, and NCCL's as one group, or their aborts may wait for each other
-    groups.sort(key=lambda group: c10d._world.pg_names.get(group, ""), reverse=True)
-    with _as_one(groups):
-        for group in groups:
-            try:
-                group.abort()
-            except Exception as error:  # noqa: BLE001 - the others must be aborted all the same
-                log.warning("a communicator could not be aborted: %s: %s", type(error).__name__, error)
-
-
-@contextmanager
-def _as_one(groups: list[dist.ProcessGroup]) -> Iterator[None]:
-    try:
-        backend = groups[-1]._get_backend(torch.device("cuda")) if groups else None
-    except RuntimeError:
-        backend = None
-    if not dist.is_nccl_available() or not isinstance(backend, dist.ProcessGroupNCCL):
-        yield
-        return
-    backend._group_start()
-    try:
-        yield
-    finally:
-        backend._group_end()
-
-
 class Formation:
     """One group being made: on the training thread; aborted from any.
 
-    gloo connects on a thread of its own, so that the training thread need not wait: for each peer's address and
-    connection gloo waits up to the group's time-out, and while it waits for a peer that has published its address and
-    died there is no connection yet that could be closed.
+    gloo and NCCL connect on a thread of their own, so that the training thread need not wait: for each peer's address
+    and connection gloo waits up to the group's time-out, NCCL for ever, and while they wait for a peer that has
+    published its address and died there is no connection yet that could be closed.
     """
 
     def __init__(self) -> None:
@@ -246,7 +237,7 @@ class Formation:
 
         def connect(self: object, store: Store, *args: Any, **kwargs: Any) -> None:
             # torch checks the type of what it constructs, so the construction itself is replaced, and not the class
-            formation._run(lambda: original(self, store, *args, **kwargs), store)
+            formation.run(lambda: original(self, store, *args, **kwargs), store)
 
         formation = self
         backend.__init__ = connect
@@ -255,7 +246,14 @@ class Formation:
         finally:
             backend.__init__ = original
 
-    def _run(self, connect: Callable[[], None], store: Store) -> None:
+    def run(self, connect: Callable[[], None], store: Store, within: timedelta | None = None) -> None:
+        """Call `connect` on a thread of its own; raises what it raises, or RuntimeError when this is given up.
+
+        Args:
+            connect: may never return.
+            store: in which it looks for the other ranks.
+            within: give it up by itself after this time; None: it does so, as gloo.
+        """
         errors: list[BaseException] = []
         has_ended = False
 
@@ -275,7 +273,8 @@ class Formation:
         _connecting[:] = [*(each for each in _connecting if each[0].is_alive()), (thread, to_the_store)]
         while not has_ended:
             self._raise_if_given_up()
-            self._changed.wait()
+            if not self._changed.wait(None if within is None else within.total_seconds()):
+                raise RuntimeError(f"NCCL has not connected the group within {within}")
             self._changed.clear()
         if errors:
             raise errors[0]

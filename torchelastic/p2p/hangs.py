@@ -115,7 +115,7 @@ def unchanged_since_s(earlier_s: float | None, earlier: ThreadSample | None, lat
     """
     if earlier is None or earlier_s is None or earlier.point != later.point:
         return later.at_s
-    computed_s = later.cpu_s - earlier.cpu_s
+    computed_s = 0.0 if later.may_spin else later.cpu_s - earlier.cpu_s
     return earlier_s if computed_s <= MAX_WAITING_CPU * (later.at_s - earlier.at_s) else later.at_s
 
 
@@ -173,6 +173,7 @@ class Suspicion:
         is_warm: the round's first steps are over, and there is a measurement.
         idle_s: for how long nobody is known to have worked: of the others if this worker waits in a collective, else
             this worker itself.
+        times_out_itself: whether a collective ends after `timeout_s` by itself, as gloo's do. NCCL's are ended here.
     """
 
     step_s: float
@@ -182,6 +183,7 @@ class Suspicion:
     timeout_s: float
     is_warm: bool
     idle_s: float = math.inf
+    times_out_itself: bool = True
 
     @property
     def is_excused(self) -> bool:
@@ -192,15 +194,23 @@ class Suspicion:
         is_in_time = self.step_s < self.timeout_s or self.place is Place.COLLECTIVE
         return is_in_time and self.step_s >= self.bound_s and self.idle_s < idle_bound_s(self.bound_s)
 
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether a collective that does not time out by itself has taken as long as one may."""
+        is_waiting = self.place is Place.COLLECTIVE and not self.times_out_itself
+        return is_waiting and self.unchanged_s >= self.timeout_s
+
     def act(self, policy: HangPolicy) -> Act:
         """What to do.
 
         A worker that waits in a collective cuts its group. It leaves that to the collective's own time-out where the
-        bound is no shorter: that one begins with the collective, not with the step. One in user code cuts nothing:
-        those who wait for it decide, and if nobody waits, nobody is harmed. Neither takes work for a hang before the
-        time-out.
+        bound is no shorter: that one begins with the collective, not with the step. Where there is none, it cuts after
+        so long at one point. One in user code cuts nothing: those who wait for it decide, and if nobody waits, nobody
+        is harmed. Neither takes work for a hang before the time-out.
         """
         if self.place is Place.COLLECTIVE:
+            if self.has_timed_out:
+                return Act.CUT
             is_adaptive = self.is_warm and self.bound_s < self.timeout_s
             has_hung = self.step_s >= self.bound_s and self.unchanged_s >= STALL_SHARE * self.bound_s
             if not (is_adaptive and has_hung):

@@ -71,6 +71,7 @@ class Watchdog:
         policy: see `HangPolicy`.
         timeout_s: of collectives.
         cut: gives the group up, on the watchdog's thread.
+        times_out_itself: see `Suspicion`.
 
     Attributes:
         location: where the last step was aborted, by this watchdog or by an error; None if none was.
@@ -78,7 +79,9 @@ class Watchdog:
         has_noticed_hang: whether it did, or a collective timed out.
     """
 
-    def __init__(self, policy: HangPolicy, timeout_s: float, cut: Callable[[], object]) -> None:
+    def __init__(
+        self, policy: HangPolicy, timeout_s: float, cut: Callable[[], object], *, times_out_itself: bool = True
+    ) -> None:
         self.policy = policy
         self.location: HangLocation | None = None
         self.has_cut = False
@@ -86,6 +89,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._was_chosen = timeout_s != DEFAULT_TIMEOUT_MS / 1000
         self._cut = cut
+        self._times_out_itself = times_out_itself
         self._step = StepClock(time.monotonic)
         # resolved once: called after each step
         self.step_ended = self._step.ended
@@ -105,7 +109,7 @@ class Watchdog:
         self._done = Act.NOTHING
         # of the step that was given up: who of the others still ran in its own code
         self._ran: HangLocation | None = None
-        self._has_timed_out_work = False
+        self._has_timed_out = self._has_timed_out_work = False
         # between steps
         self._phase: tuple[str, float] | None = None
         self._heartbeat: Heartbeat | None = None
@@ -182,7 +186,7 @@ class Watchdog:
         signs = self._signs()
         if signs is not None:
             self._ran = signs.works or signs.stuck
-            self._has_timed_out_work = is_time_out(error) and self._others_are_busy()
+            self._has_timed_out_work = (self._has_timed_out or is_time_out(error)) and self._others_are_busy()
             if self._has_timed_out_work:
                 log.warning(_TOO_BUSY, signs.who(), self._timeout_s)
         self._step.failed()
@@ -208,7 +212,7 @@ class Watchdog:
         if members and ran is not None and may_be_mistaken:
             bound_s = self.policy.bound_s(self._step.slowest_s, self._timeout_s)
             log.warning(_MAY_BE_MISTAKEN, ran.rank, ran.where or "its own code", bound_s)
-        self._ran, self._has_timed_out_work = None, False
+        self._ran, self._has_timed_out, self._has_timed_out_work = None, False, False
         if self._has_cut_phase and nobody_was_lost:  # who was silent was only busy
             self._silence_bound_s = min(2 * self._silence_bound_s, self._timeout_s)
         self._has_cut_phase = False
@@ -325,6 +329,7 @@ class Watchdog:
             timeout_s=self._timeout_s,
             is_warm=self._step.is_warm,
             idle_s=idle_s,
+            times_out_itself=self._times_out_itself,
         )
         if suspicion.is_excused:
             self._step.excuse(began_s)
@@ -387,6 +392,7 @@ class Watchdog:
         publish_metric("torchelastic", "hang.suspected.duration.ms", 1000 * suspicion.step_s)
         if act is Act.CUT:
             self.location, self.has_cut, self.has_noticed_hang = self._location(line), True, True
+            self._has_timed_out = suspicion.has_timed_out
             other = None if signs is None else signs.stuck
             others = "" if other is None else f" (rank {other.rank} is in {other.where or 'its own code'})"
             log.warning("%s: this worker waits for others in %s%s; the group is given up", text, line, others)

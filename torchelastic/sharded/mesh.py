@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchelastic.errors import NonRetryableException
+from torchelastic.model.transfer import message_device
 
 #: Given the world size: the mesh of all ranks. Called on every rank of every new group, inside the group.
 MeshRule = Callable[[int], DeviceMesh]
@@ -22,14 +25,14 @@ class FullShard:
     """One dimension, "shard", with all ranks: each holds 1/N of the state. Any world size will do.
 
     Args:
-        device_type: "cpu" or "cuda".
+        device_type: "cpu" or "cuda"; default: as the group's backend wants it, "cuda" for NCCL.
     """
 
-    device_type: str = "cpu"
+    device_type: str | None = None
 
     def __call__(self, world_size: int) -> DeviceMesh:
         """See `MeshRule`."""
-        return init_device_mesh(self.device_type, (world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device_type or message_device().type, (world_size,), mesh_dim_names=("shard",))
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class HybridShard:
 
     Args:
         shard: ranks that hold one copy of the state together.
-        device_type: "cpu" or "cuda".
+        device_type: as for `FullShard`.
     """
 
     shard: int
-    device_type: str = "cpu"
+    device_type: str | None = None
 
     def __post_init__(self) -> None:
         if self.shard < 1:
@@ -60,7 +63,7 @@ class HybridShard:
                 f"`torchelastic run --multiple-of {self.shard}`, so that groups of usable sizes are formed only"
             )
         shape = (world_size // self.shard, self.shard)
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(self.device_type or message_device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,29 @@ def forget_earlier_meshes() -> None:
 
     torch remembers how operations of DTensors are done by their meshes, and takes two meshes of the same ranks for one.
     But a process may have another rank in a new group of the same size: then a result would be given the part that
-    belonged to its old rank (seen with torch 2.13: 3 workers, then 2, then 3).
+    belonged to its old rank (seen with torch 2.13: 3 workers, then 2, then 3). Each thread remembers for itself, also
+    torch's own, on which the backward passes of a GPU run.
     """
+    _clear_caches()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
+        with torch.enable_grad():
+            _ClearedBackwards.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+
+class _ClearedBackwards(torch.autograd.Function):
+    """Clears the caches of the thread on which its backward pass runs."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _clear_caches()
+        return gradient
+
+
+def _clear_caches() -> None:
     for module, name in _CACHES:
         clear = getattr(importlib.import_module(module), name, None)
         if clear is not None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchelastic.checkpoint.tiered.reading import StoredParts
 from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
 from torchelastic.model.companions import Companions, Snapshot, WithCompanions
@@ -215,6 +216,7 @@ class ShardedState(WithCompanions, State):
         if self._live.phase is not Phase.UNTOUCHED:
             return  # this rank completes the step of a group that has ended
         self._weighting.check()
+        wait_for_collectives()  # what FSDP2 has reduced the gradients with
         self._copies.wait_until_copied()
         self._live.phase = Phase.READY
         if self._control is not None:

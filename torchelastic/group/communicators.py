@@ -1,0 +1,145 @@
+"""Groups that are not of gloo (NCCL's communicators): connecting them, giving them up, and trusting what they compute.
+
+An operation of gloo raises when its group is given up. A kernel of NCCL only ends, with anything in its tensors, and
+what is queued behind it on the stream goes on with that. So whoever makes a result count waits for it here first.
+
+NCCL connects a group at its first collective, and then waits for a peer that has died meanwhile for ever, on the thread
+that has called it, also when the group is aborted. So groups are connected here, on a thread that can be left behind.
+
+To give a communicator up takes NCCL half a second: kernels end within milliseconds, then it frees memory of the GPU,
+which waits for all kernels there. Those of a new group may wait for a peer that is still at it, and that peer for them.
+So a group is connected when the former one is gone; nobody else waits for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from torchelastic.errors import RetryableException
+
+log = logging.getLogger(__name__)
+
+ABORTED = "a collective of NCCL was aborted: another worker is lost or hangs"
+#: The longest that the end of the process waits for communicators that are being given up.
+MAX_EXIT_S = 5.0
+
+_aborted = threading.Event()
+_threads: list[threading.Thread] = []
+
+
+def begin() -> None:
+    """Before a new generation of groups is formed; the former one was given up."""
+    _aborted.clear()
+
+
+def connecting(group: dist.ProcessGroup) -> Callable[[], None] | None:
+    """What has NCCL connect the ranks of a group; None where nothing is to do: gloo alone, or one rank.
+
+    Called on the training thread of every rank, and its result on a thread that can be left behind: that raises
+    RuntimeError if NCCL cannot connect, and may wait for ever for a peer that is lost. Where a worker has several GPUs
+    and has chosen none with `torch.cuda.set_device`, connecting is left to NCCL's first collective.
+    """
+    backend = _nccl_of(group)
+    if backend is None or group.size() == 1:
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())  # of this thread: another one has the first
+    is_chosen = torch.cuda.device_count() == 1 or device.index != 0 or os.environ.get("LOCAL_RANK") == "0"
+
+    def connect() -> None:
+        for thread in _threads:
+            thread.join()
+        if is_chosen:
+            backend.eager_connect_single_device(device)
+
+    return connect
+
+
+def abort() -> None:
+    """Give up every group that has more than gloo's sockets, the user's own too. From any thread; idempotent.
+
+    Kernels that wait for a lost peer end, and `wait_for_collectives` raises. Does not wait for NCCL.
+
+    Not by torch's `_abort_process_group`, which also forgets all groups: the training thread, in the middle of a step,
+    would read that there has never been a group, like after a mistake of the user.
+    """
+    if _aborted.is_set():
+        return
+    _aborted.set()  # before the first kernel ends by it
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+    # each on a thread of its own: to free memory waits for the kernels of the others, which end when they are aborted
+    for group in _communicators():
+        thread = threading.Thread(target=_give_up, args=([group],), name="torchelastic-nccl-abort", daemon=True)
+        _threads.append(thread)
+        thread.start()
+
+
+def forget() -> None:
+    """Take what was given up out of the groups that torch shuts down with the default group: it would wait for that."""
+    for group in _communicators():
+        c10d._world.pg_names.pop(group, None)
+
+
+def wait_for_collectives() -> None:
+    """Wait until the GPU has done what this thread has given to its stream; at once where all groups are gloo's.
+
+    Raises:
+        RetryableException: a communicator was given up, or has failed, so that tensors may hold anything.
+    """
+    groups = _communicators() if dist.is_available() and dist.is_initialized() else []
+    if not groups or not torch.cuda.is_available():
+        return
+    torch.cuda.current_stream().synchronize()
+    if _aborted.is_set() or any(_has_failed(group) for group in groups):
+        raise RetryableException(ABORTED)
+
+
+def _communicators() -> list[dist.ProcessGroup]:
+    return [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != "gloo"]
+
+
+def _give_up(its: list[dist.ProcessGroup]) -> None:
+    try:
+        its[0].abort()
+    except Exception as error:  # noqa: BLE001 - training goes on in the next group
+        log.warning("a communicator could not be aborted: %s: %s", type(error).__name__, error)
+    its.clear()  # here, if nobody else has it: the end of a group waits for its threads
+
+
+def _has_failed(group: dist.ProcessGroup) -> bool:
+    """Whether torch has found an error of NCCL's, or a time-out, and has given the communicator up by itself."""
+    backend = _nccl_of(group)
+    if backend is None:
+        return False
+    try:
+        getattr(backend, "_comm_ptr", int)()  # raises where it is gone; waits until it is where that is under way
+    except RuntimeError:
+        return True
+    return False
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    if not dist.is_nccl_available():
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
+def _end() -> None:
+    """At the end of the process: a thread that is inside NCCL while its library is taken down would crash."""
+    for thread in _threads:
+        thread.join(MAX_EXIT_S)
+
+
+atexit.register(_end)
