@@ -1,4 +1,4 @@
-"""Giving groups up that are not of gloo: the abort reaches every one, and what it raises reaches nobody.
+"""Groups that are not of gloo: the abort reaches every one, and what it raises reaches nobody; each worker has its GPU.
 
 On any machine with a backend of Python's that stands for NCCL; the last test needs a GPU, and NCCL itself.
 """
@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 from torchelastic.errors import RetryableException
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.p2p.groups import ProcessGroups
+from torchelastic.p2p.options import choose_gpu
 
 TIMEOUT = timedelta(seconds=60)
 NAME = "standin"
@@ -83,6 +84,26 @@ def test_after_an_abort_a_new_generation_can_be_formed(groups: ProcessGroups) ->
     groups.form(HashStore(), 0, 1)
     assert dist.is_initialized()
     assert len(StandIn.made) == 2
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "chosen", "device"),
+    [("3", 8, 0, 3), ("0", 8, 0, 0), ("3", 8, 5, 5), ("3", 1, 0, 0), (None, 8, 0, 0)],
+    ids=["none chosen", "the first worker", "one chosen", "each sees its own", "no launcher"],
+)
+def test_each_worker_of_a_host_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, gpus: int, chosen: int, device: int
+) -> None:
+    """Else every worker's is the first, of which NCCL takes no two ranks."""
+    present = [chosen]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: present[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", present.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    choose_gpu()
+    assert present[-1] == device
 
 
 @pytest.mark.skipif(

@@ -30,7 +30,7 @@ FLOORS: dict[str, int] = {
     "rendezvous": 1,
     "data": 4,
     "data.shares": 1,  # how a batch is shared out: the reduction of gradients goes by it
-    "distributed": 1,
+    "distributed": 2,
     "model": 3,
     "coordinator": 2,
     "worker_stats": 2,

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from torchelastic.group.communicators import wait_for_collectives
+
 # 8 chunks of 4 MiB in flight keep gloo's tree busy from the root to the leaves, and bound what is staged on a GPU.
 _CHUNK_BYTES = 4 * 2**20
 _CHUNKS_IN_FLIGHT = 8
@@ -106,6 +108,7 @@ def all_gather_return_max_long(value: int) -> tuple[int, int]:
     tensor, _ = convert_to_distributed_tensor(torch.tensor([value], dtype=torch.int64))
     gathered = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
+    wait_for_collectives()
     values: list[int] = torch.cat(gathered).tolist()
     best = max(range(len(values)), key=lambda rank: values[rank])
     return best, values[best]
@@ -164,6 +167,7 @@ def _broadcast_all(tensors: Iterable[torch.Tensor], src_rank: int) -> None:
         window.append(_start_broadcast(tensor, src_rank))
     while window:
         _finish(*window.popleft())
+    wait_for_collectives()
 
 
 def _start_broadcast(target: torch.Tensor, src_rank: int) -> tuple[dist.Work, torch.Tensor, torch.Tensor]:
@@ -183,6 +187,7 @@ def _finish(work: dist.Work, sent: torch.Tensor, target: torch.Tensor) -> None:
 def _broadcast_small(tensor: torch.Tensor, src_rank: int) -> torch.Tensor:
     sent, origin = convert_to_distributed_tensor(tensor)
     dist.broadcast(sent, src=src_rank)
+    wait_for_collectives()
     return convert_to_normal_tensor(sent, origin)
 
 

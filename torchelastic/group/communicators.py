@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -45,20 +44,17 @@ def connecting(group: dist.ProcessGroup) -> Callable[[], None] | None:
     """What has NCCL connect the ranks of a group; None where nothing is to do: gloo alone, or one rank.
 
     Called on the training thread of every rank, and its result on a thread that can be left behind: that raises
-    RuntimeError if NCCL cannot connect, and may wait for ever for a peer that is lost. Where a worker has several GPUs
-    and has chosen none with `torch.cuda.set_device`, connecting is left to NCCL's first collective.
+    RuntimeError if NCCL cannot connect, and may wait for ever for a peer that is lost.
     """
     backend = _nccl_of(group)
     if backend is None or group.size() == 1:
         return None
     device = torch.device("cuda", torch.cuda.current_device())  # of this thread: another one has the first
-    is_chosen = torch.cuda.device_count() == 1 or device.index != 0 or os.environ.get("LOCAL_RANK") == "0"
 
     def connect() -> None:
-        for thread in _threads:
+        for thread in tuple(_threads):
             thread.join()
-        if is_chosen:
-            backend.eager_connect_single_device(device)
+        backend.eager_connect_single_device(device)
 
     return connect
 

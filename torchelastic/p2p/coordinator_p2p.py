@@ -27,6 +27,7 @@ from torchelastic.p2p.options import (
     checked_backend,
     checked_init_method,
     checked_max,
+    choose_gpu,
     choose_interface,
     dump_stacks_on_request,
     open_rendezvous,
@@ -189,6 +190,8 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
+        if self.c10d_backend == "nccl":
+            choose_gpu()
         heartbeat = Heartbeat(self.store, self.rank, self.world_size)
         self._watchdog.enter(FORMING, heartbeat)
         self._watchdog.publish(self.store, self.rank)

@@ -93,6 +93,16 @@ def choose_interface(address: str) -> None:
         os.environ[GLOO_VARIABLE] = name
 
 
+def choose_gpu() -> None:
+    """Have this worker use its own GPU, by its number on this host, unless the script has chosen one.
+
+    Until then the first one is the current one, of every worker, and NCCL takes no GPU for two ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if 0 < local_rank < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(local_rank)
+
+
 def dump_stacks_on_request() -> None:
     """The agent asks a worker that hangs for its stacks before it ends it; see `torchelastic.agent.supervisor`."""
     if threading.current_thread() is threading.main_thread():
