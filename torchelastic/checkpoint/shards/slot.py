@@ -76,6 +76,7 @@ class Slot:
         self.disk = disk
         self._file = _SlotFile(path, disk)
         self._pinned: bool | None = None  # None: nobody has asked for it
+        self._pinned_by = 0  # the GPU whose copies asked for it
         self._map: mmap.mmap | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         if path is not None:
@@ -165,7 +166,8 @@ class Slot:
     def close(self) -> None:
         """Gives the memory back as soon as nobody uses a view of it; the file stays."""
         if self._pinned:
-            _cudart().cudaHostUnregister(self.memory.data_ptr())
+            with torch.cuda.device(self._pinned_by):  # another thread has the first GPU, and would make use of it here
+                _cudart().cudaHostUnregister(self.memory.data_ptr())
             self._pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._file.close()
@@ -178,6 +180,7 @@ class Slot:
         """
         if self._pinned is not None:
             return
+        self._pinned_by = torch.cuda.current_device()
         outcome = _cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity_bytes, 0)
         self._pinned = int(outcome) == 0
         if not self._pinned:
