@@ -183,7 +183,10 @@ def check_train_step(train_step: Callable[[Any], Any]) -> None:
     """Find a train step that cannot be called with the state alone. Raises TypeError: says how to write it."""
     if not callable(train_step):
         kind = type(train_step).__name__
-        raise TypeError(f"train_step is a {kind}: give the function itself, and not what it returns")
+        raise TypeError(
+            f"train_step is a {kind}: call train(coordinator, train_step, state), with the function itself and not what "
+            "it returns"
+        )
     if not _takes(train_step, 1):
         name = getattr(train_step, "__name__", type(train_step).__name__)
         raise TypeError(f"{name}{_signature(train_step)} must be written as {name}(state), as it is called so")

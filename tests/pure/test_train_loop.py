@@ -354,7 +354,9 @@ def test_a_train_step_that_cannot_be_called_is_refused_before_anything_is_traine
 
 
 def test_a_called_train_step_and_a_coordinator_that_was_not_made_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="train_step is a NoneType: give the function itself, and not what it"):
+    with pytest.raises(
+        TypeError, match=r"train_step is a NoneType: call .*state\), with the function itself and not what"
+    ):
         train(ScriptedCoordinator(), None, Counter())  # type: ignore[arg-type]  # what the test is about
     with pytest.raises(TypeError, match="coordinator is the class ScriptedCoordinator: make one"):
         train(ScriptedCoordinator, count_to(2), Counter())  # type: ignore[arg-type]  # as above
