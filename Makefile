@@ -61,7 +61,8 @@ test-long: $(READY)
 test-gpu: $(READY)
 	$(PYTEST) -n $(WORKERS) --dist load --device cuda -m "not slow" tests/process/test_shard_cuda.py \
 		tests/process/test_nccl_abort.py tests/cluster/test_recovery.py tests/cluster/test_hangs.py \
-		tests/cluster/test_salvage.py tests/cluster/test_sharded.py
+		tests/cluster/test_salvage.py tests/cluster/test_sharded.py tests/cluster/test_tiers.py \
+		tests/contracts/test_kinds_of_checkpoints.py tests/contracts/test_resumed_lives.py
 
 test-all: lint types
 	$(PYTEST) -n $(LONG_WORKERS)

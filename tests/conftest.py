@@ -30,8 +30,8 @@ _VARIABLES = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`make test-gpu` runs the jobs of tests of recovery on one GPU, by NCCL."""
-    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="what tests/cluster/*_job.py compute on")
+    """`make test-gpu` runs the jobs of tests of recovery on one GPU, by NCCL, and saves states that are there."""
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="of tests/cluster's jobs and contracts")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -184,8 +184,8 @@ def check_train_step(train_step: Callable[[Any], Any]) -> None:
     if not callable(train_step):
         kind = type(train_step).__name__
         raise TypeError(
-            f"train_step is a {kind}: call train(coordinator, train_step, state), with the function itself and not what "
-            "it returns"
+            f"train_step is a {kind}: call train(coordinator, train_step, state), with the function itself and not "
+            "what it returns"
         )
     if not _takes(train_step, 1):
         name = getattr(train_step, "__name__", type(train_step).__name__)

@@ -37,17 +37,19 @@ from torchelastic.checkpoint.memory import (
 from torchelastic.checkpoint.replication import ReplicationManager
 
 LENGTH = 1000
+#: Where states are: see the option `--device` of pytest.
+device = "cpu"
 
 
 def weights_at(step: int) -> torch.Tensor:
     """What is saved at a step: every element says which one it is."""
-    return torch.arange(LENGTH, dtype=torch.float64) + step
+    return torch.arange(LENGTH, dtype=torch.float64, device=device) + step
 
 
 def step_of(weights: torch.Tensor) -> int:
-    """The inverse; fails if the weights are those of no step."""
+    """The inverse, wherever the weights were loaded to; fails if they are those of no step."""
     step = int(weights[0])
-    assert torch.equal(weights, weights_at(step)), "weights of no step"
+    assert torch.equal(weights.cpu(), weights_at(step).cpu()), "weights of no step"
     return step
 
 
