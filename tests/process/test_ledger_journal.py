@@ -185,3 +185,23 @@ def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, 
     journal = read_journals(tmp_path / "ledger")[NAME]
     assert journal.book() == keeper.book
     assert journal.book().amounts(clock.now_ns)[Account.SAVE_STALL] == 3_000_000 * -(-seconds // 10)
+
+
+def test_of_a_worker_that_waits_until_all_is_killed_the_journal_ends_at_most_ten_seconds_before(tmp_path: Path) -> None:
+    clock = Clock()
+    writer = JournalWriter(tmp_path / "ledger", NAME, HEAD)
+    keeper = Keeper(tmp_path / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
+    keeper.started(os.getpid(), "0.0")
+    meter = Meter(clock.now_ns, clock)
+    meter.publish(str(tmp_path / "agent"))
+    meter.entered(1, 0, 1)
+    meter.synchronized(0)
+    meter.step_undone("a peer was lost")
+    for _ in range(605):  # etcd is away, and nobody counts anything
+        keeper.poll()
+        clock.now_ns += 1_000_000_000
+    book = read_journals(tmp_path / "ledger")[NAME].book()
+    assert clock.now_ns - book.counts.last_ns <= 10_000_000_000
+    assert book.amounts(book.counts.last_ns)[Account.RE_FORM] >= 595_000_000_000
+    assert book.why_wrong(book.counts.last_ns) == ""
+    keeper.close()

@@ -180,14 +180,18 @@ class Keeper:
         if reader.missed > watched.missed:
             log.warning("%d events of %s were overwritten before they were read", reader.missed, watched.worker)
             watched.missed = reader.missed
-        if counts is not None and counts.since_ns <= self._clock_ns():
+        now_ns = self._clock_ns()
+        if counts is not None and counts.since_ns <= now_ns:
             watched.fresh = Counted(
                 at_ns=counts.since_ns, worker=watched.worker, rank=counts.rank, round=counts.round, step=counts.step,
                 tally=counts,
             )  # fmt: skip
-            if events or is_last or counts.since_ns - watched.counted_ns >= COUNTS_EVERY_NS:
-                watched.counted_ns = counts.since_ns
+            if events or is_last:
+                watched.counted_ns = now_ns
                 self._add(watched.fresh)
+            elif now_ns - watched.counted_ns >= COUNTS_EVERY_NS:
+                watched.counted_ns = now_ns
+                self._add(replace(watched.fresh, at_ns=now_ns))  # who waits counts nothing, and is there all the same
         if is_last:
             reader.close()
 
