@@ -13,12 +13,12 @@ import pytest
 
 from tests.memory_store import MemoryStore
 from tests.process.page_clients import TOKEN
-from tests.pure.status_runs import NOW_S, a_host
+from tests.pure.status_runs import NOW_S, a_host, a_run
 from tests.waiting import wait_until
 from torchelastic.launch.run import opened_page
 from torchelastic.page.document import About
 from torchelastic.page.listening import PageOptions, listening
-from torchelastic.page.source import RunSource
+from torchelastic.page.source import RunSource, with_own_host
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
 from torchelastic.rendezvous.url import parse_url
@@ -114,6 +114,14 @@ def test_the_token_is_shown_on_a_terminal_and_else_is_in_a_file_for_its_owner_al
 
 
 # --- where pictures come from -----------------------------------------------------------------------------------------
+
+
+def test_while_etcd_is_away_how_fast_the_run_is_is_told_by_the_own_host_alone() -> None:
+    before = a_run(a_host("node-1", 0), a_host("node-2", 1))
+    own = a_host("node-1", 0, at_s=NOW_S + 60)
+    own = replace(own, workers=tuple(replace(one, steps_per_s=0.02) for one in own.workers))
+    assert with_own_host(before, own, NOW_S + 1).steps_per_s > 1
+    assert with_own_host(before, own, NOW_S + 60, away_s=59).steps_per_s == 0.02, "training has stopped meanwhile"
 
 
 def test_while_etcd_is_away_the_own_host_goes_on_and_the_page_says_since_when() -> None:

@@ -30,14 +30,18 @@ def with_own_host(status: RunStatus, own: HostStatus | None, now_s: float, away_
         status: as it was read last.
         own: of this host's agent; None: it did not answer.
         now_s: Unix seconds.
-        away_s: how long etcd has been unreachable. Hosts are no older than before that: silent ones cannot be seen.
+        away_s: how long etcd has been unreachable. Hosts are no older than before that: silent ones cannot be seen,
+            and how fast the others are is not known.
     """
-    others = [
-        replace(host, at_s=host.at_s + away_s if host.at_s else 0.0)
-        for host in (*status.hosts, *status.silent)
-        if own is None or host.incarnation != own.incarnation
-    ]
+    others = [host for host in (*status.hosts, *status.silent) if own is None or host.incarnation != own.incarnation]
+    if away_s:
+        others = [_as_it_was(host, away_s) for host in others]
     return combined(status.run_id, now_s, status.round, status.members, [*others, *([own] if own else [])])
+
+
+def _as_it_was(host: HostStatus, away_s: float) -> HostStatus:
+    workers = tuple(replace(worker, steps_per_s=0.0) for worker in host.workers)
+    return replace(host, at_s=host.at_s + away_s if host.at_s else 0.0, workers=workers)
 
 
 class RunSource:
