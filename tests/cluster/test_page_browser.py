@@ -104,7 +104,7 @@ def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_it
         await tab.wait_for(f"/lost, signal 9/.test({bad})")
         await tab.wait_for("document.querySelectorAll('#timeline .bad').length > 0")
         tile = "[...document.querySelectorAll('.tile')].find((one) => one.children[0].textContent == 'Failures')"
-        await tab.wait_for(f"{tile}.innerText.includes('1 workers lost')")
+        await tab.wait_for(f"{tile}.innerText.includes('on these hosts 1 workers lost')")
         assert await tab.ask(f"{tile}.children[1].textContent") == "1"
         await tab.wait_for(f"!document.getElementById('workers-table').innerText.includes('{killed}')")
         again = "[...document.querySelectorAll('#workers-table tbody tr')].map((one) => one.innerText.split(/\\s+/))"

@@ -74,7 +74,7 @@ export function drawTiles(run, history) {
   for (const [name, value] of [...published(run)].slice(0, 3)) tiles.push({ name, value: number(value), line: `value ${name}` });
   const bound = goodput.attainable === undefined ? "" : `attainable ${percent(goodput.attainable)}`;
   tiles.push({ name: "Goodput", value: percent(goodput.value), more: bound });
-  const costs = `${number(run.seen.lost)} workers lost, ${number(run.seen.undone)} attempts undone`;
+  const costs = `on these hosts ${number(run.seen.lost)} workers lost, ${number(run.seen.undone)} attempts undone`;
   tiles.push({ name: "Failures", value: number(run.seen.failures), more: costs });
   keyed(byId("tiles"), tiles, (tile) => tile.name,
     (tile) => el("div", { class: "tile" }, el("dt", {}, tile.name), el("dd"), el("dd", { class: "quiet" })),
