@@ -40,6 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[_VARIABLES] = dict(os.environ)
+    if config.getoption("--device") == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: no GPU here, or a torch that was not built for one")
     # some hundred lines from the import of etcd3's generated code, which nobody here can change
     config.addinivalue_line("filterwarnings", "ignore:Call to deprecated create function:DeprecationWarning")
     # A shell without job control starts `make test &` with SIGINT ignored, and every process that a test starts would
