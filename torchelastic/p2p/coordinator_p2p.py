@@ -160,11 +160,8 @@ class CoordinatorP2P(Coordinator):
         except RendezvousClosedException as error:
             if self._committed_steps < self.rendezvous.round.step:
                 # the others have finished without this worker: who saves results where `rank == 0` must not save these
-                log.warning(
-                    "the run has ended at step %d; this worker had %d steps, its state is not the result",
-                    self.rendezvous.round.step,
-                    self._committed_steps,
-                )
+                missing = self.rendezvous.round.step - self._committed_steps
+                log.warning("the run has ended, and this worker lacks %d of its steps: its state is no result", missing)
                 self.rank, self.world_size = -1, 0
             self._finish()
             raise StopException(str(error)) from error
