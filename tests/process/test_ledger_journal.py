@@ -150,16 +150,22 @@ class Clock:
         return self.now_ns
 
 
+def training(folder: Path, clock: Clock, **journal: int) -> tuple[Keeper, Meter]:
+    """A worker whose first step begins, and its agent, who keeps a journal."""
+    writer = JournalWriter(folder / "ledger", NAME, HEAD, **journal)
+    keeper = Keeper(folder / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
+    keeper.started(os.getpid(), "0.0")
+    meter = Meter(clock.now_ns, clock)
+    meter.publish(str(folder / "agent"))
+    meter.entered(1, 0, 1)
+    meter.synchronized(0)
+    return keeper, meter
+
+
 @pytest.mark.parametrize("hours", [0.5, pytest.param(24, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, tmp_path: Path) -> None:
     clock = Clock()
-    writer = JournalWriter(tmp_path / "ledger", NAME, HEAD, max_bytes=100_000, keep=3)
-    keeper = Keeper(tmp_path / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
-    keeper.started(os.getpid(), "0.0")
-    meter = Meter(clock.now_ns, clock)
-    meter.publish(str(tmp_path / "agent"))
-    meter.entered(1, 0, 1)
-    meter.synchronized(0)
+    keeper, meter = training(tmp_path, clock, max_bytes=100_000, keep=3)
     seconds = int(hours * 3600)
     for second in range(seconds):
         for _ in range(50):
@@ -189,13 +195,7 @@ def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, 
 
 def test_of_a_worker_that_waits_until_all_is_killed_the_journal_ends_at_most_ten_seconds_before(tmp_path: Path) -> None:
     clock = Clock()
-    writer = JournalWriter(tmp_path / "ledger", NAME, HEAD)
-    keeper = Keeper(tmp_path / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
-    keeper.started(os.getpid(), "0.0")
-    meter = Meter(clock.now_ns, clock)
-    meter.publish(str(tmp_path / "agent"))
-    meter.entered(1, 0, 1)
-    meter.synchronized(0)
+    keeper, meter = training(tmp_path, clock)
     meter.step_undone("a peer was lost")
     for _ in range(605):  # etcd is away, and nobody counts anything
         keeper.poll()

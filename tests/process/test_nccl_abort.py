@@ -5,6 +5,7 @@ On any machine with a backend of Python's that stands for NCCL; the last test ne
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.waiting import wait_until
 from torchelastic.errors import RetryableException
+from torchelastic.group import communicators
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.options import choose_gpu
@@ -84,6 +86,35 @@ def test_after_an_abort_a_new_generation_can_be_formed(groups: ProcessGroups) ->
     groups.form(HashStore(), 0, 1)
     assert dist.is_initialized()
     assert len(StandIn.made) == 2
+
+
+def test_what_was_computed_counts_until_the_group_is_given_up(groups: ProcessGroups) -> None:
+    """A kernel of NCCL that was aborted ends without an error: who uses its result has to ask."""
+    wait_for_collectives()
+    groups.abort()
+    with pytest.raises(RetryableException, match="a collective of NCCL was aborted"):
+        wait_for_collectives()
+    groups.destroy()
+    groups.form(HashStore(), 0, 1)
+    wait_for_collectives()
+
+
+def test_a_communicator_that_never_connects_is_left_behind_when_the_group_is_given_up(
+    groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for a lost peer for ever, whatever becomes of the group."""
+    connects, ends = threading.Event(), threading.Event()
+
+    def connect() -> None:
+        connects.set()
+        ends.wait()
+
+    monkeypatch.setattr(communicators, "connecting", lambda _group: connect)
+    threading.Thread(target=lambda: connects.wait() and groups.abort(), daemon=True).start()
+    with pytest.raises(RuntimeError, match="given up while it was being formed"):
+        dist.new_group(backend=NAME)
+    assert connects.is_set()
+    ends.set()
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ ABORTED = "a collective of NCCL was aborted: another worker is lost or hangs"
 #: The longest that the end of the process waits for communicators that are being given up.
 MAX_EXIT_S = 5.0
 
+_lock = threading.Lock()
 _aborted = threading.Event()
 _threads: list[threading.Thread] = []
 
@@ -67,15 +68,16 @@ def abort() -> None:
     Not by torch's `_abort_process_group`, which also forgets all groups: the training thread, in the middle of a step,
     would read that there has never been a group, like after a mistake of the user.
     """
-    if _aborted.is_set():
-        return
-    _aborted.set()  # before the first kernel ends by it
-    _threads[:] = [thread for thread in _threads if thread.is_alive()]
-    # each on a thread of its own: to free memory waits for the kernels of the others, which end when they are aborted
-    for group in _communicators():
-        thread = threading.Thread(target=_give_up, args=([group],), name="torchelastic-nccl-abort", daemon=True)
-        _threads.append(thread)
-        thread.start()
+    with _lock:  # who comes second may forget the groups right after this
+        if _aborted.is_set():
+            return
+        _aborted.set()  # before the first kernel ends by it
+        _threads[:] = [thread for thread in _threads if thread.is_alive()]
+        # each on a thread of its own: to free memory waits for the kernels of the others, which their abort ends
+        for group in _communicators():
+            thread = threading.Thread(target=_give_up, args=([group],), name="torchelastic-nccl-abort", daemon=True)
+            _threads.append(thread)
+            thread.start()
 
 
 def forget() -> None:
@@ -91,9 +93,10 @@ def wait_for_collectives() -> None:
         RetryableException: a communicator was given up, or has failed, so that tensors may hold anything.
     """
     groups = _communicators() if dist.is_available() and dist.is_initialized() else []
-    if not groups or not torch.cuda.is_available():
+    if not groups:
         return
-    torch.cuda.current_stream().synchronize()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
+        torch.cuda.current_stream().synchronize()
     if _aborted.is_set() or any(_has_failed(group) for group in groups):
         raise RetryableException(ABORTED)
 

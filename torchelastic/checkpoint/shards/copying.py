@@ -31,10 +31,6 @@ class Pending:
         self._events = dict(events)
         self._sources: tuple[torch.Tensor, ...] = tuple(sources)
 
-    def done(self) -> bool:
-        """Whether the copy is complete; never waits."""
-        return all(event.query() for event in self._events.values())  # type: ignore[no-untyped-call]
-
     def hold(self) -> None:
         """Have each GPU begin nothing of what its current stream is given from now on before the copy is complete."""
         for device, event in self._events.items():
