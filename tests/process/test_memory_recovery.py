@@ -178,9 +178,10 @@ def save_after_stepping_down(root: str, hosts: str) -> list[str]:
 
         def is_gone() -> bool:
             each.container.tidy()
-            return not list(each.container.root.glob("step-000000009.*"))
+            old = ("step-000000005.", "step-5_", "step-000000009.", "step-9_")
+            return not any(name.startswith(old) for name in files_in(each.container.root))
 
-        wait_until(is_gone, 20, "step 9 is gone, which a thread may still read")
+        wait_until(is_gone, 20, "steps 5 and 9 are gone, which a thread may still read")
         each.meet()
         return [latest.name, *kept, "then", *files_in(each.container.root)]
 
