@@ -93,7 +93,7 @@ class Ran:
             int(worker): numbers(line) for worker, line in re.findall(r"\[worker (\d)\] RESULT(.*)", self.output)
         }
         # one that came when the others had finished has nothing to show, and says so
-        late = {int(one) for one in re.findall(r"\[worker (\d)\].* its state is not the result", self.output)}
+        late = {int(one) for one in re.findall(r"\[worker (\d)\].* its state is no result", self.output)}
         expected = torch.load(alone / "weights-alone.pt")
         assert self.results.keys() - late
         for worker in self.results.keys() - late:

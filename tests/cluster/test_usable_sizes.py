@@ -61,4 +61,4 @@ def test_a_survivor_that_waits_to_the_end_ends_well(jobs: MakeJob, etcd: EtcdSer
     assert job.rounds() == {1: 4, 2: 2}
     (spare,) = job.of("finished", rank=-1)
     assert spare["pid"] in {event["pid"] for event in job.of("drawn", round=1)}
-    assert wait_until(lambda: "its state is not the result" in job.output(), 5, "it says that it has no result")
+    assert wait_until(lambda: "its state is no result" in job.output(), 5, "it says that it has no result")
