@@ -37,8 +37,6 @@ GARBAGE = {
     "huge": HUGE[0],
     "above the limit": HUGE[1],
 }
-#: All kinds at each key in the slow ring; in the fast one the first, and a huge one among the members.
-VALUES = [pytest.param(name, marks=() if name == "no text" else pytest.mark.slow) for name in GARBAGE]
 
 
 @dataclass
@@ -111,36 +109,40 @@ def in_a_scene(etcd: EtcdServer, run_id: str, scenario: Callable[[Scene], Awaita
         play(lambda: [make(one, name=f"host-{number}") for number, one in enumerate(endpoints)], run, start=0)
 
 
-@pytest.mark.parametrize("kind", ["huge" if "huge" in one.values else one for one in VALUES])
 def test_garbage_among_the_members_is_reported_and_ignored(
-    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture, kind: str
+    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    async def is_reported(key: str) -> None:
+        await until(lambda: f"ignored: {key}" in caplog.text, CHANGE_S, f"{key} is reported")
+
     async def scenario(scene: Scene) -> None:
-        stranger = scene.records.keys.member("stranger")
-        scene.scribble(stranger, GARBAGE[kind])
-        await until(lambda: f"ignored: {stranger}" in caplog.text, CHANGE_S, "it is reported")
-        # and over the record of somebody who trains
-        scene.scribble(scene.records.keys.member("w2"), GARBAGE[kind])
-        await scene.start_over()
-        scene.assert_nobody_noticed()
+        for kind, garbage in GARBAGE.items():
+            stranger = scene.records.keys.member(f"stranger {kind}")
+            scene.scribble(stranger, garbage)
+            await is_reported(stranger)
+            # and over the record of somebody who trains
+            scene.scribble(scene.records.keys.member("w2"), garbage)
+            await scene.start_over()
+            scene.assert_nobody_noticed()
         await scene.change_members()
 
     in_a_scene(etcd, run_id, scenario)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.long
 def test_garbage_in_place_of_the_round_is_reported_ignored_and_written_over_by_whoever_reads_it_next(
-    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture, kind: str
+    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(scene: Scene) -> None:
         key = scene.records.keys.round
-        scene.scribble(key, GARBAGE[kind])
-        await until(lambda: caplog.text.count(f"ignored: {key}") >= 3, CHANGE_S, "all have reported it")
-        scene.assert_nobody_noticed()
-        await scene.start_over()
-        document = scene.stored_round()
-        assert (document["number"], document["roster"]) == (scene.round.number, list(scene.round.roster))
+        for kind, garbage in GARBAGE.items():
+            caplog.clear()
+            scene.scribble(key, garbage)
+            await until(lambda: caplog.text.count(f"ignored: {key}") >= 3, CHANGE_S, f"all have reported {kind}")
+            scene.assert_nobody_noticed()
+            await scene.start_over()
+            document = scene.stored_round()
+            assert (document["number"], document["roster"]) == (scene.round.number, list(scene.round.roster)), kind
         await asyncio.sleep(TTL_S)
         scene.assert_nobody_noticed()
         await scene.change_members(COME_BACK_S + CHANGE_S)
@@ -148,7 +150,7 @@ def test_garbage_in_place_of_the_round_is_reported_ignored_and_written_over_by_w
     in_a_scene(etcd, run_id, scenario)
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("kind", ["no text", pytest.param("above the limit", marks=pytest.mark.slow)])
 def test_garbage_in_place_of_the_round_does_not_stop_a_change_of_membership(
     etcd: EtcdServer, run_id: str, kind: str
 ) -> None:
@@ -160,18 +162,23 @@ def test_garbage_in_place_of_the_round_does_not_stop_a_change_of_membership(
     in_a_scene(etcd, run_id, scenario)
 
 
-@pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize(
     ("key", "leader"),
-    [("incarnation", 0), ("leader", 0), ("leader", 2)],
+    [
+        ("incarnation", 0),
+        pytest.param("leader", 0, marks=pytest.mark.long),
+        pytest.param("leader", 2, marks=pytest.mark.long),
+    ],
     ids=["the store's name", "the leader's name", "the leader's name, which begins a new session"],
 )
 def test_garbage_in_place_of_a_name_costs_no_round_and_leaves_the_run_with_a_leader(
-    etcd: EtcdServer, run_id: str, key: str, leader: int, kind: str
+    etcd: EtcdServer, run_id: str, key: str, leader: int
 ) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.scribble(getattr(scene.records.keys, key), GARBAGE[kind])
-        await scene.start_over()  # by the last host
+        for garbage in GARBAGE.values():
+            scene.scribble(getattr(scene.records.keys, key), garbage)
+            await scene.start_over()  # by the last host
+            scene.assert_nobody_noticed()
         if key == "incarnation":
             await asyncio.sleep(TTL_S)
         scene.assert_nobody_noticed()
@@ -180,17 +187,18 @@ def test_garbage_in_place_of_a_name_costs_no_round_and_leaves_the_run_with_a_lea
     in_a_scene(etcd, run_id, scenario, leader)
 
 
-@pytest.mark.parametrize("kind", VALUES)
-def test_garbage_at_the_keys_of_agents_costs_no_round(etcd: EtcdServer, run_id: str, kind: str) -> None:
+@pytest.mark.long
+def test_garbage_at_the_keys_of_agents_costs_no_round(etcd: EtcdServer, run_id: str) -> None:
     async def scenario(scene: Scene) -> None:
         keys = scene.records.keys
-        for host in scene.hosts:
-            scene.scribble(f"{keys.agents}{host.name}/{host.agent_id}", GARBAGE[kind])
-            scene.scribble(f"{keys.processes}{host.name}/{host.agent_id}", GARBAGE[kind])
-        # an earlier agent, it may seem, of the host that is yet to come
-        scene.scribble(f"{keys.processes}newcomer/stranger", GARBAGE[kind])
-        await scene.start_over()
-        scene.assert_nobody_noticed()
+        for garbage in GARBAGE.values():
+            for host in scene.hosts:
+                scene.scribble(f"{keys.agents}{host.name}/{host.agent_id}", garbage)
+                scene.scribble(f"{keys.processes}{host.name}/{host.agent_id}", garbage)
+            # an earlier agent, it may seem, of the host that is yet to come
+            scene.scribble(f"{keys.processes}newcomer/stranger", garbage)
+            await scene.start_over()
+            scene.assert_nobody_noticed()
         await scene.change_members()
 
     in_a_scene(etcd, run_id, scenario)
