@@ -24,7 +24,7 @@ from torchelastic.testing.faults import Fault
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-HISTORIES = 20
+HISTORIES = 8
 STEPS = EPOCHS * -(-max(LENGTHS) // (BATCH // len(LENGTHS)))
 
 

@@ -19,7 +19,6 @@ from torchelastic.ledger.events import (
     Failure,
     LedgerEvent,
     LedgerFormatError,
-    LostMember,
     Restore,
     Save,
     Start,
@@ -86,7 +85,7 @@ def amount(book: HostLedger, worker: str, account: Account, now_ns: int) -> int:
 DOINGS = st.lists(
     st.tuples(
         st.integers(0, 2),
-        st.sampled_from(("level", "trains", "fails", "ends", "saves", "counts", "outage", "loss")),
+        st.sampled_from(("level", "trains", "fails", "ends", "saves", "counts", "outage")),
         st.integers(0, 12),
         st.integers(0, 5_000),
     ),
@@ -117,8 +116,6 @@ def play(doings: list[tuple[int, str, int, int]]) -> tuple[list[LedgerEvent], in
             worker.tell(Save(at_ns=now_ns, stall_ns=number, productive_ns=worker.tally.totals[Account.PRODUCTIVE]))
         elif what == "outage":
             worker.told.append(StoreOutage(at_ns=now_ns, is_over=bool(number % 2), away_ns=passed_ns))
-        elif what == "loss":
-            worker.told.append(LostMember(at_ns=now_ns, member="elsewhere"))
         else:
             worker.counts()
         events += worker.told
@@ -327,7 +324,7 @@ def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
     worker = begins("h/0.0")
     worker.synchronized(0, 1, 0)
     worker.fails(910)
-    book = HostLedger().after_all([*worker.told, LostMember(at_ns=210, member="other-0", certainty="fact")])
+    book = HostLedger().after_all(worker.told).died(210, "other-0")
     assert amount(book, "h/0.0", Account.DETECT, 910) == 700
     assert amount(book, "h/0.0", Account.REPLAYED, 910) == 200
 

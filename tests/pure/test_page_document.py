@@ -15,7 +15,7 @@ from tests.pure.merge_patch import applied
 from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.accounts import STYLES, Account
-from torchelastic.ledger.events import End, Failure, LostMember, Save
+from torchelastic.ledger.events import End, Failure, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
 from torchelastic.page.document import BYTES_PER_S, About, difference, document_of, pause_s
@@ -90,12 +90,12 @@ def test_however_large_the_messages_are_the_bytes_per_second_are_bounded(sent: i
 def test_the_page_knows_what_went_wrong_by_these_words() -> None:
     """timeline.js goes by them: kind and, for the end of a process, how its text begins."""
     told = [
-        End(at_ns=0, exit_code=-9), End(at_ns=0, is_loss=False), LostMember(at_ns=0, member="m"), Failure(at_ns=0),
+        End(at_ns=0, exit_code=-9), End(at_ns=0, is_loss=False), Failure(at_ns=0),
         Save(at_ns=0),
     ]  # fmt: skip
     lines = [lines_of("h", [(NOW_S, event)])[0] for event in told]
-    bad = [one.kind in ("failure", "loss") or (one.kind == "end" and one.text.startswith("lost")) for one in lines]
-    assert bad == [True, False, True, True, False]
+    bad = [one.kind == "failure" or (one.kind == "end" and one.text.startswith("lost")) for one in lines]
+    assert bad == [True, False, True, False]
 
 
 def test_the_own_host_is_shown_as_its_agent_knows_it_and_others_are_no_older_without_etcd() -> None:

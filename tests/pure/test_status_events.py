@@ -14,7 +14,6 @@ from torchelastic.ledger.events import (
     Failure,
     Join,
     LedgerEvent,
-    LostMember,
     ReForm,
     Restore,
     Save,
@@ -41,7 +40,6 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         (End(at_ns=0, worker="a/0"), "lost"),
         (Join(at_ns=0, rank=1, round=3, world_size=4, is_first=True), "joined round 3 as rank 1, world size 4"),
         (Join(at_ns=0, worker="a/0", rank=1, round=3, world_size=4), "re-formed: round 3 as rank 1, world size 4"),
-        (LostMember(at_ns=0, member="b-0-1", certainty="guess"), "b-0-1 was lost (guess)"),
         (Failure(at_ns=0, step=7, replayed_ns=250 * MS, cause="x"), "the step after 7 was undone, 250 ms of work: x"),
         (Failure(at_ns=0, replayed_ns=250 * MS, cause="x"), "a step was undone, 250 ms of work: x"),
         (
@@ -105,7 +103,7 @@ def test_the_first_cause_is_kept_whoever_tells_it() -> None:
 
 
 def test_a_text_is_printable_and_short_whatever_a_worker_says() -> None:
-    [line] = lines_of("a", [(0.0, LostMember(at_ns=0, member="\x1b[2J" + "x" * 1000))])
+    [line] = lines_of("a", [(0.0, End(at_ns=0, exit_code=1, cause="\x1b[2J" + "x" * 1000))])
     assert line.text.isprintable()
     assert len(line.text) == 400
 

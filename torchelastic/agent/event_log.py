@@ -12,7 +12,6 @@ from torchelastic.ledger.events import (
     End,
     Failure,
     LedgerEvent,
-    LostMember,
     Save,
     StoreOutage,
     Straggler,
@@ -72,7 +71,7 @@ def level_of(event: LedgerEvent) -> int:
         return logging.WARNING if event.is_loss else logging.INFO
     if isinstance(event, StoreOutage):
         return logging.INFO if event.is_over else logging.WARNING
-    return logging.WARNING if isinstance(event, (Failure, LostMember, Straggler)) else logging.INFO
+    return logging.WARNING if isinstance(event, (Failure, Straggler)) else logging.INFO
 
 
 def for_people(line: EventLine) -> str:

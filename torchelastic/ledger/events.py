@@ -94,21 +94,6 @@ class Join(LedgerEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LostMember(LedgerEvent):
-    """A member of another host was lost; `at_ns` is when that happened, as far as it is known.
-
-    Attributes:
-        member: who.
-        certainty: "fact" or "guess", see `torchelastic.rendezvous.loss`.
-    """
-
-    kind: ClassVar[str] = "loss"
-
-    member: str = ""
-    certainty: str = "fact"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Failure(LedgerEvent):
     """A step failed, and was undone if it could be; `at_ns` is when this worker noticed.
 
@@ -223,7 +208,7 @@ class StoreOutage(LedgerEvent):
 KINDS: dict[str, type[LedgerEvent]] = {
     kind.kind: kind
     for kind in (
-        Start, Counted, End, Join, LostMember, Failure, Restore, ReForm, FirstStep, Save, Drain, Straggler, StoreOutage,
+        Start, Counted, End, Join, Failure, Restore, ReForm, FirstStep, Save, Drain, Straggler, StoreOutage,
     )
 }  # fmt: skip
 

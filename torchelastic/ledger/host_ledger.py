@@ -21,7 +21,6 @@ from torchelastic.ledger.events import (
     Failure,
     LedgerEvent,
     LedgerFormatError,
-    LostMember,
     Restore,
     Save,
     Start,
@@ -139,8 +138,6 @@ class HostLedger:
                 return replace(ledger._failed(event.round), noticed=noticed)._matched(newest=1)
             case Restore() if lifetime is not None:
                 return ledger._restored(lifetime, event)
-            case LostMember():
-                return ledger._died(event.at_ns, event.member)
             case Save():
                 saved = ledger if lifetime is None else ledger._with(lifetime.saved(event))
                 return saved._plus(saves=1)
@@ -235,7 +232,7 @@ class HostLedger:
         ledger = self._with(ended)
         if event.is_loss:
             lost = ledger._plus(lost=1)._failed(ended.tally.round)
-            ledger = lost._died(ended.ended_ns or event.at_ns, event.worker)
+            ledger = lost.died(ended.ended_ns or event.at_ns, event.worker)
         return ledger._thinned()
 
     def _restored(self, lifetime: WorkerLifetime, event: Restore) -> HostLedger:
@@ -246,7 +243,8 @@ class HostLedger:
         name = "restores_from_checkpoint" if event.source == "checkpoint" else "restores_from_peer"
         return replace(ledger, counts=replace(ledger.counts, last_restored_round=event.round))._plus(**{name: 1})
 
-    def _died(self, at_ns: int, worker: str) -> HostLedger:
+    def died(self, at_ns: int, worker: str) -> HostLedger:
+        """The ledger once a worker of this host, or a member of another one, was lost at this time."""
         ledger = replace(self, deaths=(*self.deaths, (at_ns, worker))[-_RECENT:])
         return ledger._matched()
 

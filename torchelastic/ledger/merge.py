@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torchelastic.ledger.events import End, LostMember, Restore
+from torchelastic.ledger.events import End, Restore
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
 
@@ -36,7 +36,7 @@ def _with_others(ledger: HostLedger, journal: Journal, others: list[tuple[Journa
     first_ns = ledger.counts.first_ns
     for at_ns, event in sorted(_losses_and_restores(journal, first_ns, others), key=lambda found: found[0]):
         if isinstance(event, End):
-            ledger = ledger.after(LostMember(at_ns=at_ns, member=event.worker))
+            ledger = ledger.died(at_ns, event.worker)
             continue
         if at_ns > ledger.counts.last_ns and horizon_ns - at_ns > SILENT_NS:
             ledger = _ended(ledger, ledger.counts.last_ns)

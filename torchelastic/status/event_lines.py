@@ -15,7 +15,6 @@ from torchelastic.ledger.events import (
     FirstStep,
     Join,
     LedgerEvent,
-    LostMember,
     ReForm,
     Restore,
     Save,
@@ -165,8 +164,6 @@ def _text(event: LedgerEvent) -> str:
             rank = f" as rank {event.rank}" if event.rank >= 0 else ""
             verb = "joined" if event.is_first else "re-formed:"
             return f"{verb} round {event.round}{rank}, world size {event.world_size}"
-        case LostMember():
-            return f"{event.member} was lost ({event.certainty})"
         case Failure():
             which = f"the step after {event.step}" if event.step >= 0 else "a step"
             what = "was undone" if event.is_undone else "failed and was not undone, as the state has no snapshot"

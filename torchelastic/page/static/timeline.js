@@ -8,7 +8,7 @@ const LANES = ["rounds", "failures", "saves", "other", "etcd"];
 
 /** Whether an event is one of something that went wrong. */
 export const isBad = (event) =>
-  ["failure", "loss"].includes(event.kind) || (event.kind === "end" && event.text.startsWith("lost"));
+  event.kind === "failure" || (event.kind === "end" && event.text.startsWith("lost"));
 
 /** All events that this page has seen, also those that their hosts no longer report. */
 export class Events {
