@@ -97,6 +97,11 @@ def test_a_save_that_a_rank_never_joins_is_given_up_when_the_group_changes(crew:
     assert [answer["complete"][0] for answer in answers] == [3, 3]
 
 
+def test_a_save_of_which_rank_0_could_not_tell_all_holds_nobody_up(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_that_rank_0_tells_to_some, str(tmp_path), ranks=2))
+    assert answers == [{"waits": False, "complete": [2]}] * 2
+
+
 def test_a_state_without_a_tree_is_saved_by_rank_0_and_comes_back(crew: Crew, tmp_path: Path) -> None:
     answers = succeeded(crew.run(work.save_and_restore_a_plain_state, str(tmp_path), ranks=2))
     assert answers == [(4, True), (4, False)], "the sync brings the others level"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import torchelastic
-from torchelastic.checkpoint import TieredCheckpointManager
+from tests.pure.worlds_of_one import World
+from torchelastic.checkpoint import EverySteps, TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.p2p.peers import GroupPeers
@@ -189,6 +193,33 @@ def save_where_one_rank_does_not(folder: str) -> Any:
         "failures": list(manager.failures),
         "complete": steps_of(manager),
     }
+    close(manager)
+    return result
+
+
+def save_that_rank_0_tells_to_some(folder: str) -> Any:
+    """The group breaks while rank 0 says that step 1 is to be saved: it does not know whether anybody has heard it."""
+    peers, world = join(), World()
+
+    def says(_value: bool) -> bool:
+        if peers.rank == 0:
+            raise RuntimeError("a peer is lost")
+        return True
+
+    with patch.object(peers, "rank_0_says", says), patch.object(world, "peers", lambda: peers):
+        manager = TieredCheckpointManager([MemoryTier(Path(folder) / "memory")], policy=EverySteps(1), grace_s=10.0)
+        checkpoints, state = LoopCheckpoints(world, manager), make_state(7, 1)
+        checkpoints.enter_group(state, peers.rank)
+        checkpoints.in_sync(state)
+        with suppress(RuntimeError):
+            checkpoints.after_step(state)
+    dist.barrier()
+    again = join(2)
+    manager.enter_group(again)
+    waits = not manager.wait(5.0)
+    manager.save_step(state, 2, again)
+    manager.wait()
+    result = {"waits": waits, "complete": steps_of(manager)}
     close(manager)
     return result
 

@@ -280,8 +280,15 @@ class LoopCheckpoints(LoopObserver):
 
     def _rank_0_says(self, is_due: bool) -> bool:
         """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
-        peers = self._coordinator.peers()
-        return is_due and self._rank == 0 if peers is None else peers.rank_0_says(is_due)
+        peers, manager = self._coordinator.peers(), self.manager
+        if peers is None:
+            return is_due and self._rank == 0
+        try:
+            return peers.rank_0_says(is_due)
+        except RuntimeError:
+            if is_due and self._rank == 0 and _is_tiered(manager):
+                manager.call_off(self._step, self._peers)
+            raise
 
     def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
         """The others go on when it is durable: what follows may change what is being written."""

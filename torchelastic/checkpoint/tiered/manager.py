@@ -282,9 +282,7 @@ class TieredCheckpointManager(CheckpointManager):
             CheckpointError: there is no memory or no room for the shard, or both slots stay busy.
         """
         began_s = self._monotonic()
-        agreement = self.join(peers)
-        self._generation += 1  # on every rank, whatever happens to this one now
-        name = SaveId(*agreement.context.token, self._generation, step)
+        agreement, name = self._next_save(step, peers)
         tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
         try:
             header, stage, copy = self._copied(lay_out, name, peers)
@@ -299,6 +297,22 @@ class TieredCheckpointManager(CheckpointManager):
         )
         self._background.submit(lambda: self._finish(save), holds_slot=True)
         return save.ended
+
+    def call_off(self, step: int, peers: Peers) -> None:
+        """Who has heard from rank 0 that this step is saved waits for nothing: the group has broken in saying it.
+
+        On the training thread of rank 0. Keeps a slot until it is said, as they do, so that they never are full alone.
+        """
+        agreement, name = self._next_save(step, peers)
+        if holds_slot := not self._background.is_full:
+            self._background.reserve(name, self._slot_wait_s)
+        why = "the group has broken before it began"
+        self._background.submit(lambda: self._finisher.decline(name, agreement, why), holds_slot=holds_slot)
+
+    def _next_save(self, step: int, peers: Peers) -> tuple[SaveAgreement, SaveId]:
+        agreement = self.join(peers)
+        self._generation += 1  # on every rank, whatever happens to this one now
+        return agreement, SaveId(*agreement.context.token, self._generation, step)
 
     def join(self, peers: Peers) -> SaveAgreement:
         """`enter_group`, unless this is the group of the last one."""
