@@ -37,8 +37,11 @@ class FencedError(CheckpointError):
     """This writer was replaced by another: what it wrote is not published, and it must not go on."""
 
 
-class OutOfStepError(CheckpointError):
-    """The ranks did not call the same method, or one of them did not call it in time; names them."""
+class OutOfStepError(CheckpointError, RuntimeError):
+    """The ranks did not call the same method, or one of them did not call it in time; names them.
+
+    A RuntimeError as all errors of communication are: in a train step it is undone and repeated in a new group.
+    """
 
 
 def torch_reason(error: BaseException) -> str:
