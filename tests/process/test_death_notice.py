@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.processes.death_notice import leave_notice, notice_path, take_notice, wait_for_death
 
 SCRIPT = """
@@ -108,3 +110,14 @@ def test_what_cannot_be_used_is_passed_over(tmp_path: Path, content: bytes | Non
         path.write_bytes(content)
     assert take_notice(path) is None
     assert not path.exists()
+
+
+def test_where_the_folder_is_full_a_process_lives_on_without_a_notice(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "full", 2**16) as folder:
+        with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        script = "import sys; from pathlib import Path; from torchelastic.processes.death_notice import leave_notice\n"
+        script += "print(leave_notice(Path(sys.argv[1])))"
+        done = subprocess.run([sys.executable, "-c", script, folder / "notice"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -6,7 +6,7 @@ dying threads' robust futexes first (`set_robust_list(2)`; `mm_release` comes be
 robust mutex in memory that it shares with its agent, and never unlocks it: when the agent gets the lock, the owner
 has died. `benchmarks.death` prints it: 0.3 ms after SIGKILL.
 
-Where something of this is not there (another libc, no shared folder) nothing is lost but time.
+Where something of this is not there (another libc, no shared folder, no room in it) nothing is lost but time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def leave_notice(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, mmap.PAGESIZE)
+            # all of it now: writing to a hole of a full disk would end the process by SIGBUS
+            os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
             mutex = _map(descriptor)
         finally:
             os.close(descriptor)
