@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,15 @@ def test_an_own_etcd_that_does_not_start_is_told_without_a_traceback(
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("torchelastic run: the etcd of --standalone cannot be started: ")
     assert said in first
+
+
+def test_no_folder_for_temporary_files_is_one_line_that_names_tmpdir() -> None:
+    options = f"--rdzv-endpoint {unused_endpoint()} --rdzv-id alone"
+    no_files = f"ulimit -f 0; exec {sys.executable} -m torchelastic.launch run {options} {JOB}"
+    done = subprocess.run(["bash", "-c", no_files], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("torchelastic run: no folder for temporary files can be made: set TMPDIR to one that ")
 
 
 # --- a worker's own errors --------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = NO_CREDENTIALS if options.standalone else find_credentials(url, environment)
-        socket_dir = stack.enter_context(OwnFolder(make_folder(FOLDER_PREFIX)))
+        socket_dir = stack.enter_context(_own_folder())
         agent_options = AgentOptions(
             url,
             Path(socket_dir, SOCKET),
@@ -95,6 +95,14 @@ def run(options: argparse.Namespace) -> int:
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
+
+
+def _own_folder() -> OwnFolder:
+    try:
+        return OwnFolder(make_folder(FOLDER_PREFIX))
+    except OSError as error:  # a container whose root is read-only has none
+        text = f"no folder for temporary files can be made: set TMPDIR to one that can be written ({error})"
+        raise CommandError(text) from error
 
 
 def _say_how_to_watch(run_log: RunLog, url: RendezvousUrl, log_dir: Path | None) -> None:
