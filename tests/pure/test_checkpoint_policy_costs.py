@@ -1,4 +1,4 @@
-"""What is measured while the run goes on, and what Young/Daly makes of it."""
+"""What is measured while the run goes on, what Young/Daly makes of it, and its formulas."""
 
 from __future__ import annotations
 
@@ -84,19 +84,6 @@ def test_with_too_few_saves_the_bound_is_the_longest_with_a_margin_and_says_so(c
     assert enough.is_assured
 
 
-def test_a_save_keeps_the_bound_as_often_as_was_promised() -> None:
-    dice = random.Random(7)
-    kept = 0
-    for _ in range(2000):
-        costs = SaveCosts()
-        for _ in range(19):
-            costs = costs.observed("durable", stall_s=0.0, durable_s=dice.lognormvariate(0.0, 1.5))
-        bound = durable_bound(costs, confidence=0.9)
-        assert bound is not None
-        kept += dice.lognormvariate(0.0, 1.5) <= bound.seconds
-    assert 0.88 <= kept / 2000 <= 0.92
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -115,6 +102,13 @@ def test_a_save_keeps_the_bound_as_often_as_was_promised() -> None:
         (lambda: FailureRate(failures={"job": -1}), "failures\\['job'\\] is -1"),
         (lambda: FailureRate().observed(-1.0), "seconds is -1.0"),
         (lambda: FailureRate().failed(""), "failure_class is empty"),
+        (lambda: daly_period_s(-1.0, 1.0), "cost_s is -1.0: give the seconds of training that a save costs"),
+        (lambda: daly_period_s(math.nan, 1.0), "cost_s is nan"),
+        (lambda: daly_period_s(math.inf, 1.0), "cost_s is inf"),
+        (lambda: daly_period_s(1.0, 0.0), "mtbf_s is 0.0: .*above 0"),
+        (lambda: daly_period_s(1.0, math.nan), "mtbf_s is nan"),
+        (lambda: exact_cost(0.0, 1.0, 1.0), "period_s is 0.0"),
+        (lambda: exact_cost(1.0, 1.0, 1.0, -1.0), "restore_s is -1.0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(build: Callable[[], object], message: str) -> None:
@@ -201,18 +195,48 @@ def test_only_the_failures_that_the_tier_repairs_count_and_its_own_prior() -> No
     assert YoungDaly(prior=FailurePrior(1.0, 31_000.0)).decide(moment).numbers["mtbf_s"] == 4000.0
 
 
-@given(st.floats(0.0, 100.0), st.floats(1.0, 1e6), st.integers(1, 50))
-def test_more_failures_never_give_a_longer_period_while_a_save_is_cheap(
-    cost_s: float, mtbf_s: float, more: int
-) -> None:
-    rate = FailureRate(FailurePrior(1.0, mtbf_s))
-    worse = rate
-    for _ in range(more):
-        worse = worse.failed("host")
-    if cost_s >= 2 * worse.mtbf_s():
-        return  # beyond Daly's formula; see daly_period_s
-    policy = YoungDaly(min_s=0.0, max_s=1e9)
-    moment = replace(MOMENT, costs=with_cost(cost_s))
-    often = policy.decide(replace(moment, failures=worse)).numbers
-    seldom = policy.decide(replace(moment, failures=rate)).numbers
-    assert often["period_s"] <= seldom["period_s"] * (1 + 1e-9)
+# --- the formulas, against the figures of their papers and against numeric optima -------------------------------------
+
+HOUR = 60.0  # the papers reckon in minutes, and the formulas take any unit
+
+
+def least(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function with one minimum is least, by golden section over the logarithm."""
+    low, high = math.log(low), math.log(high)
+    ratio = (math.sqrt(5.0) - 1.0) / 2.0
+    for _ in range(120):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if function(math.exp(left)) <= function(math.exp(right)):
+            high = right
+        else:
+            low = left
+    return math.exp((low + high) / 2.0)
+
+
+@pytest.mark.parametrize(("mtbf", "period"), [(24 * HOUR, 117.0), (6 * HOUR, 57.0), (15.0, 9.1)])
+def test_daly_gives_the_figures_of_the_paper(mtbf: float, period: float) -> None:
+    assert daly_period_s(5.0, mtbf) == pytest.approx(period, abs=0.5 if period > 10 else 0.05)
+
+
+@pytest.mark.parametrize(("restore_s", "progress"), [(2.0, 0.943), (0.1, 0.973)])
+def test_our_fault_tests_have_these_limits(restore_s: float, progress: float) -> None:
+    best = least(lambda period: exact_cost(period, 0.02, 60.0, restore_s), 1e-3, 60.0)
+    assert best == pytest.approx(1.54, abs=0.01)
+    assert 1 / exact_cost(best, 0.02, 60.0, restore_s) == pytest.approx(progress, abs=0.001)
+
+
+@given(st.floats(1e-6, 1.6), st.floats(1e-2, 1e7), st.floats(0.0, 5.0))
+def test_daly_is_within_a_thousandth_of_the_numeric_optimum(ratio: float, mtbf_s: float, restores: float) -> None:
+    cost_s, restore_s = ratio * mtbf_s, restores * mtbf_s
+    best = least(lambda period: exact_cost(period, cost_s, mtbf_s, restore_s), 1e-5 * mtbf_s, 2 * mtbf_s)
+    optimum = exact_cost(best, cost_s, mtbf_s, restore_s)
+    assert exact_cost(daly_period_s(cost_s, mtbf_s), cost_s, mtbf_s, restore_s) <= optimum * 1.001
+
+
+def test_at_the_edges_the_formulas_stay_numbers() -> None:
+    assert daly_period_s(0.0, 60.0) == daly_period_s(0.0, math.inf) == 0.0
+    assert daly_period_s(1.0, math.inf) == math.inf
+    assert daly_period_s(2.0, 1.0) == 1.0
+    assert daly_period_s(200.0, 1.0) == 1.0
+    assert exact_cost(1.0, 1e9, 1e-3) == math.inf
+    assert exact_cost(9.0, 1.0, math.inf) == 10 / 9

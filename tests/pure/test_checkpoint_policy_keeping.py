@@ -252,6 +252,7 @@ def test_policies_and_checkpoints_are_values() -> None:
         (lambda: KeepIfAll(cast(Any, [KeepAll(), 3])), TypeError, "KeepIfAll was given 3"),
         (lambda: KeepLast(1) and KeepAll(), TypeError, r"combine policies with \| and &"),
         (lambda: KeepLast(1) | cast(Any, 3), TypeError, "unsupported operand"),
+        (lambda: KeepLast(1) & cast(Any, 3), TypeError, "unsupported operand"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(

@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import errno
 import math
-import operator
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.command.errors import underlying
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict
-from torchelastic.checkpoint.memory.commit import StoredItem, records_of, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.plans import tensor_bytes
 from torchelastic.checkpoint.memory.room import held_bytes
-from torchelastic.checkpoint.memory.staging import result_of
-from torchelastic.checkpoint.policy import EverySteps, KeepLast
-from torchelastic.checkpoint.policy.arguments import text
-from torchelastic.checkpoint.shards.header import (
-    data_offset_bytes,
-    decode_header,
-    decode_preamble,
-    encode_header,
-    encode_preamble,
-    lay_out,
-)
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
+from torchelastic.checkpoint.store import SaveId, ShardRecord
 from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
-from torchelastic.checkpoint.tiered.agreement import SaveAgreement
-from torchelastic.group.notes import Drawer, Notes
+from torchelastic.group.notes import Drawer
 from torchelastic.group.peers import Alone
-from torchelastic.testing.clock import FakeClock
 
 NAME = SaveId(1, 2, 3, 4)
 
@@ -70,18 +52,7 @@ def test_a_local_shard_says_which_it_is_in_its_header() -> None:
     }
 
 
-def test_an_id_of_a_checkpoint_is_a_path_to_whoever_opens_it() -> None:
-    assert Path(CheckpointId("/dev/shm/jobs/145/")) == Path("/dev/shm/jobs/145")
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_explained_once_is_not_explained_again(tmp_path: Path) -> None:
-    corrupt = CorruptCheckpointError("torn")
-    with pytest.raises(CorruptCheckpointError) as caught, explained("read", tmp_path):
-        raise corrupt
-    assert caught.value is corrupt
 
 
 def test_an_error_without_a_number_keeps_its_words(tmp_path: Path) -> None:
@@ -103,24 +74,6 @@ def test_under_the_error_of_a_library_lies_what_the_system_said(below: BaseExcep
     assert underlying(outer) is outer
 
 
-# --- policies ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("combine", [operator.or_, operator.and_])
-@pytest.mark.parametrize("policy", [EverySteps(5), KeepLast(3)])
-def test_policies_combine_with_policies_only(policy: object, combine: Callable[[object, object], object]) -> None:
-    assert combine(policy, policy) is policy
-    with pytest.raises(TypeError, match="unsupported operand"):
-        combine(policy, 5)
-
-
-@pytest.mark.parametrize(("value", "error"), [(5, TypeError), (None, TypeError), ("", ValueError)])
-def test_a_name_is_a_text_that_is_not_empty(value: str, error: type[Exception]) -> None:
-    assert text("tier", "disk", "name the tier") == "disk"
-    with pytest.raises(error, match=r"tier is .*: name the tier"):
-        text("tier", value, "name the tier")
-
-
 # --- replicas and tiers -----------------------------------------------------------------------------------------------
 
 
@@ -130,18 +83,6 @@ def test_a_worker_alone_hears_itself() -> None:
     assert isinstance(alone.mailbox(), Drawer)
     alone.barrier()  # there is nobody to wait for
     assert alone.round_number == 3
-
-
-def test_a_mailbox_that_is_gone_ends_the_agreement_with_its_reason() -> None:
-    class Gone(Drawer):
-        def post(self, key: str, words: bytes) -> None:
-            raise RuntimeError("connection reset")
-
-    clock = FakeClock(0.0)
-    notes = Notes(Gone(), 10.0, monotonic=clock, sleep=clock.sleep)
-    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), notes)
-    with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
-        agreement.done(NAME)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -155,17 +96,6 @@ def test_only_tensors_count_as_tensor_bytes() -> None:
         WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO),
     ]
     assert tensor_bytes(SavePlan(items)) == 24
-
-
-def test_where_everything_lies_is_told_by_all_ranks() -> None:
-    results = [
-        [WriteResult(MetadataIndex(name), 4, StoredItem(f"{name}.shard", name)) for name in names]
-        for names in (("a", "b"), ("c",))
-    ]
-    records = [ShardRecord(rank, shard_file_name(rank, 3), 64, f"{rank:032x}") for rank in (1, 0)]
-    results += [[result_of(record)] for record in records]
-    assert {index.fqn: item.entry for index, item in storage_data_of(results).items()} == {"a": "a", "b": "b", "c": "c"}
-    assert records_of(results) == tuple(records[::-1])
 
 
 def test_a_file_that_goes_away_while_memory_is_counted_is_not_counted(
@@ -202,18 +132,6 @@ def test_a_tensor_that_is_read_in_place_stays_the_one_that_was_given() -> None:
     given = torch.zeros(3, 2)
     assert unflatten(flat.structure, {named.name: given}, in_place={named.name})["w"] is given
     assert unflatten(flat.structure, {named.name: given})["w"] is not given
-
-
-def test_a_header_whose_tensors_end_behind_the_data_is_damaged() -> None:
-    header = lay_out(flatten({"w": torch.zeros(100)}), {}).with_checksums(["0" * 16])
-    body = encode_header(header)
-    for data_bytes, is_right in ((header.data_bytes, True), (header.data_bytes - 1, False)):
-        preamble = decode_preamble(encode_preamble(body, data_offset_bytes(len(body)), data_bytes))
-        if is_right:
-            assert decode_header(body, preamble) == header
-        else:
-            with pytest.raises(CorruptCheckpointError, match="end behind its data"):
-                decode_header(body, preamble)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

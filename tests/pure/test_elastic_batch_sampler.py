@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.data import BatchShare, ElasticBatchSampler
+from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
-from torchelastic.data.shares import share_bounds
 
 # One event of a run: a step that draws some batches and commits; a step in which each rank fails after having drawn a
 # different number; one that some ranks had committed when the others failed; a resize.
@@ -115,13 +114,6 @@ def test_whatever_fails_and_resizes_the_ledger_of_each_epoch_is_its_order(
     }
 
 
-@given(st.integers(0, 200), st.integers(1, 20))
-def test_shares_are_contiguous_and_level(samples: int, world_size: int) -> None:
-    bounds = [share_bounds(samples, rank, world_size) for rank in range(world_size)]
-    assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
-    assert bounds[-1][1] == samples
-
-
 @given(st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(1, 8), st.integers(1, 5))
 def test_what_a_rank_keeps_of_a_failed_step_is_what_it_has_drawn(
     samples: int, batch: int, shards: int | None, world_size: int
@@ -148,18 +140,6 @@ def test_weighted_local_means_are_the_global_mean_also_with_padding_and_accumula
         drawn = [index for _ in range(3) for index in sampler.consume().indices]
         weighted += sampler.weight * values[drawn].mean().item()
     assert weighted == pytest.approx(values.mean().item())
-
-
-def test_a_rank_without_samples_loads_a_copy_of_rank_0s_that_does_not_count() -> None:
-    sampler = ElasticBatchSampler(2, 2, shuffle=False)
-    sampler.set_world(2, 3)
-    share = sampler.shares(0)
-    assert share.load == (0,)
-    assert share.is_padding
-    assert share.weight == 0
-    assert list(sampler) == [[0]]
-    assert sampler.consume() == BatchShare(epoch=0, number=0, indices=(), local_samples=0, global_samples=2)
-    assert sampler.weight == 0
 
 
 def test_nothing_moves_until_commit() -> None:

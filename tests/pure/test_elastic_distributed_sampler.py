@@ -92,10 +92,3 @@ def test_it_is_a_distributed_sampler_that_a_data_loader_takes() -> None:
     assert isinstance(sampler, DistributedSampler)
     loader = DataLoader(dataset_of(10), sampler=sampler, batch_size=2)
     assert [batch[0].tolist() for batch in loader] == [[5, 7], [9]]
-
-
-def test_set_epoch_keeps_the_start_unless_told_otherwise() -> None:
-    sampler = ElasticDistributedSampler(dataset_of(10), 1, 0, 4)
-    sampler.set_epoch(3)
-    assert list(sampler) == epoch_order(10, 0, 3, shuffle=True)[4:].tolist()
-    assert sampler.start_index == 4

@@ -13,13 +13,6 @@ from torchelastic.data.epoch_progress import EpochProgress
 from torchelastic.data.shares import SecondDeal
 
 
-def test_what_the_last_batch_leaves_out_makes_its_epoch_longer() -> None:
-    course = EpochProgress(regular=2, size=4, number=1).advanced((1, 0), left_out=(7,))
-    assert course.position == (0, 2)
-    assert course.batches_in(0) == 3
-    assert course.advanced(course.following(course.position)).position == (1, 0)
-
-
 def test_postponed_samples_come_in_batches_of_the_usual_size() -> None:
     course = EpochProgress(regular=2, size=2, number=2, postponed=(4, 5, 6))
     assert [course.batch(None, (0, number)) for number in (2, 3)] == [(4, 5), (6,)]  # type: ignore[arg-type]  # no order is needed there

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, nearness, plan_reads
+from torchelastic.checkpoint.restore_plan import ShardSource, candidates, nearness, plan_reads
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import TierEntry, agree_epoch
 
@@ -73,15 +73,6 @@ def test_what_was_completed_once_and_cannot_be_restored_says_why() -> None:
 @given(groups, st.randoms(use_true_random=False))
 def test_the_order_of_what_is_listed_changes_nothing(group: Found, chance: random.Random) -> None:
     assert candidates([chance.sample(each, len(each)) for each in group]) == candidates(group)
-
-
-@given(groups, st.randoms(use_true_random=False))
-def test_who_has_which_rank_changes_nothing_but_who_reads(group: Found, chance: random.Random) -> None:
-    def what(candidate: Candidate) -> tuple[SaveId, bool, list[int]]:
-        return candidate.save, candidate.is_complete, candidate.missing
-
-    permuted = chance.sample(group, len(group))
-    assert [what(candidate) for candidate in candidates(permuted)] == [what(one) for one in candidates(group)]
 
 
 # --- from whom --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.header import (
-    ALIGNMENT_BYTES,
     PREAMBLE_BYTES,
     Header,
     Preamble,
@@ -52,22 +51,6 @@ def encoded(header: Header) -> tuple[bytes, bytes]:
     return encode_preamble(body, data_offset_bytes(len(body)), header.data_bytes), body
 
 
-@given(tensors())
-def test_tensors_lie_aligned_one_behind_the_other(named: list[NamedTensor]) -> None:
-    end = 0
-    for one, entry in zip(named, place(named), strict=True):
-        assert entry.offset_bytes % ALIGNMENT_BYTES == 0
-        assert 0 <= entry.offset_bytes - end < ALIGNMENT_BYTES
-        assert entry.size_bytes == one.tensor.numel() * one.tensor.element_size()
-        assert (entry.name, entry.shape, entry.region, entry.is_shard) == (
-            one.name,
-            one.shape,
-            one.region,
-            one.is_shard,
-        )
-        end = entry.offset_bytes + entry.size_bytes
-
-
 @given(tensors(), st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none())), st.data())
 def test_a_header_comes_back(named: list[NamedTensor], meta: dict[str, Any], data: st.DataObject) -> None:
     checksums = data.draw(st.lists(CHECKSUMS, min_size=len(named), max_size=len(named)))
@@ -79,18 +62,6 @@ def test_a_header_comes_back(named: list[NamedTensor], meta: dict[str, Any], dat
     assert sum(entry.size_bytes for entry in decoded.entries) == sum(
         one.tensor.numel() * one.tensor.element_size() for one in named
     )
-
-
-def test_every_changed_byte_is_noticed() -> None:
-    preamble, body = encoded(example())
-    both = preamble + body
-    for position in range(len(both)):
-        for change in (0x01, 0x80, 0xFF):
-            damaged = bytearray(both)
-            damaged[position] ^= change
-            head, rest = bytes(damaged[:PREAMBLE_BYTES]), bytes(damaged[PREAMBLE_BYTES:])
-            with pytest.raises(CorruptCheckpointError):
-                decode_header(rest, decode_preamble(head))
 
 
 def test_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +88,7 @@ def entry(**changes: Any) -> list[Any]:
     return [name, dtype, shape, [offsets, sizes], *rest]
 
 
+OF_60: dict[str, Any] = {"shape": [60], "offsets": [0], "sizes": [60], "size_bytes": 240}
 NONSENSE: dict[str, Any] = {
     "a list": [],
     "a number": 7,
@@ -159,6 +131,10 @@ NONSENSE: dict[str, Any] = {
     "two of one name": [entry(), entry(offset_bytes=64)],
     "two in one place": [entry(), entry(name="v")],
     "a gap between": [entry(), entry(name="v", offset_bytes=128)],
+    "an end behind the data": [
+        entry(),
+        entry(name="v", offset_bytes=64, shape=[99], offsets=[0], sizes=[99], size_bytes=396),
+    ],
 }
 
 

@@ -204,16 +204,6 @@ def test_a_part_that_nobody_has_is_named() -> None:
         pieces_for(0, {"other": Region((0,), (1,))}, [held], [(0,)])
 
 
-def test_an_offer_survives_its_message() -> None:
-    said = Offer(
-        Phase.READY,
-        (OfferedState(TRAINED, 0, is_live=True), OfferedState(BEFORE, 1, is_copy=True, has_companions=False)),
-        tuple(chunks(2)), 2, 99, layout(0, 4, "w", "b"), "host-1", 7,
-    )  # fmt: skip
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Offer) == said
-    assert said.live == said.holdings[0]
-
-
 def test_the_layout_of_a_state_has_the_names_of_all_ranks() -> None:
     offers = [
         offer(Phase.NONE, OfferedState(BEFORE, 0), layouts=[layout(0, 6, "a")]),

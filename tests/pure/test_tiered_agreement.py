@@ -93,14 +93,18 @@ def test_when_the_group_has_ended_only_the_grace_is_waited() -> None:
     assert rig.clock() < 2.0
 
 
-def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
+def test_a_mailbox_that_is_gone_is_the_end_of_the_group_with_its_reason() -> None:
     class Gone(Drawer):
         def look(self, key: str) -> bytes | None:
             raise RuntimeError("connection reset by peer")
 
+        def post(self, key: str, words: bytes) -> None:
+            raise RuntimeError("connection reset by peer")
+
     agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), 10.0))
-    with pytest.raises(OutOfStepError, match="rank 0 cannot be reached"):
-        agreement.hear(NAME, "disk")
+    for attempt in (lambda: agreement.hear(NAME, "disk"), lambda: agreement.done(NAME)):
+        with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
+            attempt()
 
 
 def test_a_save_that_all_have_stored_does_not_fail_because_its_notes_cannot_be_thrown_away() -> None:

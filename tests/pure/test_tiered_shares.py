@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.shards import ShardOf, unflatten
-from torchelastic.checkpoint.shards.cached_tree import cached_tree_of, flatten_again
 from torchelastic.checkpoint.shards.header import NO_CHECKSUM, Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout, parts_of_rank
 from torchelastic.checkpoint.shards.regions import Region
@@ -85,31 +84,6 @@ def test_a_second_share_has_the_values_of_now_and_the_entries_of_before() -> Non
     assert all(bool((source == 2.0).all()) for source in sources)
     assert taken(layout, make_tree(5.0))["own"][1] == {"x": (1, 5.0)}
     assert {entry.checksum for entry in second.entries} == {NO_CHECKSUM}
-
-
-def test_tensors_that_share_memory_are_told_from_those_that_do_not_any_more() -> None:
-    shared = torch.ones(3)
-    cached = cached_tree_of(flatten({"a": shared, "b": shared}))
-    assert cached is not None
-    assert flatten_again({"a": shared, "b": shared}, cached) is not None
-    assert flatten_again({"a": shared, "b": torch.zeros(3)}, cached) is None
-    separate = cached_tree_of(flatten({"a": torch.ones(3), "b": torch.ones(3)}))
-    assert separate is not None
-    assert flatten_again({"a": shared, "b": shared}, separate) is None
-
-
-def test_two_views_of_one_memory_are_two_tensors() -> None:
-    flat = torch.arange(6.0)
-    tree = {"flat": flat, "head": flat[:2], "square": flat[:4].view(2, 2)}
-    layout = RecurringLayout()
-    take(layout, tree)
-    flat.mul_(10)
-    found = taken(layout, tree)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
-        "flat": [0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
-        "head": [0.0, 10.0],
-        "square": [[0.0, 10.0], [20.0, 30.0]],
-    }
 
 
 def test_another_group_gets_other_shares() -> None:
