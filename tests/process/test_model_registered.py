@@ -103,24 +103,6 @@ def test_a_step_that_fails_before_the_optimizer_leaves_the_objects_as_they_were(
 
 
 @pytest.mark.parametrize("width", [4, WIDE])
-@pytest.mark.parametrize("snapshot", ["commit", "full"])
-def test_a_repeated_step_has_the_same_bits_in_the_objects_too(width: int, snapshot: str) -> None:
-    once, twice = make_state(width, snapshot=snapshot), make_state(width, snapshot=snapshot)
-    torch.manual_seed(5)
-    committed(once, 3)
-    torch.manual_seed(5)
-    committed(twice, 2)
-    begun = twice.snapshot()
-    if snapshot == "full":
-        one_step(twice)
-    else:
-        twice.extra["scaler"].scale(twice.model(torch.randn(6, 4)).square().mean()).backward()
-    twice.apply(begun)
-    committed(twice, 1)
-    assert_same(picture(once), picture(twice))
-
-
-@pytest.mark.parametrize("width", [4, WIDE])
 def test_an_ema_updated_between_two_optimizers_is_undone_with_the_first(width: int) -> None:
     state = committed(make_state(width, optimizers=2), 2)
     before = picture(state)

@@ -15,7 +15,6 @@ import torch
 import torchelastic
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.errors import is_retryable
-from torchelastic.model.transfer import pack, unpack
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.repeated_failures import is_final
 
@@ -77,20 +76,6 @@ def test_a_step_that_fails_before_the_optimizer_leaves_no_trace() -> None:
     assert_same(before, picture(state))
     assert state.status is StateStatus.COMPLETE
     assert all(parameter.grad is None for parameter in state.module.parameters())
-
-
-def test_a_repeated_step_has_the_same_bits() -> None:
-    once, twice = make_state(), make_state()
-    for state in (once, twice):
-        state.sync()
-    torch.manual_seed(5)
-    one_step(once)
-    torch.manual_seed(5)
-    snapshot = twice.snapshot()
-    forward(twice).backward()  # type: ignore[no-untyped-call]  # torch has no types here
-    twice.apply(snapshot)
-    one_step(twice)
-    assert_same(picture(once), picture(twice))
 
 
 def test_a_step_that_fails_after_the_optimizer_stands_if_nobody_has_better() -> None:
@@ -264,16 +249,6 @@ def test_complex_parameters_are_refused_where_their_gradients_would_be_kept(salv
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="weight is complex"):
         torchelastic.ModelState(model, optimizer, sampler=torchelastic.ElasticBatchSampler(8, 4), salvage=salvage)
-
-
-def test_a_tree_of_any_types_survives_packing() -> None:
-    tree = {
-        "floats": [torch.randn(3, 2), torch.randn(2, dtype=torch.float64)],
-        "others": (torch.tensor(True), torch.zeros(0), torch.randn(2).to(torch.bfloat16), torch.tensor(3 + 4j)),
-        7: {"nested": "text", "none": None, "number": 1.5},
-        "strided": torch.arange(12).view(3, 4).t(),
-    }
-    assert_same(tree, unpack(pack(tree)))
 
 
 @pytest.mark.parametrize("value", [datetime.date(2026, 1, 2), collections.deque([1]), [{"deep": frozenset([1])}]])

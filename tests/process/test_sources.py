@@ -17,8 +17,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.pure.source_contract import PAD, all_samples, through_json
-from torchelastic.data import Source, SourceError, jsonl, lines, mapped, mixed, packed, repeated, shuffled
+from tests.pure.source_contract import all_samples, through_json
+from torchelastic.data import Source, SourceError, jsonl, lines, shuffled
 from torchelastic.data.sources.api import opened
 
 _LINE = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=12)
@@ -59,43 +59,6 @@ def test_each_value_of_jsonl_comes_once(values: list[list[Any]], num_shards: int
     with folder_of(contents) as pattern:
         samples = all_samples(jsonl(pattern), num_shards)
     assert Counter(map(json.dumps, samples)) == Counter(json.dumps(value) for one in values for value in one)
-
-
-def numbered(sample: Any) -> list[int]:
-    return [int(word) for word in sample.split()] if isinstance(sample, str) else sample
-
-
-_COMPOSITIONS: list[Callable[[Source[Any], Source[Any]], Source[Any]]] = [
-    lambda one, _: shuffled(packed(one, 3, numbered, pad=PAD), 4, seed=1),
-    lambda one, _: packed(shuffled(one, 4, seed=2), 5, numbered, pad=PAD),
-    lambda one, other: shuffled(mixed({"a": mapped(one, numbered), "b": other}, {"a": 1, "b": 2}), 3),
-    lambda one, other: packed(mixed({"a": repeated(one, 2), "b": other}, {"a": 3, "b": 2}), 4, numbered, pad=PAD),
-]
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.integers(0, 7), min_size=1, max_size=5),
-    st.lists(st.integers(0, 5), max_size=5),
-    _SHARDS,
-    st.sampled_from(range(len(_COMPOSITIONS))),
-)
-def test_compositions_of_files_have_each_token_once(
-    texts: list[int], values: list[int], num_shards: int, which: int
-) -> None:
-    token = iter(range(1000))
-    in_text = [[[next(token) for _ in range(count)] for _ in range(3)] for count in texts]
-    in_json = [[next(token) for _ in range(count)] for count in values]
-    contents = [
-        "".join(" ".join(map(str, line)) + "\n" for line in text).encode() for text in in_text
-    ]  # fmt: skip
-    with folder_of(contents) as one, folder_of([json.dumps(value).encode() for value in in_json] or [b""]) as other:
-        samples = all_samples(_COMPOSITIONS[which](lines(one), jsonl(other)), num_shards)
-    times = 2 if which == 3 else 1
-    expected = Counter({token: times for text in in_text for line in text for token in line})
-    if which >= 2:
-        expected += Counter(token for value in in_json for token in value)
-    assert Counter(token for sample in samples for token in sample if token != PAD) == expected
 
 
 @pytest.fixture
@@ -208,14 +171,6 @@ def test_a_file_that_is_not_what_it_was_is_named(
     change(folder / "part-2.jsonl")
     with pytest.raises(SourceError, match=message):
         next(source(0, 1, position))
-
-
-def test_a_file_of_a_list_that_is_not_there_is_named(folder: Path) -> None:
-    source = jsonl([folder / f"part-{number}.jsonl" for number in range(4)])
-    position = position_in(source, 25)
-    (folder / "part-2.jsonl").unlink()
-    with pytest.raises(SourceError, match=r"part-2\.jsonl is not there: bring it back"):
-        list(source(0, 1, position))
 
 
 def test_sources_are_imported_without_what_only_some_of_them_need() -> None:

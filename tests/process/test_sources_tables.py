@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import tarfile
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from pyarrow import parquet as parquet_library
 
 from tests.pure.source_contract import all_samples, through_json
-from torchelastic.data import Source, SourceError, mapped, packed, parquet, shuffled, tar_samples
+from torchelastic.data import Source, SourceError, parquet, tar_samples
 from torchelastic.data.sources.api import opened
 from torchelastic.data.sources.files import say_shards_are_empty
 
@@ -51,17 +50,6 @@ def test_each_row_is_in_one_shard_and_reading_goes_on_from_any_place(
         rows = all_samples(parquet(f"{folder}/*.parquet"), num_shards)
     assert sorted(row["x"] for row in rows) == list(range(sum(counts)))
     assert all(row == {"x": row["x"], "text": f"row {row['x']}"} for row in rows)
-
-
-def test_compositions_of_rows_have_each_token_once(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", range(50), 7)
-    source = shuffled(packed(mapped(parquet(tmp_path / "a.parquet"), _twice), 3, pad=-1), 4)
-    tokens = Counter(token for sample in all_samples(source, 3) for token in sample if token >= 0)
-    assert tokens == Counter(list(range(50)) * 2)
-
-
-def _twice(row: dict[str, Any]) -> list[int]:
-    return [row["x"]] * 2
 
 
 @pytest.mark.parametrize(("num_shards", "groups"), [(4, [1, 1, 1, 1]), (6, [1, 1, 1, 1, 0, 0])])
