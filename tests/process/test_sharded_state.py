@@ -176,34 +176,28 @@ def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> Non
         state.sync()
 
 
+def first_layer_only(mesh: DeviceMesh) -> tuple[Any, ...]:
+    model = model_of()
+    fully_shard(model[0], mesh=mesh)
+    return model, torch.optim.SGD(model.parameters())
+
+
+def optimizer_before_sharding(mesh: DeviceMesh) -> tuple[Any, ...]:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters())
+    fully_shard(model, mesh=mesh)
+    return model, optimizer
+
+
 @pytest.mark.parametrize(("made", "told"), [
     (build(shard=False), "has sharded none of the model's parameters"),
     (lambda mesh: torch.nn.Linear(1, 1), "it must return \\(model, optimizer\\)"),
     (lambda mesh: (build()(mesh)[0],), "it must return \\(model, optimizer\\)"),
+    (first_layer_only, r"has left the parameter '1\.\w+' unsharded"),
+    (optimizer_before_sharding, "make the optimizer after fully_shard"),
 ])  # fmt: skip
 def test_what_build_must_not_return(made: Callable[[DeviceMesh], Any], told: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=told):
-        ShardedState(made).sync()
-
-
-def test_a_parameter_that_is_left_unsharded_is_named() -> None:
-    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
-        model = model_of()
-        fully_shard(model[0], mesh=mesh)
-        return model, torch.optim.SGD(model.parameters())
-
-    with pytest.raises(ValueError, match=r"has left the parameter '1\.\w+' unsharded"):
-        ShardedState(made).sync()
-
-
-def test_an_optimizer_of_other_tensors_is_refused() -> None:
-    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
-        model = model_of()
-        optimizer = torch.optim.SGD(model.parameters())
-        fully_shard(model, mesh=mesh)
-        return model, optimizer
-
-    with pytest.raises(NonRetryableException, match="make the optimizer after fully_shard"):
+    with pytest.raises((ValueError, TypeError, NonRetryableException), match=told):
         ShardedState(made).sync()
 
 
@@ -267,17 +261,6 @@ class Half:
     """A sampler by which this rank has a quarter of the samples, in a world of two."""
 
     weight = 0.25
-
-
-def test_gradients_count_by_the_samples() -> None:
-    model = torch.nn.Linear(2, 1)
-    weighting = Weighting(Half())
-    weighting.enter_group(model, 2)
-    weighting.begin_step()
-    model(torch.ones(1, 2)).sum().backward()
-    weighting.check()
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[0.5, 0.5]]
 
 
 def test_outputs_of_which_one_was_computed_from_another_are_scaled_once() -> None:

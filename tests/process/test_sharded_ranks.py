@@ -1,0 +1,200 @@
+"""Two ranks: what they do not go on from is given up first; who was interrupted completes the step of the others."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.process.local_ranks import Crew, succeeded
+from torchelastic.checkpoint.shards.copying import Pending
+from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.sharded import HybridShard, ShardedState, handover
+from torchelastic.sharded.copies import Copies, Partners
+from torchelastic.sharded.offers import Version
+from torchelastic.sharded.transfers import move
+
+CREW_SIZE = 2
+
+
+def build(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(6, 4)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(state: ShardedState) -> Any:
+    snapshot = state.snapshot()
+    state.model(torch.ones(2, 6)).sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return snapshot
+
+
+def weights_of(state: ShardedState) -> list[float]:
+    whole = [parameter.full_tensor() for parameter in state.model.parameters() if isinstance(parameter, DTensor)]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in whole]).tolist()
+
+
+def local_sizes(model: torch.nn.Module) -> list[int]:
+    return [parameter._local_tensor.numel() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+
+
+def gone_back(fails_once: bool) -> tuple[int, list[float], list[float], list[list[int]]]:
+    """Rank 0 loses its live state in the fourth step: both go back to copies.
+
+    Returns:
+        The step gone back to, the weights of then and of now, and what each move of parts found of the live state.
+    """
+    state = ShardedState(build, replicas=1)
+    state.sync()
+    history = []
+    for _ in range(3):
+        step(state)
+        state.commit()
+        history.append(weights_of(state))
+        state._copies.wait_until_received()
+
+    def interrupts(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    if dist.get_rank() == 0:
+        state.optimizer.register_step_pre_hook(interrupts)
+    snapshot = state.snapshot()
+    try:
+        step(state)
+    except RuntimeError:
+        assert dist.get_rank() == 0
+    state.apply(snapshot)
+    model, found = state.model, []
+
+    def watched(*arguments: Any, **options: Any) -> int:
+        found.append(local_sizes(model))
+        if fails_once and len(found) == 1:
+            raise RuntimeError("a peer is gone")
+        return int(move(*arguments, **options))
+
+    with mock.patch.object(handover, "move", watched):
+        if fails_once:
+            with pytest.raises(RuntimeError, match="a peer is gone"):
+                state.sync()
+            state.apply(state.snapshot())
+        state.sync()
+    return state.step, history[state.step - 1], weights_of(state), found
+
+
+@pytest.mark.parametrize("fails_once", [False, True])
+def test_a_live_state_that_is_not_gone_on_from_is_given_up_before_the_parts_come(crew: Crew, fails_once: bool) -> None:
+    for reached, before, after, found in succeeded(crew.run(gone_back, fails_once, ranks=2)):
+        assert reached == 3
+        assert after == before, "the weights are not those of the copy"
+        assert found == [[0, 0]] * (1 + fails_once), "the live state was held while the parts came"
+
+
+def grown_bytes(changes: int) -> tuple[int, int]:
+    """How much this process has grown from the second new group to the last one; and the bytes of its parts."""
+
+    def build_large(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    state, sizes = ShardedState(build_large, replicas=0), []
+    for _ in range(changes):
+        state.sync()
+        sizes.append(psutil.Process().memory_info().rss)
+        state.snapshot()
+        state.model(torch.ones(1, 1024)).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit()
+    return sizes[-1] - sizes[1], sum(tensor.nbytes for tensor in state._live.present.tensors().values())
+
+
+def test_a_process_does_not_grow_with_the_changes_of_its_group(crew: Crew) -> None:
+    for grown, parts in succeeded(crew.run(grown_bytes, 10, ranks=2)):
+        assert grown < 0.7 * parts, f"{grown / parts:.1f} times its parts in 8 changes"
+
+
+def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy from a GPU may still be running then: another rank would be given what is not there yet."""
+    waited: list[threading.Thread] = []
+
+    class Running(Pending):
+        def wait(self) -> None:
+            waited.append(threading.current_thread())
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("the peers are lost")
+
+    monkeypatch.setattr("torchelastic.checkpoint.shards.stage.begin_copy", lambda _places, _sources: Running())
+    copies = Copies()
+    copies.enter_group(Partners(cast(Any, None), (), ()), None)
+    layout = {"w": Entry.of("w", "float32", (4,), Region.whole((4,)), is_shard=False)}
+    copies.begin(Version(1, 3, 7), layout, {"w": torch.ones(4)}, b"")
+    with pytest.raises(RuntimeError, match="lost"):
+        copies.wait_until_received()
+    copies.leave_group()
+    assert threading.main_thread() in waited
+    assert [held.version for held in copies.held] == [Version(1, 3, 7)]
+
+
+# --- a rank whose group ended before its optimizer began completes the step of the others, with the same numbers ------
+
+
+def build_plainly(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def interrupted(rank_that_fails: int, sync_fails: bool = False) -> tuple[int, list[float], list[float]]:
+    """One step, in which this rank is interrupted after the vote or is not; returns step, weights before and after.
+
+    With `sync_fails` the first sync after that fails on both ranks, when the step was completed already.
+    """
+    state = ShardedState(build_plainly, mesh=HybridShard(1), replicas=0)  # each rank has all parts
+    state.sync()
+    before, snapshot = weights_of(state), state.snapshot()
+    state.optimizer.param_groups[0]["lr"] = 0.01  # of this step, set in it
+    state.model(torch.ones(1, 3)).sum().backward()
+    gone = RuntimeError("the others are gone")
+    if torch.distributed.get_rank() == rank_that_fails:
+        with (
+            mock.patch.object(Copies, "all_have_finished", side_effect=gone),
+            pytest.raises(RuntimeError, match="gone"),
+        ):
+            state.optimizer.step()
+    else:
+        state.optimizer.step()
+    state.apply(snapshot)
+    if sync_fails:
+        snapshot = state.snapshot()  # as the train loop does before it asks for a group
+        with mock.patch.object(handover, "move", side_effect=gone), pytest.raises(RuntimeError, match="gone"):
+            state.sync()
+        state.apply(snapshot)
+    state.sync()
+    return state.step, before, weights_of(state)
+
+
+@pytest.mark.parametrize("sync_fails", [False, True])
+@pytest.mark.parametrize("rank_that_fails", [0, 1])
+def test_a_step_that_others_complete_counts_with_the_rate_that_was_set_in_it(
+    crew: Crew, rank_that_fails: int, sync_fails: bool
+) -> None:
+    for step, before, after in succeeded(crew.run(interrupted, rank_that_fails, sync_fails, ranks=2)):
+        assert step == 1
+        assert after == pytest.approx([value - 0.01 for value in before])
