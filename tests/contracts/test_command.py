@@ -99,6 +99,7 @@ def test_a_save_that_is_under_way_is_not_called_damaged(name: str, tmp_path: Pat
         assert "damaged" not in out + err
         if name == "local":
             assert code == 0, "it counts: all its ranks have written it"
+            assert FACADES[name].resume(folder) == SAVED, "for its manager, too"
         else:
             assert code > 0, "there is no other"
             assert "not finished: it has no manifest" in out

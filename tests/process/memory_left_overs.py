@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tests.process.command_checkpoints import Harmful
 from tests.process.forked_ranks import run_ranks
 from torchelastic.checkpoint.memory import CheckpointObjectManager, DefaultCheckpointSaver, MemoryStorageWriter
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
@@ -25,31 +24,27 @@ def state_of(step: int) -> dict[str, object]:
     return {"w": torch.arange(12.0).view(4, 3) + step, "opt": {"lr": 0.5, "m": torch.ones(3, dtype=torch.int64)}}
 
 
-def left_by_a_killed_job(base: Path, *steps: int, harmful: Path | None = None) -> Path:
+def left_by_a_killed_job(base: Path, *steps: int) -> Path:
     """Saves in a process of its own, which is then killed; returns the container of the last step.
 
     Args:
         base: the container of the job, whose run id is "job7".
         steps: one after the other.
-        harmful: the state has an object whose pickle makes this folder.
     """
-    (ended,) = run_ranks(
-        _save_and_be_killed, str(base), steps, harmful and str(harmful), environments=[{"TORCHELASTIC_RUN_ID": "job7"}]
-    )
+    (ended,) = run_ranks(_save_and_be_killed, str(base), steps, environments=[{"TORCHELASTIC_RUN_ID": "job7"}])
     assert ended.exit_code == -signal.SIGKILL, ended.error
     return base / CheckpointContainerId.format_version_container(steps[-1])
 
 
-def _save_and_be_killed(base: str, steps: Sequence[int], harmful: str | None) -> None:
+def _save_and_be_killed(base: str, steps: Sequence[int]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     saver = DefaultCheckpointSaver(ckpt_obj_manager=CheckpointObjectManager())
     attaching: Any = _Attaching  # to mypy it is abstract, since torch's protocol of stagers has empty methods
-    writer = attaching(saver, allow_pickles=harmful is not None)
+    writer = attaching(saver)
     for step in steps:
-        state = state_of(step) | ({"bad": Harmful(harmful)} if harmful else {})
         folder = f"{base}/{CheckpointContainerId.format_version_container(step)}"
-        save(state, checkpoint_id=folder, storage_writer=writer, no_dist=True)
+        save(state_of(step), checkpoint_id=folder, storage_writer=writer, no_dist=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

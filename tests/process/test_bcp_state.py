@@ -155,19 +155,6 @@ def test_no_extra_state_and_no_folder_are_the_defaults(
     assert sorted(found.name for found in tmp_path.iterdir()) == [".velastic"]
 
 
-def test_so_many_stay_as_keep_says_and_nothing_else_is_removed(folder: Path) -> None:
-    job = Job(folder, keep=3)
-    folder.mkdir(parents=True)
-    (folder / "tensorboard_logs").mkdir()
-    for _ in range(12):
-        job.train(1)
-        job.state.save()
-    assert [info.name.step for info in list_checkpoints(folder)] == [12, 11, 10]
-    assert (folder / "tensorboard_logs").exists()
-    oldest = list_checkpoints(folder)[-1].folder
-    assert Job(folder, seed=2).state.load(oldest)["iteration"] == 10
-
-
 class BrokenOnce(DiskTier):
     """Its second shard meets an error of a library, which is no `CheckpointError`."""
 
@@ -414,12 +401,6 @@ def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folde
     assert "does not fit" in second[1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_lost_host_is_replaced_by_its_copy_in_the_memory_of_another(crew: Crew, folder: Path, kind: str) -> None:
-    answers = succeeded(crew.run(jobs.after_a_host_is_lost, str(folder), kind, ranks=2))
-    assert answers == [(2, 0, True), (2, 1, True)]
-
-
 def test_of_a_shard_on_another_host_a_rank_receives_only_what_it_reads(crew: Crew, folder: Path) -> None:
     for is_same, received_bytes, part_bytes in succeeded(crew.run(jobs.received_by_each_rank, str(folder), ranks=2)):
         assert is_same
@@ -435,3 +416,9 @@ def test_an_unfinished_save_is_named_in_a_warning(folder: Path) -> None:
     assert extra is not None
     assert extra["iteration"] == 2
     assert any("step-000000003.e1.r0.g3" in str(one.message) and "never finished" in str(one.message) for one in caught)
+
+
+def test_an_older_one_is_loaded_by_its_folder(folder: Path) -> None:
+    saved_twice(folder)
+    oldest = list_checkpoints(folder)[-1].folder
+    assert Job(folder, seed=2).state.load(oldest)["iteration"] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.process.command_checkpoints import (
     run,
 )
 from torchelastic.checkpoint import FileSystemCheckpointManager
-from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.checkpoint.local import LocalCheckpointManager
 from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.shards.tree import Flat
 from torchelastic.checkpoint.shards.writing import write_shard
@@ -114,47 +113,6 @@ def test_a_save_of_which_some_ranks_are_elsewhere_is_partial_and_not_damaged(tmp
     code, _, err = run(capsys, "prune", tmp_path, "--keep-last", 1)
     assert code == 2
     assert "nothing is removed" in err
-
-
-def test_what_the_local_manager_writes(tmp_path: Path, capsys: Capture) -> None:
-    manager = LocalCheckpointManager(tmp_path, "session", keep=3)
-    for step in (1, 2, 3):
-        manager.save(BasicTensorAwareStateDict({"w": torch.full((3,), float(step)), "step": step}), step)
-    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path)] == [3, 2, 1]
-    (document,) = lines_of(capsys, "show", tmp_path, "--values", "--tensors")
-    assert document["values"]["step"] == 3
-    assert run(capsys, "verify", tmp_path)[0] == 0
-    assert run(capsys, "prune", tmp_path, "--keep-last", 1)[0] == 0
-    manager.save(BasicTensorAwareStateDict({"w": torch.zeros(3), "step": 4}), 4)
-    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path)] == [4, 3]
-    assert run(capsys, "convert", tmp_path, tmp_path / "t", "--to", "torch")[0] == 0
-    assert torch.load(tmp_path / "t", weights_only=True)["step"] == 4
-
-
-KILLED = """
-import os, signal, sys, torch
-from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-manager = LocalCheckpointManager(sys.argv[1], "session")
-for step in (1, 2):
-    request = manager.save(BasicTensorAwareStateDict({"w": torch.full((3,), float(step))}), step, is_async=step == 2)
-request.async_fn(*request.async_fn_args)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_local_save_that_was_killed_before_it_was_finalized_is_listed_as_it_is_loaded(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    newest, older = lines_of(capsys, "ls", tmp_path)
-    assert not (Path(newest["path"]) / "manifest.json").exists()
-    assert (newest["step"], newest["complete"], newest["damage"], newest["world_size"]) == (2, True, None, 1)
-    assert older["complete"]
-    assert run(capsys, "verify", tmp_path)[0] == 0
-    assert [one["step"] for one in lines_of(capsys, "show", tmp_path)] == [2]
-    manager = LocalCheckpointManager(tmp_path, "session")
-    assert manager.find_latest() == manager.load()[1].iteration == 2
 
 
 def test_a_local_save_that_was_killed_before_all_ranks_had_written_it_is_not_finished(

@@ -29,15 +29,6 @@ from torchelastic.checkpoint.store import SaveId
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_of_what_is_intact(tmp_path: Path, capsys: Capture) -> None:
-    add_streams(tmp_path, 1)
-    add_checkpoint(tmp_path, 1)
-    add_local(tmp_path, 1)
-    code, out, _ = run(capsys, "verify", tmp_path)
-    assert code == 0
-    assert [line.split(": ")[-1].split()[0] for line in out.splitlines()] == ["intact"] * 3
-
-
 def test_verify_names_the_shard_and_the_tensor(tmp_path: Path, capsys: Capture) -> None:
     add_checkpoint(tmp_path, 1)
     folder = add_checkpoint(tmp_path, 2)

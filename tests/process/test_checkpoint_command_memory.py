@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from tests.process.command_checkpoints import Capture, flip, lines_of, run
 from tests.process.memory_jobs import tmpfs_folder
 from tests.process.memory_left_overs import left_by_a_killed_job, state_of
-from torchelastic.checkpoint.shards.reading import ShardReader
 
 
 @pytest.fixture
@@ -30,13 +28,6 @@ def save_of(folder: Path) -> Path:
 
 def shard_of(folder: Path) -> Path:
     return save_of(folder) / "shard-00000-of-00002.shard"
-
-
-def flip_first_byte_of(tensor: str, shard: Path) -> None:
-    with ShardReader(shard) as reader:
-        begin = reader.size_bytes - reader.header.data_bytes
-        (entry,) = [entry for entry in reader.header.entries if entry.name == tensor]
-    flip(shard, begin + entry.offset_bytes)
 
 
 def test_a_container_and_a_step_of_it_are_listed(base: Path, capsys: Capture) -> None:
@@ -59,33 +50,6 @@ def test_show_lists_tensors_values_and_whose_it_is(base: Path, capsys: Capture) 
     assert (rows["opt.m"]["dtype"], rows["opt.m"]["size_bytes"]) == ("int64", 24)
     assert rows["w"]["shards"] == [shard_of(folder).name]
     assert "not opened" in document["values"]["opt.lr"]
-
-
-def test_show_and_ls_run_nothing(base: Path, tmp_path: Path, capsys: Capture) -> None:
-    folder = left_by_a_killed_job(base, 20, harmful=tmp_path / "ran")
-    for words in (["ls"], ["show", "--tensors", "--values"], ["verify"]):
-        assert run(capsys, words[0], folder, *words[1:])[0] == 0
-    code, _, err = run(capsys, "convert", folder, tmp_path / "out.pt", "--to", "torch")
-    assert code == 2
-    assert "--allow-pickles" in err
-    assert not (tmp_path / "ran").exists()
-
-
-def test_verify_names_what_is_damaged(base: Path, capsys: Capture) -> None:
-    folder = left_by_a_killed_job(base, 20)
-    assert run(capsys, "verify", base)[0] == 0
-    shard = shard_of(folder)
-    flip_first_byte_of("w", shard)
-    code, out, _ = run(capsys, "verify", base)
-    assert code == 1
-    assert f"{shard}: tensor 'w' is damaged" in out
-    flip_first_byte_of("w", shard)
-    assert run(capsys, "verify", base)[0] == 0
-    commit = save_of(folder) / "shard-00001-of-00002.shard"
-    flip(commit, 100)
-    code, out, _ = run(capsys, "verify", base)
-    assert code == 1
-    assert str(commit) in out
 
 
 def test_a_shard_that_is_on_another_host_makes_it_partial_and_not_damaged(base: Path, capsys: Capture) -> None:
@@ -135,17 +99,14 @@ def test_convert_gives_the_state_that_was_saved(base: Path, tmp_path: Path, caps
     assert torch.equal(state["opt"]["m"], expected["opt"]["m"])
 
 
-def test_prune_by_rules_leaves_them_to_their_job(base: Path, capsys: Capture) -> None:
+def test_verify_names_a_damaged_commit(base: Path, capsys: Capture) -> None:
+    commit = save_of(left_by_a_killed_job(base, 20)) / "shard-00001-of-00002.shard"
+    flip(commit, 100)
+    code, out, _ = run(capsys, "verify", base)
+    assert (code, str(commit) in out) == (1, True)
+
+
+def test_the_container_itself_may_be_given_to_be_pruned(base: Path, capsys: Capture) -> None:
     left_by_a_killed_job(base, 20)
-    assert run(capsys, "prune", base, "--keep-last", 1)[0] == 0
-    (state,) = [
-        json.loads(line)["state"]
-        for line in run(capsys, "prune", base, "--keep-last", 1, "--json")[1].split("\n")
-        if line
-    ]
-    assert state == "kept"
-    assert len([*base.glob("step-000000020.*/manifest.json")]) == 1
     code, out, _ = run(capsys, "prune", "--dead", base, "--yes")
-    assert code == 0
-    assert f"{base}: removed" in out
-    assert not base.exists()
+    assert (code, f"{base}: removed" in out, base.exists()) == (0, True, False)

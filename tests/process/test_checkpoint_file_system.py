@@ -195,16 +195,6 @@ def test_two_writers_of_one_id_publish_both_checkpoints(tmp_path: Path) -> None:
 # Retention
 
 
-def test_keep_deletes_the_oldest_after_a_commit(tmp_path: Path) -> None:
-    manager = FileSystemCheckpointManager(tmp_path, keep=2)
-    seen = []
-    for _ in range(4):
-        commit(manager)
-        seen.append(ids(manager))
-    assert seen == [[0], [1, 0], [2, 1], [3, 2]]
-    assert names(tmp_path) == ["2", "3"]
-
-
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     manager = FileSystemCheckpointManager(tmp_path, keep=2)
     commit(manager)
