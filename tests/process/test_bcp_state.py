@@ -155,6 +155,16 @@ def test_no_extra_state_and_no_folder_are_the_defaults(
     assert sorted(found.name for found in tmp_path.iterdir()) == [".velastic"]
 
 
+def test_what_a_user_has_beside_the_checkpoints_is_not_removed(folder: Path) -> None:
+    job = Job(folder, keep=1)
+    (folder / "tensorboard_logs").mkdir(parents=True)
+    for _ in range(3):
+        job.train(1)
+        job.state.save()
+    assert [info.name.step for info in list_checkpoints(folder)] == [3]
+    assert (folder / "tensorboard_logs").exists()
+
+
 class BrokenOnce(DiskTier):
     """Its second shard meets an error of a library, which is no `CheckpointError`."""
 
@@ -399,6 +409,11 @@ def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folde
     assert second_kept
     assert "rank 1: the checkpoint does not fit" in first[1]
     assert "does not fit" in second[1]
+
+
+def test_what_a_lost_host_had_of_a_sharded_model_comes_from_its_copy_on_another(crew: Crew, folder: Path) -> None:
+    answers = succeeded(crew.run(jobs.after_a_host_is_lost, str(folder), ranks=2))
+    assert answers == [(2, 0, True), (2, 1, True)]
 
 
 def test_of_a_shard_on_another_host_a_rank_receives_only_what_it_reads(crew: Crew, folder: Path) -> None:

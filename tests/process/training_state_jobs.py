@@ -185,6 +185,30 @@ def full_on_rank_1(folder: str, *, sync: bool) -> tuple[tuple[str, str], tuple[s
     return at_save, at_wait, extra["iteration"]
 
 
+def after_a_host_is_lost(folder: str) -> tuple[int, int, bool]:
+    """Each rank saves on a host of its own, into memory, with a copy on the other; then the host of rank 1 is lost."""
+    rank = dist.get_rank()
+
+    def places(life: int) -> dict[str, Any]:
+        memory = Path(folder) / (f"host{rank}" if rank == 0 else f"host{rank}-{life}")
+        return {"tiers": [MemoryTier(memory)], "replicas": 1, "host": memory.name}
+
+    job = Job(Path(folder), "fsdp2", **places(0))
+    for sync in (True, False):
+        job.train(1)
+        job.state.save(sync=sync)
+    job.state.wait()
+    job.state.close()
+    again = Job(Path(folder), "fsdp2", seed=5, **places(1))
+    extra = again.resume()
+    assert extra is not None
+    assert extra["digest"] == again.digest() == job.digest()
+    again.train(1)
+    again.state.save()
+    again.state.close()
+    return extra["iteration"], extra["rank"], (Path(folder) / "host1-1").exists()
+
+
 def received_by_each_rank(folder: str) -> tuple[bool, int, int]:
     """Each rank saves its part on a host of its own, and resumes there: what comes from the other, and the parts."""
     tiers: dict[str, Any] = {"tiers": [MemoryTier(Path(folder) / f"host{dist.get_rank()}")], "wide": 40_000}
