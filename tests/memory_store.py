@@ -87,13 +87,10 @@ class _Shared:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)  # a lease was granted, or a handle closed
         self.tree = Tree()
         self.running = True
-        self.lease_ids = itertools.count(1)  # goes on after a loss of data: an old lease must not come alive again
+        self.lease_ids = itertools.count(1)
         self.watches: list[_MemoryWatch] = []
-        self.open_handles = 0
-        self._timer: threading.Thread | None = None
 
     def publish(self, events: Sequence[StoreEvent]) -> None:
         if events:
@@ -115,31 +112,12 @@ class _Shared:
             if watch in self.watches:
                 self.watches.remove(watch)
 
-    def lease_granted(self) -> None:
-        """With real time somebody must notice an expiry even if nobody calls; with a test's clock the test does."""
-        if self.clock is time.monotonic and self._timer is None:
-            self._timer = threading.Thread(target=self._run_timer, name="memory-store-leases", daemon=True)
-            self._timer.start()
-        self.changed.notify_all()
-
-    def _run_timer(self) -> None:
-        with self.changed:
-            while self.tree.leases and self.open_handles:
-                if not self.running:  # nothing expires now; start() wakes this thread
-                    self.changed.wait()
-                    continue
-                self.expire_due()
-                now_s = self.clock()
-                next_s = min((lease.expires_at_s for lease in self.tree.leases.values()), default=now_s)
-                self.changed.wait(max(0.0, next_s - now_s))
-            self._timer = None
-
 
 class MemoryStore(CoordinationStore):
     """A store in this process, for tests; `connect` gives further clients of the same data.
 
-    A lease that is due is ended by the next call of any client, or by `expire_due`; with the default clock a thread
-    does it in time as well. Callbacks of a watch run on a thread of that watch. Any thread may call any method.
+    A lease that is due is ended by the next call of any client, or by `expire_due`. Callbacks of a watch run on a
+    thread of that watch. Any thread may call any method.
 
     Args:
         clock: Monotonic seconds, for the leases.
@@ -152,8 +130,6 @@ class MemoryStore(CoordinationStore):
         self._shared = shared
         self._watches: list[_MemoryWatch] = []
         self._closed = False
-        with shared.lock:
-            shared.open_handles += 1
 
     def connect(self) -> MemoryStore:
         """Another client of the same data; closing it ends only its own watches."""
@@ -198,7 +174,6 @@ class MemoryStore(CoordinationStore):
             granted_s = float(max(MIN_TTL_S, math.ceil(ttl_s)))
             lease_id = next(self._shared.lease_ids)
             tree.grant(lease_id, granted_s, self._shared.clock())
-            self._shared.lease_granted()
             return Lease(lease_id, granted_s)
 
     def keep_alive(self, lease_id: int) -> float:
@@ -239,8 +214,6 @@ class MemoryStore(CoordinationStore):
             if self._closed:
                 return
             self._closed = True
-            self._shared.open_handles -= 1
-            self._shared.changed.notify_all()
             watches = list(self._watches)
         for watch in watches:  # outside the lock: this waits for running callbacks, which may be calling a store
             watch.cancel()
@@ -261,19 +234,9 @@ class MemoryStore(CoordinationStore):
     def start(self) -> None:
         """As if the server came back with its data: as with etcd, every lease has its full time again."""
         with self._shared.lock:
-            if self._shared.running:
-                return
             self._shared.running = True
             for lease_id in self._shared.tree.leases:
                 self._shared.tree.renew(lease_id, self._shared.clock())
-            self._shared.changed.notify_all()
-
-    def lose_data(self) -> None:
-        """As if the server came back without its data: empty, leases gone, revisions from 1; the watches end."""
-        with self._shared.lock:
-            self._shared.tree = Tree()
-            self._shared.fail_watches("the in-memory store lost its data")
-            self._shared.changed.notify_all()
 
     def compact(self, revision: int) -> None:
         """Forget the history before `revision`; a watch that starts there gets CompactedError.
