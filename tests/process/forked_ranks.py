@@ -34,13 +34,11 @@ class Stop:
 
     Attributes:
         rank: which.
-        until: a file that has to be there; None: all other ranks have ended.
-        meanwhile: function, arguments and number of ranks of another job that runs then.
+        until: a file that has to be there.
     """
 
     rank: int
-    until: Path | None = None
-    meanwhile: tuple[Callable[..., Any], tuple[Any, ...], int] | None = None
+    until: Path
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ def run_ranks(
     ranks: int = 1,
     environments: Sequence[Mapping[str, str]] = (),
     others_go_on: bool = False,
-    group_s: float = 60.0,
     stop: Stop | None = None,
 ) -> list[Ended]:
     """Runs a module's function on each rank of a new gloo group; with one rank there is no group.
@@ -80,15 +77,14 @@ def run_ranks(
         environments: further variables for each rank.
         others_go_on: when a rank is killed, the others are left alone until they end by themselves, which is when they
             could do most harm; else they are killed too, as an agent does.
-        group_s: the time limit of the process group.
         stop: one of them stops itself.
 
     Returns:
-        How each has ended; behind them, the ranks of the job that ran while one was stopped.
+        How each has ended.
     """
     nursery = _nursery()
     try:
-        nursery.send((function, arguments, ranks, environments, others_go_on, group_s, stop))
+        nursery.send((function, arguments, ranks, environments, others_go_on, stop))
         assert nursery.poll(3 * ANSWER_S), "the processes do not end"
         answer = nursery.recv()
     except BaseException:  # a time limit of pytest, say: the answer that is still to come is no other test's
@@ -130,7 +126,6 @@ def _fork(
     ranks: int,
     environments: Sequence[Mapping[str, str]],
     others_go_on: bool,
-    group_s: float,
     stop: Stop | None,
 ) -> list[Ended]:
     context = multiprocessing.get_context("fork")
@@ -147,25 +142,18 @@ def _fork(
             for rank in range(ranks):
                 ends[rank], there = context.Pipe()
                 environment = _environment(rank, ranks) | dict(environments[rank] if environments else {})
-                target = (there, environment, f"{folder}/store", group_s, function, arguments)
+                target = (there, environment, f"{folder}/store", function, arguments)
                 processes.append(context.Process(target=_be_rank, args=target, daemon=True))
                 processes[-1].start()
                 there.close()
-            answers: dict[int, tuple[Any, str | None]] = {}
-            further: list[Ended] = []
             if stop is not None:
-                if stop.until is None:
-                    answers = _answers_of({rank: end for rank, end in ends.items() if rank != stop.rank}, on_killed)
                 wait_until(lambda: stands_still(processes[stop.rank].pid), ANSWER_S, f"rank {stop.rank} stops")
-                wait_until(lambda: stop.until is None or stop.until.exists(), ANSWER_S, f"{stop.until} is there")
-                if stop.meanwhile is not None:
-                    other, others_arguments, others = stop.meanwhile
-                    further = _fork(other, others_arguments, others, (), others_go_on, group_s, None)
+                wait_until(stop.until.exists, ANSWER_S, f"{stop.until} is there")
                 os.kill(processes[stop.rank].pid, signal.SIGCONT)
-            answers |= _answers_of({rank: end for rank, end in ends.items() if rank not in answers}, on_killed)
+            answers = _answers_of(ends, on_killed)
             for process in processes:
                 process.join(20)
-            return [Ended(*answers[rank], each.exitcode) for rank, each in enumerate(processes)] + further
+            return [Ended(*answers[rank], each.exitcode) for rank, each in enumerate(processes)]
         finally:
             for process, here in zip(processes, ends.values(), strict=True):
                 kill(process)
@@ -208,7 +196,6 @@ def _be_rank(
     end: Connection,
     environment: Mapping[str, str],
     store: str,
-    group_s: float,
     function: Callable[..., Any],
     arguments: Any,
 ) -> None:
@@ -230,7 +217,7 @@ def _be_rank(
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=ranks,
-                timeout=timedelta(seconds=group_s),
+                timeout=timedelta(seconds=60),
             )
         answer: tuple[Any, str | None] = function(*arguments), None
     except BaseException as error:

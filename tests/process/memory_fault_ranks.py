@@ -36,7 +36,6 @@ from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import Reception
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import read_manifest
 from torchelastic.checkpoint.store.save_id import ShardId
@@ -250,26 +249,6 @@ def _recovered(root: str, hosts: str, attempt: int) -> dict[str, Any]:
         return outcome
 
 
-def restarted(root: str, hosts: str, lost: str = "") -> dict[str, Any]:
-    """The job that takes the place of one with a stopped rank: it goes on from what it finds, and saves the next step.
-
-    Args:
-        root: of both.
-        hosts: a letter per rank.
-        lost: a host that has lost its memory.
-    """
-    if lost and hosts[dist.get_rank()] == lost:
-        shutil.rmtree(base_of(root, lost))
-    with rank_of(root, hosts) as each:
-        step = each.latest()
-        found = _loaded(each, step, len(hosts))
-        each.loader.wait_for_replicas(ANSWER_S)
-        each.replication.all_gather("made", None)
-        assert step is not None
-        save_one(each, step + 10, 1)
-        return {"found": found, "steps": each.steps()}
-
-
 def _loaded(each: Saving, step: int | None, ranks: int) -> Any:
     """Step and attempt of what is loaded; or what is wrong with it."""
     if step is None:
@@ -325,18 +304,3 @@ def newest_commit(root: Path, hosts: str) -> tuple[int, int]:
             save = read_manifest(path.parent).name
             found.append((save.generation, save.step))
     return max(found)
-
-
-def flip_bit(path: Path, part: str) -> None:
-    """Flips a bit: of the "preamble", of the "header", or in the middle of the "data", if there are any."""
-    with path.open("r+b") as file:
-        preamble = decode_preamble(file.read(PREAMBLE_BYTES))
-        header, data = (
-            PREAMBLE_BYTES + preamble.header_bytes // 2,
-            preamble.data_offset_bytes + preamble.data_bytes // 2,
-        )
-        at = {"preamble": 3, "header": header, "data": data if preamble.data_bytes else header}[part]
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))

@@ -17,7 +17,6 @@ from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of, shard_o
 from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.restore import Pull
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
 from torchelastic.checkpoint.shards.tree import flatten
@@ -46,11 +45,6 @@ class Member:
         self.replication.all_gather("meet", None)
 
 
-def pull_of(each: Member) -> Pull:
-    """Fetches shards of the container from other ranks."""
-    return lambda one, source, destination: each.replication.fetch(object_of(JOB, one), source.rank, destination)
-
-
 def base_of(root: str | Path, host: str) -> Path:
     return Path(root) / f"host-{host}" / JOB
 
@@ -74,13 +68,12 @@ def member(
     *,
     port: int = 0,
     timeout_s: float = 10.0,
-    silent_s: float = 5.0,
     disk: Disk = REAL_DISK,
 ) -> Iterator[Member]:
     """A rank of a job; `hosts` has a letter per rank."""
     os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
     objects, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
-    retry = ReplicationRetryConfig(max_retries=1, timeout_seconds=silent_s)
+    retry = ReplicationRetryConfig(max_retries=1, timeout_seconds=5.0)
     replication.initialize(objects, port, retry, timeout_s=timeout_s)
     try:
         loader = DefaultCheckpointLoader(objects, replication)
@@ -159,15 +152,15 @@ def read_back(each: Member, step: int) -> list[bool]:
     return found
 
 
-def damage(path: Path) -> None:
-    """Flips a bit in the middle of the data of a shard; of its header if it has none."""
+def damage(path: Path, part: str = "data") -> None:
+    """Flips a bit of a shard: of the "preamble", of the "header", or in the middle of the "data", if there are any."""
     with path.open("r+b") as file:
         preamble = decode_preamble(file.read(PREAMBLE_BYTES))
         header, data = (
             PREAMBLE_BYTES + preamble.header_bytes // 2,
             preamble.data_offset_bytes + preamble.data_bytes // 2,
         )
-        at = data if preamble.data_bytes else header
+        at = {"preamble": 3, "header": header, "data": data if preamble.data_bytes else header}[part]
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)

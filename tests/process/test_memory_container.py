@@ -81,22 +81,6 @@ def base(memory_folder: Path) -> Path:
     return memory_folder / "job-7"
 
 
-def slots(base: Path) -> list[Path]:
-    """What is free, or being written."""
-    return [path for path in base.iterdir() if path.name.startswith(".tmp-")]
-
-
-def test_a_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Path) -> None:
-    container = Container(base)
-    seen = set()
-    for step in range(6):
-        commit(container, save(container, step))
-        seen |= {path.stat().st_ino for path in base.rglob("shard-00000-*")}
-        assert container.tidy() == ([step - 1] if step else [])
-        assert [one.name.step for one in container.inventory()] == [step]
-    assert len(seen) == 2
-
-
 def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
     container = Container(base)
     commit(container, save(container, 1))

@@ -29,14 +29,12 @@ from tests.process.memory_fault_ranks import (
     Fault,
     copies_of,
     copy_of,
-    flip_bit,
     heard,
     life,
     newest_commit,
     recovered,
-    restarted,
 )
-from tests.process.memory_ranks import JOB, base_of
+from tests.process.memory_ranks import JOB, base_of, damage
 from tests.process.test_memory_container import commit, committed, save
 from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container
@@ -172,29 +170,6 @@ def test_a_rank_stopped_for_a_while_makes_all_leave_the_save_out(root: Path) -> 
     assert set(require_recoverable(root, "ab", ended)) == {OLD}
 
 
-#: The call before which a rank is stopped, a host that is lost meanwhile, and what the next job goes on from.
-STOPS = [(0, "rename manifest.json", "", OLD)]
-
-
-@pytest.mark.parametrize(("stopped", "call", "lost", "found"), STOPS)
-def test_a_stopped_rank_that_goes_on_later_replaces_nothing_that_the_others_went_on_with(
-    root: Path, stopped: int, call: str, lost: str, found: int
-) -> None:
-    root.mkdir()
-    fault = Fault(stopped, call, "pause")
-    # other processes take the place of all ranks, on the same hosts; the stopped one uses its folder beside them
-    stop = Stop(fault.rank, meanwhile=(restarted, (str(root), "ab", lost), 2))
-    ended = run(life, str(root), "ab", fault, 0, False, 1.0, ranks=2, group_s=4.0, stop=stop)
-    first, others = ended[:2], ended[2:]
-    assert first[1 - fault.rank].error is not None
-    assert [one.error for one in others] == [None, None]
-    assert [one.value["found"] for one in others] == [(found, 0)] * 2
-    copies = copies_of(root, "ab")
-    told = run(recovered, [str(copy) for copy in copies.values()], "ab", 2, ranks=2)
-    assert [one.error for one in told] == [None, None]
-    assert [[outcome["found"] for outcome in one.value] for one in told] == [[(found + 10, 1)] * 3] * 2
-
-
 # --- flipped bits -----------------------------------------------------------------------------------------------------
 
 SHARDS = ["shard-00000-*", "shard-00001-*"]
@@ -207,7 +182,7 @@ def damaged(root: Path, name: str, hosts: str, file: str, part: str) -> str:
     copy = copy_of(root, name)
     for host in hosts:
         (path,) = base_of(copy, host).glob(f"step-{NEW:09d}.*/{file}")
-        flip_bit(path, part)
+        damage(path, part)
     return str(copy)
 
 

@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, succeeded
 from tests.waiting import wait_until
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.restore import fetch
-from torchelastic.checkpoint.restore_plan import ShardSource
-from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
-from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 WAIT_S = 20
@@ -41,31 +36,8 @@ def save_steps(root: str, hosts: str, steps: list[int], replicate: bool = True, 
             ranks.save(each, step, generation, replicate=replicate, spread=spread)
 
 
-def recover(root: str, hosts: str, read: bool = True) -> dict[str, Any]:
-    """What a rank finds after a restart; with `read` it reads all shards, which brings them to its host."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    with ranks.member(root, hosts, rank) as each:
-        latest = each.loader.get_latest_complete_checkpoint(each.container.root)
-        if latest is None:
-            return {"step": None}
-        step = int(latest.name.removeprefix("step-").removesuffix("_ckpt"))
-        early = sorted(ranks.files_of(root, hosts[rank], step))
-        each.meet()
-        made = each.loader.wait_for_replicas(WAIT_S)
-        each.meet()
-        found = {"step": step, "early": early, "made": made, "files": sorted(ranks.files_of(root, hosts[rank], step))}
-        each.meet()
-        if read:
-            found["values"] = ranks.read_back(each, step)
-        each.meet()
-        return found
-
-
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -89,39 +61,6 @@ def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(cre
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
     found = succeeded(crew.run(repair_one, str(root), "ab", str(ranks.shard(0, 2, 5, 0)), ranks=2))
     assert found == [[True, True]] * 2
-
-
-def fetch_from_several(root: str, hosts: str, shard: ShardId, damaged: list[str]) -> list[Any]:
-    """What rank 2 gets when it asks ranks 0 and 1, in this order, after some copies went bad."""
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        path = each.container.path_of(shard)
-        if hosts[rank] in damaged:
-            ranks.damage(path)
-        each.meet()
-        outcome = ""
-        if rank == 2:
-            path.unlink()
-            try:
-                fetch(each.container, shard, [ShardSource(0), ShardSource(1)], ranks.pull_of(each))
-            except CorruptCheckpointError as error:
-                outcome = str(error)
-        each.meet()
-        is_there = rank == 2 and path.exists()
-        return [outcome, is_there and torch.equal(load_tree(path)["w"], ranks.value_of(1, 5))]
-
-
-@pytest.mark.parametrize("damaged", [["a"], ["a", "b"]])
-def test_a_copy_that_went_bad_after_it_was_verified_is_not_taken(crew: Crew, root: Path, damaged: list[str]) -> None:
-    succeeded(crew.run(save_steps, str(root), "abc", [5], ranks=3))
-    shard = ranks.shard(1, 3, 5, 0)
-    for host in "abc":  # everybody has it, whoever the partners are
-        target = ranks.base_of(root, host) / str(shard)
-        if not target.exists():
-            shutil.copy(ranks.base_of(root, "b") / str(shard), target)
-    *_, (outcome, is_good) = succeeded(crew.run(fetch_from_several, str(root), "abc", shard, damaged, ranks=3))
-    assert is_good == (len(damaged) < 2)
-    assert ("is damaged" in outcome) == (len(damaged) == 2)
 
 
 def read_a_step(root: str, hosts: str, step: int) -> list[Any]:
@@ -197,17 +136,6 @@ def test_a_newer_checkpoint_that_is_of_no_use_does_not_replace_the_older_one_tha
         before, after = rest[: rest.index("then")], rest[rest.index("then") + 1 :]
         assert "step-5_ckpt" in before
         assert [name for name in after if name.startswith("step-")] == [str(ranks.save_of(7, 5)), "step-7_ckpt"]
-
-
-# --- other numbers of ranks -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("before", "after"), [("ab", "abc"), ("abc", "ab"), ("ab", "a")])
-def test_a_checkpoint_is_read_by_another_number_of_ranks(crew: Crew, root: Path, before: str, after: str) -> None:
-    succeeded(crew.run(save_steps, str(root), before, [5], ranks=len(before)))
-    found = succeeded(crew.run(recover, str(root), after, ranks=len(after)))
-    assert [each["step"] for each in found] == [5] * len(after)
-    assert [each["values"] for each in found] == [[True] * len(before)] * len(after)
 
 
 # --- ranks that do not take part --------------------------------------------------------------------------------------

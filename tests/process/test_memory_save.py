@@ -25,7 +25,6 @@ from tests.process.memory_saves import Saving, State, blank, same, saving
 from tests.process.open_files import open_files
 from torchelastic.checkpoint.memory import MemoryStorageReader
 from torchelastic.checkpoint.memory.room import Free
-from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 SIZE = 50_000
@@ -264,34 +263,3 @@ def save_what_one_rank_writes(root: str, hosts: str) -> tuple[Any, ...]:
 def test_a_rank_that_has_nothing_to_write_has_an_empty_shard(crew: Crew, root: Path) -> None:
     answers = succeeded(crew.run(save_what_one_rank_writes, str(root), "ab", ranks=2))
     assert answers == [(1, 2, [0.0, 1.0, 2.0, 3.0, 4.0])] * 2
-
-
-def save_with_failing_rank(root: str, hosts: str, failing: int) -> dict[str, Any]:
-    rank = dist.get_rank()
-    with saving(root, hosts) as one:
-        one.save(sharded(1), 1)
-
-        def refuse(*_: Any) -> int:
-            raise ReplicationError("the peer is on fire")
-
-        push = one.replication.push
-        for step in (2, 3, 4):
-            if rank == failing:
-                one.replication.push = refuse  # type: ignore[method-assign,assignment]
-            one.save(sharded(step), step)
-        one.replication.push = push  # type: ignore[method-assign]
-        one.replication.all_gather("failed", None)
-        latest = one.latest()
-        files = len(one.files())
-        one.save(sharded(5), 5)
-        one.replication.all_gather("saved", None)
-        answer = {"latest": latest, "files": files, "then": one.latest(), "skipped": one.saver.skipped.count()}
-        one.replication.all_gather("done", None)
-        return answer
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_shard_without_a_replica_keeps_the_older_checkpoint(crew: Crew, root: Path, failing: int) -> None:
-    answers = succeeded(crew.run(save_with_failing_rank, str(root), "ab", failing, ranks=2))
-    assert [(answer["latest"], answer["then"]) for answer in answers] == [(1, 5)] * 2
-    assert answers[0]["skipped"] == 3
