@@ -5,19 +5,17 @@ Megatron wants a GPU in a few places only: `on_cpu` is all that its queues and i
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -55,8 +53,6 @@ from torchelastic.checkpoint.memory import (
 from torchelastic.checkpoint.replication import ReplicationManager
 
 HOSTS = "abc"
-#: Many more than a process has descriptors.
-TENSORS = 400
 #: By key: the global shape, and (global offset, values) of what one rank has.
 Shards = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -96,7 +92,7 @@ class Memory:
 
 
 @contextmanager
-def memory(root: str, hosts: str = HOSTS) -> Iterator[Memory]:
+def memory(root: str | Path, hosts: str = HOSTS) -> Iterator[Memory]:
     """Rank r is on the r-th of `hosts`; each host has a folder of its own."""
     on_cpu()
     host = hosts[dist.get_rank()]
@@ -131,10 +127,6 @@ class Queue:
 
     def finalize(self) -> None:
         (self._ours or self._megatrons).maybe_finalize_async_calls(blocking=True)
-
-    def worker_pid(self) -> int | None:
-        caller = self._megatrons.persistent_caller
-        return caller.process.pid if caller is not None and caller.process is not None else None
 
     def close(self) -> None:
         (self._ours or self._megatrons).close()
@@ -188,7 +180,7 @@ def train(model: GPTModel) -> None:
             parameter.mul_(0.5).add_(1.0)
 
 
-def plain_state(value: float, more: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+def plain_state(value: float) -> dict[str, Any]:
     """One of each kind: split, replicated, with a prepended axis, several shards on a rank, object, factory, common."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = torch.arange(6.0).view(2, 3) + 10 * rank + value
@@ -217,7 +209,6 @@ def plain_state(value: float, more: Mapping[str, torch.Tensor] | None = None) ->
         ),
         "object": ShardedObject("object", {"rank": rank, "value": value}, (ranks,), (rank,)),
         "copied": ShardedObject("copied", {"value": value}, (1,), (0,), replica_id=rank),
-        **{key: ShardedTensor.from_rank_offsets(key, data, (0, rank, ranks)) for key, data in (more or {}).items()},
         "common": {"value": value, "empty": {}, "list": [1, (2, 3)]},
     }
 
@@ -281,7 +272,7 @@ def load_with(mem: Memory, state: dict[str, Any], **options: Any) -> Any:
     )
 
 
-def save_and_train_on(root: str, kind: str) -> Shards:
+def save_and_train_on(root: str | Path, kind: str) -> Shards:
     """Saves twice, and returns the values at the first save, which is complete; the second one is under way then."""
     tier, queue = memory(f"{root}/{kind}"), Queue(kind)
     _kept.append((tier, queue))  # nothing is closed: the ranks are going to be killed
@@ -302,23 +293,17 @@ def save_and_train_on(root: str, kind: str) -> Shards:
 _kept: list[Any] = []
 
 
-def load_gpt(root: str, hosts: str = HOSTS) -> Found:
-    with memory(root, hosts) as mem, gpt() as model:
+def load_gpt(root: str | Path) -> Found:
+    with memory(root) as mem, gpt() as model:
         for parameter in model.parameters():
             parameter.data.fill_(-1)
-        latest = mem.latest()
-        if latest is None:
-            return Found(None)
-        state = of_model(model)
-        if dist.get_world_size() == 1:
-            del state["rng"]  # was split over as many ranks as saved it
-        loaded = load_with(mem, state)
+        loaded = load_with(mem, of_model(model))
         model.load_state_dict(loaded.pop("model"))
-        return Found(latest, loaded, shards_of(of_model(model)), files_of(mem))
+        return Found(mem.latest(), loaded, shards_of(of_model(model)), files_of(mem))
 
 
-def save_plain(root: str, hosts: str, values: list[float], fully_parallel: bool = False) -> list[str]:
-    """Saves a state for each value, one after the other; the files of this host after the last one."""
+def save_plain(root: str | Path, hosts: str, values: list[float], fully_parallel: bool = False) -> None:
+    """Saves a state for each value, one after the other."""
     with memory(root, hosts) as mem:
         strategy: Any = MegatronAsyncSaveStrategy(mem.writer)
         if fully_parallel:
@@ -329,7 +314,6 @@ def save_plain(root: str, hosts: str, values: list[float], fully_parallel: bool 
             assert save_local_aware_megatron_checkpoint(state, mem.step(step), strategy, async_save=False) is None
             assert list(state) == list(before)
             assert isinstance(state["glu"], ShardedTensorFactory), "the caller's containers are his own"
-        return files_of(mem)
 
 
 def files_of(mem: Memory) -> list[str]:
@@ -337,22 +321,20 @@ def files_of(mem: Memory) -> list[str]:
     return sorted(str(path.relative_to(base)) for path in base.rglob("*") if path.is_file())
 
 
-def load_plain(root: str, hosts: str, fully_parallel: bool = False) -> Found:
+def load_plain(root: str | Path, hosts: str, fully_parallel: bool = False) -> Found:
     with memory(root, hosts) as mem:
         latest = mem.latest()
-        if latest is None:
-            return Found(None)
-        state = plain_state(-1.0)
+        assert latest is not None
         strategy: Any = MegatronLoadStrategy(mem.replication, mem.loader)
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(
                 strategy, exchange_algo="gather_object"
             )  # "broadcast" needs CUDA
-        loaded = dist_checkpointing.load(state, latest, strategy, MegatronCommonLoadStrategy())
+        loaded = dist_checkpointing.load(plain_state(-1.0), latest, strategy, MegatronCommonLoadStrategy())
         return Found(latest, loaded, {}, files_of(mem))
 
 
-def load_as_the_guide_says(root: str, hosts: str, code: str, is_in_memory: bool) -> Found:
+def load_as_the_guide_says(root: str | Path, hosts: str, code: str, is_in_memory: bool) -> Found:
     """Runs the snippet with the names that it takes from what stands before it."""
     with memory(root, hosts) as mem:
         elsewhere = CheckpointContainerId(f"{root}/{hosts[dist.get_rank()]}/nothing")
@@ -369,11 +351,11 @@ def load_as_the_guide_says(root: str, hosts: str, code: str, is_in_memory: bool)
         return Found(None if latest is None else str(latest), plain(names["state_dict"]))
 
 
-def long_term(root: str) -> Path:
+def long_term(root: str | Path) -> Path:
     return Path(root) / "long-term"
 
 
-def save_long_term(root: str) -> None:
+def save_long_term(root: str | Path) -> None:
     """As Megatron does it without us."""
     on_cpu()
     long_term(root).mkdir(exist_ok=True)
@@ -392,28 +374,14 @@ def expected_plain(value: float) -> Any:
     return plain(plain_state(value))
 
 
-@dataclass
-class Lived:
-    """What became of a job with troubles.
-
-    Attributes:
-        after: the latest checkpoint after each save, and its value.
-        counts: what there is after each of the saves that followed.
-    """
-
-    after: list[tuple[str, float]]
-    counts: list[dict[str, Any]]
-
-
-def live(root: str, hosts: str, kind: str) -> Lived:
-    """Rank 1 finds no room for step 2, and cannot write step 3; after that all is well."""
-    after, counts = [], []
+def live(root: str | Path, hosts: str, kind: str) -> list[tuple[str, float]]:
+    """Rank 1 finds no room for step 2, and cannot write step 3. Of each save: the latest after it, and its value."""
+    after = []
     with memory(root, hosts) as mem, queue_of(kind) as queue:
         strategy = MegatronAsyncSaveStrategy(mem.writer)
-        many = {f"tensor-{number}": torch.zeros(4) for number in range(TENSORS)}
-        for step in range(1, 8):
+        for step in range(1, 5):
             bad = dist.get_rank() == 1
-            state = plain_state(float(step), many)
+            state = plain_state(float(step))
             with patched(mem.writer.checkpoint_saver, "prepare_write_data", no_room if bad and step == 2 else None):
                 request = save_local_aware_megatron_checkpoint(state, mem.step(step), strategy)
             if bad and step == 3:
@@ -423,27 +391,8 @@ def live(root: str, hosts: str, kind: str) -> Lived:
                     tensor.data.fill_(77)  # training goes on
             queue.schedule(request)
             queue.finalize()
-            del request, state
-            if step <= 4:
-                after.append((Path(str(mem.latest())).name, float(load_with(mem, plain_state(-1.0))["whole"][0])))
-            else:
-                dist.barrier()
-                counts.append(count(mem, queue))
-    return Lived(after, counts)
-
-
-def count(mem: Memory, queue: Queue) -> dict[str, Any]:
-    """Files on this host; descriptors, children and threads, of the worker too."""
-    gc.collect()
-    process, worker = psutil.Process(), queue.worker_pid()
-    files = files_of(mem)
-    return {
-        "files": [file.split(".")[0] for file in files],
-        "descriptors": process.num_fds(),
-        "descriptors of the worker": psutil.Process(worker).num_fds() if worker else 0,
-        "threads": process.num_threads(),
-        "children": len(process.children(recursive=True)),
-    }
+            after.append((Path(str(mem.latest())).name, float(load_with(mem, plain_state(-1.0))["whole"][0])))
+    return after
 
 
 def no_room(*arguments: Any, **options: Any) -> Any:
@@ -476,7 +425,7 @@ def patched(owner: Any, name: str, value: Callable[..., Any] | None) -> Iterator
             delattr(owner, name)
 
 
-def flattened(root: str, hosts: str) -> torch.Tensor:
+def flattened(root: str | Path, hosts: str) -> torch.Tensor:
     """Saved as two ranges of one chunk, loaded as two chunks."""
     whole_tensor = torch.arange(24.0).view(4, 6)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -495,7 +444,7 @@ def flattened(root: str, hosts: str) -> torch.Tensor:
         return loaded
 
 
-def save_as_megatron_does(root: str, hosts: str, kind: str) -> None:
+def save_as_megatron_does(root: str | Path, hosts: str, kind: str) -> None:
     """`dist_checkpointing.save` itself, with nothing of ours but the strategy."""
     with memory(root, hosts) as mem, queue_of(kind) as queue:
         Path(mem.step(1)).mkdir(parents=True, exist_ok=True)
@@ -510,7 +459,7 @@ def save_as_megatron_does(root: str, hosts: str, kind: str) -> None:
         queue.finalize()
 
 
-def look_into(root: str, hosts: str) -> dict[str, Any]:
+def look_into(root: str | Path, hosts: str) -> dict[str, Any]:
     """What can be asked of a checkpoint without loading it."""
     with memory(root, hosts) as mem:
         latest = mem.latest()
@@ -563,7 +512,7 @@ class OfTheUser:
         return isinstance(other, OfTheUser)
 
 
-def pickled_objects(root: str, hosts: str) -> dict[str, Any]:
+def pickled_objects(root: str | Path, hosts: str) -> dict[str, Any]:
     with memory(root, hosts) as mem:
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
@@ -596,7 +545,7 @@ def pickled_objects(root: str, hosts: str) -> dict[str, Any]:
             del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
 
 
-def program_errors(root: str, hosts: str) -> list[str]:
+def program_errors(root: str | Path, hosts: str) -> list[str]:
     """Of which only one rank knows at first; and a save that works afterwards."""
     with memory(root, hosts) as mem:
         strategy = MegatronAsyncSaveStrategy(mem.writer)
@@ -618,6 +567,6 @@ def written_twice() -> dict[str, Any]:
     return {"twice": ShardedTensor.from_rank_offsets("twice", torch.zeros(2))}
 
 
-def wipe(root: str, host: str) -> None:
+def wipe(root: str | Path, host: str) -> None:
     """The host was replaced: nothing is there."""
     shutil.rmtree(Path(root) / host)

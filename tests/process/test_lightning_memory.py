@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -34,10 +33,8 @@ STEPS = list(range(12))
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
+def folder(memory_folder: Path) -> Path:
+    return memory_folder
 
 
 @pytest.fixture(scope="module")
@@ -273,9 +270,6 @@ def test_it_is_kept_when_the_last_durable_checkpoint_fails_after_the_training(fo
     assert "step-9_ckpt" in steps_in(folder / "job")
 
 
-# --- what goes where --------------------------------------------------------------------------------------------------
-
-
 # --- where to go on from ----------------------------------------------------------------------------------------------
 
 
@@ -373,6 +367,3 @@ def test_hyper_parameters_that_cannot_be_stored_are_left_out(folder: Path, caplo
     warnings = [record for record in caplog.records if "saved without" in record.message]
     assert [record.levelno for record in warnings] == [logging.WARNING]
     assert "hyper_parameters/norm, hyper_parameters/options/b" in warnings[0].message
-
-
-# --- what cannot work -------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -34,10 +33,8 @@ PER_EPOCH = SAMPLES // BATCH
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
+def folder(memory_folder: Path) -> Path:
+    return memory_folder
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -18,13 +19,11 @@ import torch.distributed as dist
 
 from tests.process.forked_ranks import run_ranks
 from tests.process.local_ranks import Crew, succeeded
-from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
-from torchelastic.checkpoint.replication import topology
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
-from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
@@ -97,42 +96,41 @@ class CountedFailures(MetricHandler):
             self.count += metric_data.value
 
 
-# A partner whose replica server is cut off, while its rank still trains: the network of the replicas is another one
+# A partner whose rank still trains, and that takes no replicas
 
 
-class RelayedServer(ReplicaServer):
-    """Tells the others the address of its relay."""
+class Unwilling(Disk):
+    """From now on replicas find no room here, or nobody who answers."""
 
-    port = 0
-    port_file = Path()
+    def __init__(self) -> None:
+        self.fate, self.has_saved = "", threading.Event()
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.port_file.write_text(str(self.address[1]))
-        self.address = (self.address[0], self.port)
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        if threading.current_thread().name.startswith("replica-"):
+            if self.fate == "has no room":
+                raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            if self.fate == "is silent":
+                self.has_saved.wait(TIMEOUT_S)
+        super().allocate(descriptor, size_bytes, path)
 
 
 CREW_SIZE = 2
-STOPPED = pytest.param("stopped before the save", marks=pytest.mark.long)
+SILENT = pytest.param("is silent", marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("fate", ["killed before the save", "killed in the transfer", STOPPED])
+@pytest.mark.parametrize("fate", ["does not listen", "has no room", SILENT])
 def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_partner(
     crew: Crew, tmp_path: Path, fate: str, is_async: bool
 ) -> None:
-    dies_after_bytes = STATE_BYTES * 3 // 2 if fate == "killed in the transfer" else UNBOUNDED
-    fault = {"killed before the save": signal.SIGKILL, "stopped before the save": signal.SIGSTOP}.get(fate)
-    with relay_to(tmp_path / "port", dies_after_bytes) as relay:
-        answers = succeeded(crew.run(save_without_partner, tmp_path, relay.port, relay.pid, fault, is_async, ranks=2))
-        assert fault == signal.SIGSTOP or relay.was_killed()
+    answers = succeeded(crew.run(save_without_partner, tmp_path, fate, is_async, ranks=2))
     (took_s, warnings, failures, *loaded), (other_took_s, other_warnings, other_failures, *other_loaded) = answers
     assert took_s < BOUND_S
     assert other_took_s < BOUND_S
     (warning,) = warnings
     save_id, rest = warning.removeprefix("the shard of rank 0 of ").split(" ", 1)
     assert save_id.startswith("step-000000004.e1.r1.g1.")
-    assert rest.startswith(f"has no replica on rank 1 at 127.0.0.1:{relay.port}")
+    assert rest.startswith("has no replica on rank 1 at 127.0.0.1:")
     assert (failures, other_warnings, other_failures) == (1, [], 0)
     assert loaded == other_loaded == [4, 4, True], "saved, found and loaded"
     assert len(shards(tmp_path, 0, 4, 0)) == len(shards(tmp_path, 0, 4, 1)) == len(shards(tmp_path, 1, 4, 1)) == 1
@@ -140,34 +138,31 @@ def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_part
     assert shards(tmp_path, 0, 3, 0) == shards(tmp_path, 1, 3, 1) == [], "the older checkpoint is pruned as usual"
 
 
-def save_without_partner(
-    root: Path, port: int, pid: int, fault: signal.Signals | None, is_async: bool
-) -> tuple[float, list[str], float, int, int, bool]:
-    rank = dist.get_rank()
-    metrics = CountedFailures()
+def save_without_partner(root: Path, fate: str, is_async: bool) -> tuple[float, list[str], float, int, int, bool]:
+    rank, disk, metrics = dist.get_rank(), Unwilling(), CountedFailures()
     configure(metrics, "torchelastic")
-    if rank == 1:
-        RelayedServer.port, RelayedServer.port_file = port, root / "port"
-        topology.ReplicaServer = RelayedServer  # type: ignore[attr-defined]
     try:
-        manager = manager_at(root, rank)
+        manager = manager_at(root, rank, disk=disk)
         save(manager, 3, rank, is_async)
-        assert len(shards(root, 1, 3, 0)) == 1, "the first replica was made, through the relay"
+        assert len(shards(root, 1, 3, 0)) == 1, "the first replica was made"
         dist.barrier()
-        if rank == 0 and fault is not None:
-            os.kill(pid, fault)
+        disk.fate = fate if rank == 1 else ""
+        if disk.fate == "does not listen":
+            assert manager._server is not None
+            manager._server.close()
         dist.barrier()
         with warnings_of_saves() as warnings:
             took_s = save(manager, 4, rank, is_async)
         saved, found = manager.latest_iteration, manager.find_latest()
         assert shards(root, 1, 4, 0) == [], "the replica of rank 0"
         dist.barrier()
+        disk.has_saved.set()
+        disk.fate = ""
         state, _ = manager.load()
         dist.barrier()
         manager.close()
         return took_s, warnings, metrics.count, saved, found, is_state_of(state, rank, 4)
     finally:
-        topology.ReplicaServer = ReplicaServer  # type: ignore[attr-defined]
         initialize_metrics()
 
 

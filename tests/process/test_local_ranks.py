@@ -332,28 +332,6 @@ def committed(root: Path, host: int) -> list[str]:
     return [path.parent.name.split(".")[0].removeprefix("step-").lstrip("0") for path in paths]
 
 
-class NoRoomForOthers(Disk):
-    """Nothing can be received."""
-
-    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        if threading.current_thread().name.startswith("replica-"):
-            raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        super().allocate(descriptor, size_bytes, path)
-
-
-def test_a_partner_without_room_costs_its_copy_and_not_the_save(crew: Crew, tmp_path: Path) -> None:
-    assert succeeded(crew.run(save_beside_a_full_partner, tmp_path, ranks=2)) == [5, 5]
-    assert [len(shards(tmp_path, 0)), len(shards(tmp_path, 1))] == [2, 1]
-
-
-def save_beside_a_full_partner(root: Path) -> int:
-    rank = dist.get_rank()
-    manager = manager_at(root, repl_strategy=cliques(), disk=NoRoomForOthers() if rank == 1 else Disk())
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 5)), 5)
-    manager.close()
-    return manager.latest_iteration
-
-
 # Out of step
 
 
@@ -368,6 +346,3 @@ def test_a_rank_that_saves_another_iteration_is_named_on_all_ranks(crew: Crew, t
 def save_out_of_step(root: Path) -> None:
     manager, rank = manager_at(root), dist.get_rank()
     manager.save(BasicTensorAwareStateDict(state_of(rank, 8)), 9 if rank == 2 else 8)
-
-
-# The live state

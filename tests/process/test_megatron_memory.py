@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.memory_saves import same
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
@@ -26,23 +27,6 @@ def crew() -> Iterator[Crew]:
     with crew_of(3) as crew:
         crew.run(work.warm_up, ranks=3)
         yield crew
-
-
-@pytest.fixture
-def root() -> Iterator[str]:
-    """A folder on tmpfs."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        yield folder
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and set(one) == set(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 # A model
@@ -79,7 +63,7 @@ def test_a_killed_job_goes_on_with_the_values_at_the_call(crew: Crew, killed: An
 @pytest.mark.long
 @pytest.mark.parametrize("is_fully_parallel", [False, True], ids=["plain", "fully-parallel"])
 @pytest.mark.parametrize("hosts", [TWO, THREE])
-def test_a_replaced_host_is_served_everything(crew: Crew, root: str, hosts: str, is_fully_parallel: bool) -> None:
+def test_a_replaced_host_is_served_everything(crew: Crew, root: Path, hosts: str, is_fully_parallel: bool) -> None:
     ranks = len(hosts)
     succeeded(crew.run(work.save_plain, root, hosts, [1.0, 2.0], is_fully_parallel, ranks=ranks))
     expected = succeeded(crew.run(work.expected_plain, 2.0, ranks=ranks))
@@ -122,7 +106,7 @@ else:
 
 
 @pytest.mark.long
-def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(crew: Crew, root: str) -> None:
+def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(crew: Crew, root: Path) -> None:
     succeeded(crew.run(work.save_plain, root, TWO, [1.0], ranks=2))
     expected = succeeded(crew.run(work.expected_plain, 1.0, ranks=2))
     succeeded(crew.run(work.save_long_term, root, ranks=2))
@@ -133,7 +117,7 @@ def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(cr
             assert same(answer.state, state)
 
 
-def test_megatrons_own_save_reaches_every_host_too(crew: Crew, root: str) -> None:
+def test_megatrons_own_save_reaches_every_host_too(crew: Crew, root: Path) -> None:
     succeeded(crew.run(work.save_as_megatron_does, root, TWO, "temporal", ranks=2))
     work.wipe(root, "a")
     found = succeeded(crew.run(work.load_plain, root, TWO, ranks=2))
@@ -149,31 +133,22 @@ NO_FLATTENED_RANGES = (
 
 
 @pytest.mark.skipif(not HAS_FLATTENED_RANGES, reason=NO_FLATTENED_RANGES)
-def test_flattened_ranges_are_loaded_with_another_grid(crew: Crew, root: str) -> None:
+def test_flattened_ranges_are_loaded_with_another_grid(crew: Crew, root: Path) -> None:
     answers = succeeded(crew.run(work.flattened, root, TWO, ranks=2))
     assert same(torch.cat(answers), torch.arange(24.0))
-
-
-# Plans
 
 
 # What goes wrong
 
 
-@pytest.fixture(scope="module", params=["temporal", "persistent"])
-def lived(crew: Crew, request: pytest.FixtureRequest) -> list[work.Lived]:
-    """Two ranks saved seven times through one of Megatron's queues, and not every save could be made."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        return succeeded(crew.run(work.live, folder, TWO, request.param, ranks=2))
-
-
 @pytest.mark.long
-def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(lived: list[work.Lived]) -> None:
-    for rank in lived:
-        assert rank.after == [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]
+@pytest.mark.parametrize("kind", ["temporal", "persistent"])
+def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(crew: Crew, root: Path, kind: str) -> None:
+    after = [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]
+    assert succeeded(crew.run(work.live, root, TWO, kind, ranks=2)) == [after] * 2
 
 
-def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: str) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: Path) -> None:
     first, second = succeeded(crew.run(work.program_errors, root, TWO, ranks=2))
     assert "CheckpointError: plan step-1_ckpt failed on rank 1: " in first[0]
     assert "`data` attr is None" in first[0]
@@ -185,7 +160,7 @@ def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: str) -> None:
         assert answer[4].endswith("step-1_ckpt")
 
 
-def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> None:
+def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: Path) -> None:
     for answer in succeeded(crew.run(work.pickled_objects, root, TWO, ranks=2)):
         assert "allow_pickles=True to the MemoryStorageWriter" in answer["refused"]
         assert "allow_pickles=True" in answer["safe"]
@@ -198,7 +173,7 @@ def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> N
 # Looking
 
 
-def test_a_checkpoint_tells_what_is_in_it(crew: Crew, root: str) -> None:
+def test_a_checkpoint_tells_what_is_in_it(crew: Crew, root: Path) -> None:
     succeeded(crew.run(work.save_as_megatron_does, root, TWO, "thread", ranks=2))
     for answer in succeeded(crew.run(work.look_into, root, TWO, ranks=2)):
         assert answer["tensors"] == {

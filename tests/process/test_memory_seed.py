@@ -36,11 +36,6 @@ def guide() -> str:
     return GUIDE.read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def memory(memory_folder: Path) -> Path:
-    return memory_folder
-
-
 def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:
     """One rank per base; ranks with equal bases are on one host. Returns what each has printed."""
     (port,) = unused_ports("127.0.0.1")
@@ -66,8 +61,8 @@ def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:
     return [output for output, _ in said]
 
 
-def hosts(memory: Path, number: int) -> list[Path]:
-    return [memory / f"host-{name}" / "job-145" for name in "abc"[:number]]
+def hosts(root: Path, number: int) -> list[Path]:
+    return [root / f"host-{name}" / "job-145" for name in "abc"[:number]]
 
 
 def shards(base: Path) -> set[str]:
@@ -76,21 +71,21 @@ def shards(base: Path) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
-def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path, number: int) -> None:
+def test_the_snippets_of_the_guide_run_on_one_host(root: Path, tmp_path: Path, number: int) -> None:
     script = tmp_path / "guide.py"
     script.write_text(guide())
-    (base,) = hosts(memory, 1)
+    (base,) = hosts(root, 1)
     run(script, [base] * number, tmp_path / "long-term")
     assert [path.parent.name.split(".")[0] for path in base.glob("step-*/manifest.json")] == ["step-000000021"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
-def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: Path, number: int) -> None:
+def test_what_a_lost_host_had_comes_back_from_its_peer(root: Path, tmp_path: Path, number: int) -> None:
     first, again = tmp_path / "guide.py", tmp_path / "again.py"
     first.write_text(guide())
     again.write_text(guide().partition(GUARD)[0] + AGAIN)
-    bases = hosts(memory, number)
+    bases = hosts(root, number)
     run(first, bases, tmp_path / "long-term")
     everything = set().union(*map(shards, bases))
     assert everything
@@ -103,11 +98,11 @@ def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: P
 
 
 @pytest.mark.long
-def test_without_anything_in_memory_the_long_term_checkpoint_is_loaded(memory: Path, tmp_path: Path) -> None:
+def test_without_anything_in_memory_the_long_term_checkpoint_is_loaded(root: Path, tmp_path: Path) -> None:
     first, again = tmp_path / "guide.py", tmp_path / "again.py"
     first.write_text(guide())
     again.write_text(guide().partition(GUARD)[0] + AGAIN)
-    (base,) = hosts(memory, 1)
+    (base,) = hosts(root, 1)
     run(first, [base], tmp_path / "long-term")
     shutil.rmtree(base)
     assert run(again, [base], tmp_path / "long-term") == ["recovered from long-term storage\n"]

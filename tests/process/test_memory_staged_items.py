@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +23,8 @@ WAIT_S = 60
 
 
 @pytest.fixture
-def alone() -> Iterator[Saving]:
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as root, saving(root) as one:
+def alone(root: Path) -> Iterator[Saving]:
+    with saving(root) as one:
         yield one
 
 
