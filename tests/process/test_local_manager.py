@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import (
     BaseCheckpointManager,
     BasicTensorAwareStateDict,
@@ -80,82 +79,7 @@ def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
         manager.close()
 
 
-# States of other classes
-
-
-class Boxed(TensorAwareStateDict):
-    """A state with no more than NVRx asks for."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.content: list[Any] = [tensor, "note"]
-
-    def pop_tensors(self) -> list[torch.Tensor]:
-        popped, self.content = [self.content[0]], [None, self.content[1]]
-        return popped
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return [self.content[0]]
-
-    @property
-    def is_hollow(self) -> bool:
-        return self.content[0] is None
-
-    def insert_tensors(self, tensor_data: Any) -> None:
-        self.content = [next(iter(tensor_data)), self.content[1]]
-
-    def init_tensors(self) -> None:
-        self.content = [torch.empty(2), self.content[1]]
-
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        self.content = [self.content[0].cpu(), self.content[1]]
-
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        pass
-
-
-class Storable(Boxed):
-    def to_tree(self) -> Any:
-        return {"tensor": self.content[0]}
-
-    @classmethod
-    def from_tree(cls, tree: Any, devices: Sequence[torch.device]) -> Storable:
-        assert [device.type for device in devices] == ["cpu"]
-        return cls(tree["tensor"])
-
-
-def test_a_class_of_your_own_is_stored_by_its_tree(manager: LocalCheckpointManager) -> None:
-    manager.save(Storable(torch.ones(2)), 1)
-    loaded, _ = manager.load()
-    assert type(loaded) is Storable
-    assert loaded.content[0].tolist() == [1.0, 1.0]
-
-
-def test_an_attribute_that_is_not_plain_is_pickled_only_if_that_is_allowed(
-    manager: LocalCheckpointManager, tmp_path: Path
-) -> None:
-    boxed = Boxed(torch.ones(2))
-    boxed.content[1] = re.compile("a+")
-    with pytest.raises(TypeError, match="allow_pickles=True"):
-        manager.save(boxed, 1)
-    trusting = LocalCheckpointManager(tmp_path, allow_pickles=True)
-    trusting.save(boxed, 1)
-    loaded, _ = trusting.load()
-    assert isinstance(loaded, Boxed)
-    assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], re.compile("a+"))
-    with pytest.raises(CheckpointError, match="allow_pickles=True"):
-        manager.load()
-
-
-def test_a_class_that_is_not_defined_is_named_and_never_imported(manager: LocalCheckpointManager) -> None:
-    manager.save(Storable(torch.ones(2)), 1)
-    classes = TensorAwareStateDict._classes
-    hidden = classes.pop(Storable.class_name())
-    try:
-        with pytest.raises(CheckpointError, match=r"test_local_manager:Storable, which is not defined"):
-            manager.load()
-    finally:
-        classes[Storable.class_name()] = hidden
+# A manager of your own
 
 
 class InMemory(BaseCheckpointManager):

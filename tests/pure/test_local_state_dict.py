@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, namedtuple
 from dataclasses import replace
 from typing import Any
@@ -116,6 +117,8 @@ def test_attributes_that_are_none_are_damage() -> None:
 class Named(TensorAwareStateDict):
     """A state with no more than NVRx asks for."""
 
+    pattern: Any
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.content = tensor
 
@@ -155,6 +158,18 @@ def test_a_class_of_your_own_is_stored_by_its_attributes_unless_some_would_be_lo
     assert decoded.content.tolist() == [1.0, 1.0]
     with pytest.raises(TypeError, match="Slotted has __slots__"):
         encode(Slotted(torch.ones(2)), RecurringLayout())
+
+
+def test_an_attribute_that_is_not_plain_is_pickled_only_if_that_is_allowed() -> None:
+    odd = Named(torch.ones(2))
+    odd.pattern = re.compile("a+")
+    with pytest.raises(TypeError, match="allow_pickles=True"):
+        encode(odd, RecurringLayout())
+    header, sources = encode(odd, RecurringLayout(allow_pickles=True))
+    tensors = {entry.name: tensor for entry, tensor in zip(header.entries, sources, strict=True)}
+    assert decode(header, tensors, allow_pickles=True).pattern == odd.pattern
+    with pytest.raises(CheckpointError, match="allow_pickles=True"):
+        decode(header, tensors, allow_pickles=False)
 
 
 class CopiedAndRestored(Named):
