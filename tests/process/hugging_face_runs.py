@@ -25,8 +25,6 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
-from torchelastic.checkpoint.memory import container, saver
-from torchelastic.checkpoint.memory.room import Free
 
 STEPS = 12
 EPOCH_STEPS = 5
@@ -42,12 +40,9 @@ class Run:
         every: optimizer steps from one checkpoint in memory to the next; 0: without the callback.
         kill_at: the step that is begun by a SIGKILL of rank 0, when the save before is through; after the last step:
             when the last epoch has ended.
-        at_once: do not wait for that.
         batch_norm: a model with buffers that differ from rank to rank, in place of one with tied weights.
         stop_at: the step at which something asks the Trainer to stop.
-        has_memory: whether there is any for a save.
         knows_trainer: whether the callback is told which Trainer it is that resumes.
-        memory: further arguments of the callback.
         arguments: of the Trainer.
     """
 
@@ -55,12 +50,9 @@ class Run:
     base: str
     every: int = 2
     kill_at: int | None = None
-    at_once: bool = False
     batch_norm: bool = False
     stop_at: int | None = None
-    has_memory: bool = True
     knows_trainer: bool = True
-    memory: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -70,7 +62,6 @@ class Outcome:
 
     Attributes:
         resumed_from: what the Trainer was given.
-        files: the names of the files there.
         first_step: of the steps that were taken.
         digest: of all weights and buffers at the end.
         counted: the steps that a callback has counted which is restored from the checkpoint.
@@ -79,7 +70,6 @@ class Outcome:
     """
 
     resumed_from: str | None
-    files: tuple[str, ...]
     first_step: int
     digest: str
     counted: int
@@ -126,7 +116,7 @@ class Events(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _kill_if_due(self, args: Any, state: Any) -> None:
         if state.global_step == self.run.kill_at:
-            if self.memory is not None and self.memory._tier is not None and not self.run.at_once:
+            if self.memory is not None and self.memory._tier is not None:
                 self.memory._tier.wait()
             if args.process_index == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -207,17 +197,15 @@ def digest_of(model: Any) -> str:
 def train(run: Run) -> Outcome:
     """The training program: a user's own, with one line more."""
     run, warnings = _begin(run)
-    memory = MemoryCheckpointCallback(run.base, run.every, **run.memory) if run.every else None
+    memory = MemoryCheckpointCallback(run.base, run.every) if run.every else None
     events = Events(run, memory)
     trainer = trainer_of(run, *([memory] if memory else []), events, Counting())
     path = memory.resume_from_checkpoint(trainer if run.knows_trainer else None) if memory else None
-    files = tuple(sorted(one.name for one in Path(path).iterdir())) if path else ()
     events.path = path
     trainer.train(resume_from_checkpoint=path)
     (counting,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Counting))
     return Outcome(
         path,
-        files,
         events.first_step,
         digest_of(trainer.model),
         counting.count,
@@ -226,9 +214,9 @@ def train(run: Run) -> Outcome:
     )
 
 
-def look(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
-    """What a Trainer would resume from: the path, what is in the files that hold no tensors alone, and the warnings."""
-    run, warnings = _begin(run)
+def look(run: Run) -> tuple[str | None, dict[str, Any]]:
+    """What a Trainer would resume from: the path, and what is in the files that hold no tensors alone."""
+    run, _ = _begin(run)
     path = resume_path(trainer_of(run), run.base)
     content: dict[str, Any] = {}
     for file in sorted(Path(path).iterdir()) if path else ():
@@ -236,7 +224,7 @@ def look(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
             content[file.name] = _without_tensors(torch.load(file, weights_only=True))
         elif file.suffix == ".json":
             content[file.name] = json.loads(file.read_text())
-    return path, content, tuple(warnings.texts)
+    return path, content
 
 
 def _without_tensors(value: Any) -> Any:
@@ -248,18 +236,11 @@ def _without_tensors(value: Any) -> Any:
     return type(value)(map(_without_tensors, value)) if type(value) in (list, tuple) else value
 
 
-def _nothing_free(path: Path) -> Free:
-    return Free(0, 0)
-
-
 def _begin(run: Run) -> tuple[Run, Warnings]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers_logging.set_verbosity(logging.ERROR)
     warnings = Warnings()
     logging.getLogger("torchelastic").addHandler(warnings)
-    if not run.has_memory:
-        for module in (saver, container):
-            setattr(module, "measure", _nothing_free)  # noqa: B010 - for mypy it is a function, and constant
     host = os.environ.get("TORCHELASTIC_FAILURE_DOMAIN")  # where the test has several hosts on this machine
     if host is not None:
         run = replace(run, base=f"{Path(run.base).parent}/{host}/{Path(run.base).name}")

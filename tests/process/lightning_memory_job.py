@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from torchelastic.adapters.lightning import classes_for, wrap_trainer_and_auto_resume
+from torchelastic.adapters.lightning import MemoryCheckpointCallback, wrap_trainer_and_auto_resume
 from torchelastic.adapters.lightning.memory import memory_io_of
 
 PER_EPOCH = 4
@@ -50,12 +49,7 @@ def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3))
 
 
-class ModelOfAnyLibrary:
-    """A LightningModule, together with the one of `lightning` or of `pytorch_lightning`."""
-
-    trainer: Any
-    device_mesh: Any
-
+class Model(LightningModule):
     def __init__(self, width: int = 3, is_sharded: bool = False) -> None:
         super().__init__()
         self.is_sharded = is_sharded
@@ -74,10 +68,6 @@ class ModelOfAnyLibrary:
         optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class Model(ModelOfAnyLibrary, LightningModule):
-    pass
 
 
 class KilledAt(Callback):
@@ -137,18 +127,16 @@ def train(
     every_n_steps: int = 3,
     async_save: bool = True,
     keep: bool = True,
-    library: str = "lightning.pytorch",
     **options: Any,
 ) -> Outcome:
     """Trains, from the checkpoint in memory if there is one. Options are the trainer's."""
-    package: Any = importlib.import_module(library)
     is_sharded = options.get("strategy") == "fsdp2"
     if is_sharded:
         options["strategy"] = ModelParallelStrategy(data_parallel_size=options["devices"], tensor_parallel_size=1)
-    saving = classes_for(library)["MemoryCheckpointCallback"](container, every_n_steps, keep_on_train_end=keep)
-    trainer = quiet_trainer(saving, *callbacks, trainer_class=package.Trainer, **options)
+    saving = MemoryCheckpointCallback(container, every_n_steps, keep_on_train_end=keep)
+    trainer = quiet_trainer(saving, *callbacks, **options)
     auto_resume = wrap_trainer_and_auto_resume(trainer, container, async_save)
-    model = type("Model", (ModelOfAnyLibrary, package.LightningModule), {})(is_sharded=is_sharded)
+    model = Model(is_sharded=is_sharded)
     path = auto_resume.ckpt_path()
     trainer.fit(model, Batches(trainer.global_rank), ckpt_path=path)
     state = trainer.optimizers[0].state
@@ -161,10 +149,10 @@ def train(
     return Outcome(None if path is None else Path(path).name, model.seen, weights, optimizer)
 
 
-def quiet_trainer(*callbacks: Callback, trainer_class: Any = Trainer, **options: Any) -> Any:
+def quiet_trainer(*callbacks: Callback, **options: Any) -> Any:
     """A trainer on the CPU that prints nothing and saves nothing by itself."""
     settings = {"max_steps": 12, "devices": 1, "enable_checkpointing": False, **options}
-    return trainer_class(
+    return Trainer(
         accelerator="cpu",
         callbacks=list(callbacks),
         logger=False,

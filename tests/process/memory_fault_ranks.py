@@ -196,26 +196,21 @@ def save_one(each: Saving, step: int, attempt: int = 0, is_async: bool = False) 
 
 
 def life(
-    root: str, hosts: str, fault: Fault | None, attempt: int = 0, is_async: bool = False, silent_s: float = SILENT_S
+    root: str, hosts: str, fault: Fault | None, is_async: bool = False, silent_s: float = SILENT_S
 ) -> dict[str, Any]:
-    """A job from its start on: recovers a step, or saves OLD, and saves the next one; then a rank may be killed."""
+    """A job from its start on: saves OLD, and the next step; then a rank may be killed."""
     disk = Calls()
     with rank_of(root, hosts, disk, silent_s) as each, heard() as warnings_heard:
-        rank, step = each.replication.rank, each.latest()
-        found = _loaded(each, step, len(hosts))
-        each.loader.wait_for_replicas(ANSWER_S)
-        if step is None:
-            step = OLD
-            save_one(each, step, attempt, is_async)
-        assert step in each.steps()
+        save_one(each, OLD, is_async=is_async)
+        assert OLD in each.steps()
         each.replication.all_gather("begun", None)
-        mine = fault if fault is not None and fault.rank == rank else None
+        mine = fault if fault is not None and fault.rank == each.replication.rank else None
         if mine is not None and str(mine.at).startswith("receive "):
             _strike_while_receiving(mine)
         _tell_failed_pushes(each, Path(root) / "push-failed")
         disk.begin(mine)
-        save_one(each, step + 10, attempt, is_async)
-        told = {"found": found, "calls": disk.kinds, "struck": [one.verb for one in disk.struck], "steps": each.steps()}
+        save_one(each, NEW, is_async=is_async)
+        told = {"calls": disk.kinds, "steps": each.steps()}
         return told | {"skipped": each.saver.skipped.count(), "warnings": warnings_heard}
 
 
@@ -232,17 +227,17 @@ def _tell_failed_pushes(each: Saving, file: Path) -> None:
     vars(each.replication)["push"] = push_and_tell
 
 
-def recovered(roots: Sequence[str], hosts: str, attempt: int = 1) -> list[dict[str, Any]]:
+def recovered(roots: Sequence[str], hosts: str) -> list[dict[str, Any]]:
     """What a rank of the job that starts after it finds, in each of several copies of what was left, and saves then."""
-    return [_recovered(root, hosts, attempt) for root in roots]
+    return [_recovered(root, hosts) for root in roots]
 
 
-def _recovered(root: str, hosts: str, attempt: int) -> dict[str, Any]:
+def _recovered(root: str, hosts: str) -> dict[str, Any]:
     with rank_of(root, hosts) as each, heard() as warnings_heard:
         step = each.latest()
         outcome = {"found": _loaded(each, step, len(hosts)), "made": each.loader.wait_for_replicas(ANSWER_S)}
         each.replication.all_gather("made", None)
-        save_one(each, OLD if step is None else step + 10, attempt)
+        save_one(each, OLD if step is None else step + 10, 1)
         outcome["skipped"] = each.saver.skipped.count()
         outcome["next"] = _loaded(each, each.latest(), len(hosts))
         outcome["warnings"] = warnings_heard
@@ -296,11 +291,11 @@ def copy_of(root: Path, name: str) -> Path:
     return Path(shutil.copytree(root, root.with_name(name)))
 
 
-def newest_commit(root: Path, hosts: str) -> tuple[int, int]:
-    """Generation and step of the newest commit on any of these hosts; (-1, -1) if there is none."""
+def newest_commit(root: Path, hosts: str) -> int:
+    """The step of the newest commit on any of these hosts; -1 if there is none."""
     found = [(-1, -1)]
     for host in set(hosts):
         for path in base_of(root, host).glob(f"step-*/{MANIFEST_NAME}"):
             save = read_manifest(path.parent).name
             found.append((save.generation, save.step))
-    return max(found)
+    return max(found)[1]

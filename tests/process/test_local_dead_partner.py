@@ -9,9 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
+from torchelastic.checkpoint.replication.receive import Reception
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
@@ -99,19 +101,29 @@ class CountedFailures(MetricHandler):
 # A partner whose rank still trains, and that takes no replicas
 
 
-class Unwilling(Disk):
-    """From now on replicas find no room here, or nobody who answers."""
+class FullForOthers(Disk):
+    """From now on replicas find no room here."""
 
-    def __init__(self) -> None:
-        self.fate, self.has_saved = "", threading.Event()
+    is_full = False
 
     def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        if threading.current_thread().name.startswith("replica-"):
-            if self.fate == "has no room":
-                raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            if self.fate == "is silent":
-                self.has_saved.wait(TIMEOUT_S)
+        if self.is_full and threading.current_thread().name.startswith("replica-"):
+            raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         super().allocate(descriptor, size_bytes, path)
+
+
+@contextmanager
+def silent_receptions() -> Iterator[None]:
+    """Nobody who sends a replica to this process gets an answer."""
+    is_over, begin = threading.Event(), Reception.begin
+
+    def begin_later(reception: Reception, *arguments: Any) -> Any:
+        is_over.wait(TIMEOUT_S)
+        return begin(reception, *arguments)
+
+    with mock.patch.object(Reception, "begin", begin_later):
+        yield
+    is_over.set()
 
 
 CREW_SIZE = 2
@@ -139,25 +151,28 @@ def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_part
 
 
 def save_without_partner(root: Path, fate: str, is_async: bool) -> tuple[float, list[str], float, int, int, bool]:
-    rank, disk, metrics = dist.get_rank(), Unwilling(), CountedFailures()
+    rank, disk, metrics = dist.get_rank(), FullForOthers(), CountedFailures()
     configure(metrics, "torchelastic")
     try:
         manager = manager_at(root, rank, disk=disk)
         save(manager, 3, rank, is_async)
         assert len(shards(root, 1, 3, 0)) == 1, "the first replica was made"
         dist.barrier()
-        disk.fate = fate if rank == 1 else ""
-        if disk.fate == "does not listen":
+        is_partner = rank == 1
+        disk.is_full = is_partner and fate == "has no room"
+        if is_partner and fate == "does not listen":
             assert manager._server is not None
             manager._server.close()
         dist.barrier()
-        with warnings_of_saves() as warnings:
+        with (
+            warnings_of_saves() as warnings,
+            silent_receptions() if is_partner and fate == "is silent" else nullcontext(),
+        ):
             took_s = save(manager, 4, rank, is_async)
         saved, found = manager.latest_iteration, manager.find_latest()
         assert shards(root, 1, 4, 0) == [], "the replica of rank 0"
         dist.barrier()
-        disk.has_saved.set()
-        disk.fate = ""
+        disk.is_full = False
         state, _ = manager.load()
         dist.barrier()
         manager.close()

@@ -62,8 +62,8 @@ def manager_at(root: Path, host: int | None = None, **options: Any) -> LocalChec
     return LocalCheckpointManager(root / f"host-{dist.get_rank() if host is None else host}", "session", **options)
 
 
-def cliques(jump: int = 1, factor: int = 2) -> LazyCliqueReplicationStrategy:
-    return LazyCliqueReplicationStrategy(jump, factor)
+def cliques(factor: int = 2) -> LazyCliqueReplicationStrategy:
+    return LazyCliqueReplicationStrategy(1, factor)
 
 
 def save(root: Path, iterations: list[int], factor: int = 2, is_async: bool = False, keep: int = 1) -> list[str]:

@@ -55,17 +55,13 @@ def root(memory_folder: Path) -> Path:
 # --- one kill, one lost host ------------------------------------------------------------------------------------------
 
 
-def require_recoverable(
-    root: Path, hosts: str, ended: Sequence[Ended] = (), before: int = 0, attempt: int = 0
-) -> list[int]:
+def require_recoverable(root: Path, hosts: str, ended: Sequence[Ended]) -> list[int]:
     """Loses no host, or any one; each time the next job has to find what the commits that are left promise.
 
     Args:
         root: of the job that has ended.
         hosts: a letter per rank.
         ended: its ranks; where one says that the new step is complete, it has to be there.
-        before: the generation of the step before the new one.
-        attempt: of whoever saved the new step; the step before is of attempt 0.
 
     Returns:
         The steps that were found.
@@ -74,15 +70,15 @@ def require_recoverable(
     is_reported = any(one.value and not one.value["skipped"] and NEW in one.value["steps"] for one in ended)
     expected = []
     for lost in copies:
-        generation, step = newest_commit(root, hosts.replace(lost, "") if lost else hosts)
+        step = newest_commit(root, hosts.replace(lost, "") if lost else hosts)
         assert step in (OLD, NEW)
         assert step == NEW or not is_reported
-        expected.append((step, attempt if generation > before else 0))
-    told = run(recovered, [str(copy) for copy in copies.values()], hosts, attempt + 1, ranks=len(hosts))
+        expected.append((step, 0))
+    told = run(recovered, [str(copy) for copy in copies.values()], hosts, ranks=len(hosts))
     for one in told:
         assert one.error is None, one.error
         assert [outcome["found"] for outcome in one.value] == expected
-        assert [outcome["next"] for outcome in one.value] == [(step + 10, attempt + 1) for step, _ in expected]
+        assert [outcome["next"] for outcome in one.value] == [(step + 10, 1) for step, _ in expected]
         assert all(outcome["made"] and not outcome["skipped"] for outcome in one.value)
     for copy in copies.values():
         shutil.rmtree(copy)
@@ -91,7 +87,7 @@ def require_recoverable(
 
 def sweep(root: Path, hosts: str, victim: int, stride: int, is_async: bool) -> list[list[int]]:
     """Kills a rank at every so many-th call to the disk; which steps were found then, of each."""
-    counted = run(life, str(root), hosts, None, 0, is_async, ranks=len(hosts))
+    counted = run(life, str(root), hosts, None, is_async, ranks=len(hosts))
     calls = counted[victim].value["calls"]
     seed = secrets.randbits(32)
     print(f"hosts {hosts}, rank {victim}, asynchronous {is_async}, seed {seed}")  # pytest shows it where this fails
@@ -99,7 +95,7 @@ def sweep(root: Path, hosts: str, victim: int, stride: int, is_async: bool) -> l
     found = []
     for number in range(random.Random(seed).randrange(stride), len(calls), stride):
         each = root.with_name(f"killed-{number}")
-        ended = run(life, str(each), hosts, Fault(victim, number), 0, is_async, ranks=len(hosts))
+        ended = run(life, str(each), hosts, Fault(victim, number), is_async, ranks=len(hosts))
         if not ended[victim].was_killed:  # threads race to tidy up: the last calls are not always the same ones
             assert number >= len(calls) - 4, (number, ended)
             assert number >= len(ended[victim].value["calls"])
@@ -150,7 +146,7 @@ NAMED = [
     ("hosts", "fault", "is_async", "steps"), NAMED, ids=[f"{h}-{f.rank}-{f.at}-{a}" for h, f, a, _ in NAMED]
 )
 def test_a_rank_killed_in_the_middle_of(root: Path, hosts: str, fault: Fault, is_async: bool, steps: set[int]) -> None:
-    ended = run(life, str(root), hosts, fault, 0, is_async, ranks=len(hosts))
+    ended = run(life, str(root), hosts, fault, is_async, ranks=len(hosts))
     assert [one.was_killed for one in ended] == [rank == fault.rank for rank in range(len(hosts))]
     assert set(require_recoverable(root, hosts, ended)) == steps
 
@@ -162,7 +158,7 @@ def test_a_rank_stopped_for_a_while_makes_all_leave_the_save_out(root: Path) -> 
     fault = Fault(1, "receive shard", "pause")
     stop = Stop(1, until=root / "push-failed")
     root.mkdir()
-    ended = run(life, str(root), "ab", fault, 0, False, 1.0, ranks=2, stop=stop)
+    ended = run(life, str(root), "ab", fault, False, 1.0, ranks=2, stop=stop)
     assert [one.error for one in ended] == [None, None]
     assert ended[0].value["skipped"] == 1
     assert any("rank 1 on host-b has no copy" in text for text in ended[0].value["warnings"])

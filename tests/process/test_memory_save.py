@@ -1,44 +1,51 @@
-"""Saving into memory with `dcp.save`: what comes back, what is kept, and what a save does that cannot be made."""
+"""Saving into memory with DCP: what comes back, what is kept, and what a save does that cannot be made.
+
+With `dcp.async_save` values are those at the call, and no copy is made twice.
+"""
 
 from __future__ import annotations
 
 import errno
 import gc
 import io
+import multiprocessing
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.local_ranks import Crew, succeeded
+from tests.process.memory_jobs import EMPTY
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from tests.process.open_files import open_files
 from torchelastic.checkpoint.memory import MemoryStorageReader
 from torchelastic.checkpoint.memory.room import Free
+from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 SIZE = 50_000
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(3) as made:
-        yield made
+WAIT_S = 60
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+CREW_SIZE = 3
 
 
 @pytest.fixture
 def alone(root: Path) -> Iterator[Saving]:
     with saving(root) as one:
+        assert one.container
         yield one
 
 
@@ -48,6 +55,18 @@ def state_of(step: int, size: int = SIZE) -> State:
         "nested": {"m": torch.full((7, 3), float(step)), "lr": 0.5**step, "betas": [0.9, 0.99]},
         "step": step,
     }
+
+
+def change(state: Any) -> None:
+    """In place, all that can be changed."""
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, torch.Tensor) and value.numel() and not value._is_view():
+            with torch.no_grad():
+                value.zero_()
+        elif isinstance(value, (dict, list)):
+            change(value)
+    if isinstance(state, list):
+        state.append("later")
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -76,11 +95,18 @@ def all_kinds() -> State:
     return kinds
 
 
-def test_tensors_of_all_kinds_come_back_as_they_were(alone: Saving) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tensors_of_all_kinds_come_back_as_they_were(alone: Saving, is_async: bool) -> None:
     torch.manual_seed(0)
     state = all_kinds()
-    alone.save(state, 1)
-    assert same(alone.load(blank(state), 1), state)
+    expected = {key: value.detach().clone() for key, value in state.items()}
+    if is_async:
+        future = alone.async_save(state, 1)
+        change(state)
+        future.result(WAIT_S)
+    else:
+        alone.save(state, 1)
+    assert same(alone.load(blank(expected), 1), expected)
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(alone: Saving) -> None:
@@ -210,7 +236,7 @@ def sharded(step: int) -> State:
         "columns": distribute_tensor(whole.clone(), mesh, [Shard(1)]),
         "same": distribute_tensor(whole * 2, mesh, [Replicate()]),
         "replicated": torch.full((11,), float(step)),
-        "nested": {"step": step, "x": torch.tensor(step)},
+        "nested": {"step": step, "x": torch.tensor(step), "list": [step]},
     }
 
 
@@ -233,7 +259,6 @@ def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) ->
             "steps": one.steps(),
             "same": same(whole_of(target), whole_of(sharded(steps[-1]))),
             "files": len(one.shards()),
-            "slots": len(one.inodes()),
         }
         one.replication.all_gather("done", None)
         return answer
@@ -263,3 +288,117 @@ def save_what_one_rank_writes(root: str, hosts: str) -> tuple[Any, ...]:
 def test_a_rank_that_has_nothing_to_write_has_an_empty_shard(crew: Crew, root: Path) -> None:
     answers = succeeded(crew.run(save_what_one_rank_writes, str(root), "ab", ranks=2))
     assert answers == [(1, 2, [0.0, 1.0, 2.0, 3.0, 4.0])] * 2
+
+
+# --- beside the training ---------------------------------------------------------------------------------------------
+
+
+def test_a_copy_for_which_there_is_no_memory_leaves_the_save_out(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone.async_save(state_of(1), 1).result(WAIT_S)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.container.measure", lambda _: Free(0, 2**40))
+    large = state_of(2, 500_000)
+    alone.async_save(large, 2).result(WAIT_S)
+    assert alone.latest() == 1
+    assert "skipped" in caplog.text
+    assert "tmpfs" in caplog.text
+    monkeypatch.undo()
+    alone.async_save(large, 3).result(WAIT_S)
+    assert alone.latest() == 3
+
+
+def test_the_container_need_not_be_known_before_the_first_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MEMORY_ROOT", str(root))
+    with saving(root) as one:
+        for step in (1, 2, 3):
+            state = state_of(step)
+            future = one.async_save(state, step)
+            change(state)
+            future.result(WAIT_S)
+            assert same(one.load(blank(state_of(step)), step), state_of(step))
+        assert len(one.inodes()) == 2
+        assert not [path for path in root.glob("torchelastic-*/copies-*/*") if path.name not in EMPTY]
+
+
+def test_a_failed_save_that_is_not_looked_at_holds_up_no_later_one(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no plan")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(alone.saver, "prepare_local_plan", fail)
+        failed = [alone.async_save(state_of(step), step) for step in (1, 2)]
+        with pytest.raises(CheckpointException, match="no plan"):
+            failed[1].result(WAIT_S)
+    alone.async_save(state_of(3), 3).result(WAIT_S)
+    assert alone.latest() == 3
+    assert failed[0].exception() is not None
+
+
+def change_all(state: State) -> None:
+    with torch.no_grad():
+        for name in ("sharded", "same", "replicated"):
+            (state[name].to_local() if isinstance(state[name], DTensor) else state[name]).fill_(-1)
+    state["nested"]["list"].append(0)
+
+
+@contextmanager
+def saving_beside(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -> Iterator[Saving]:
+    """A rank that may have a child, which saves."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    with saving(root, hosts) as one:
+        yield one
+        one.replication.all_gather("done", None)
+    if kind is PROCESS:
+        executor._CHECKPOINT_PROCESS = None
+
+
+def save_async(root: str, hosts: str, kind: AsyncCheckpointerType, steps: int, port: int) -> dict[str, Any]:
+    with saving_beside(root, hosts, kind, port) as one:
+        equal, slots = [], []
+        for step in range(1, steps + 1):
+            state = sharded(step)
+            future = one.async_save(state, step, async_checkpointer_type=kind)
+            change_all(state)
+            future.result(WAIT_S)
+            one.replication.all_gather("saved", None)
+            target = sharded(0)
+            one.load(target, step)
+            equal.append(same(whole_of(target), whole_of(sharded(step))))
+            slots.append(sorted(one.inodes()))
+        return {"latest": one.latest(), "equal": equal, "slots": slots}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_ranks_save_beside_the_training(crew: Crew, root: Path, hosts: str, kind: AsyncCheckpointerType) -> None:
+    answers = succeeded(crew.run(save_async, str(root), hosts, kind, 4, *unused_ports("127.0.0.1"), ranks=len(hosts)))
+    for answer in answers:
+        assert (answer["latest"], answer["equal"]) == (4, [True] * 4)
+        assert len(answer["slots"][-1]) == len(answer["slots"][-2])
+        if hosts == "a":
+            assert answer["slots"][-1] == answer["slots"][-2]
+
+
+def overlapping(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -> list[Any]:
+    with saving_beside(root, hosts, kind, port) as one:
+        states = {step: sharded(step) for step in range(1, 9)}
+        futures = [one.async_save(state, step, async_checkpointer_type=kind) for step, state in states.items()]
+        under_way = sum(not future.done() for future in futures)
+        for future in futures:
+            future.result(WAIT_S)
+        one.replication.all_gather("saved", None)
+        return [under_way <= 1, one.latest(), len(one.inodes())]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "slots"), [(THREAD, 7), (PROCESS, 8)], ids=["thread", "process"])
+def test_a_save_waits_for_the_one_before_it(crew: Crew, root: Path, kind: AsyncCheckpointerType, slots: int) -> None:
+    answers = succeeded(crew.run(overlapping, str(root), "ab", kind, *unused_ports("127.0.0.1"), ranks=2))
+    for is_alone, latest, held in answers:
+        assert (is_alone, latest) == (True, 8)
+        assert held <= slots

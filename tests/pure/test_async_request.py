@@ -89,8 +89,8 @@ def test_what_the_ranks_conclude() -> None:
     assert verdict((1, FAILED), (1, RUNNING)) == CallVerdict(True, False, 0)
 
 
-def there_and_back(*args: Any, pool: MemoryPool | None = None) -> tuple[Parcel, tuple[Any, ...]]:
-    parcel = pack(AsyncRequest(keep, args, [lambda: None]), pool or MemoryPool(reuse=False))
+def there_and_back(*args: Any) -> tuple[Parcel, tuple[Any, ...]]:
+    parcel = pack(AsyncRequest(keep, args, [lambda: None]), MemoryPool(reuse=False))
     return parcel, unpack(parcel).async_fn_args
 
 
