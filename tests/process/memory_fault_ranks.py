@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import shutil
 import signal
@@ -19,19 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tests.process.forked_ranks import ANSWER_S
 from tests.process.memory_ranks import base_of
-from tests.process.memory_saves import Saving, State, blank, same
+from tests.process.memory_saves import Saving, State, blank, same, saving
 from torchelastic.checkpoint.memory import (
-    CheckpointObjectManager,
-    DefaultCheckpointLoader,
-    DefaultCheckpointSaver,
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.memory.ids import is_commit
-from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
+from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import Reception
@@ -158,20 +153,10 @@ class WriterWithExtra(MemoryStorageWriter):
 @contextmanager
 def rank_of(root: str, hosts: str, disk: Disk = REAL_DISK, silent_s: float = SILENT_S) -> Iterator[Saving]:
     """A rank of a job; `hosts` has a letter per rank."""
-    rank = dist.get_rank()
-    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
-    manager, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
-    replication.initialize(manager, 0, ReplicationRetryConfig(max_retries=1, timeout_seconds=silent_s))
-    saver = DefaultCheckpointSaver(ckpt_obj_manager=manager, replication_manager=replication)
-    base = base_of(root, hosts[rank])
-    manager.container(base)
-    replication.all_gather("ready", None)  # who pushes before its partner has opened the container is refused
-    try:
-        loader = DefaultCheckpointLoader(manager, replication)
-        yield Saving(manager, replication, WriterWithExtra(saver, thread_count=1), loader, base)
-    finally:
-        replication.shutdown()
-        manager.teardown_pool()
+    with saving(root, hosts, disk=disk, silent_s=silent_s, kind=WriterWithExtra, thread_count=1) as each:
+        each.manager.container(each.base)
+        each.replication.all_gather("ready", None)  # who pushes before its partner has opened the container is refused
+        yield each
 
 
 def state_of(step: int, attempt: int, rank: int) -> State:

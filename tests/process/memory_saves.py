@@ -26,7 +26,7 @@ from torchelastic.checkpoint.memory import (
 )
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import is_commit
-from torchelastic.checkpoint.replication import ReplicationManager
+from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.checkpoint.store.save_id import ShardId
@@ -100,17 +100,21 @@ def quietly(function: Any, *arguments: Any, **options: Any) -> Any:
 
 @contextmanager
 def saving(
-    root: str | Path, hosts: str = "a", *, disk: Disk = REAL_DISK, timeout_s: float = 10.0, **options: Any
+    root: str | Path,
+    hosts: str = "a",
+    *,
+    disk: Disk = REAL_DISK,
+    silent_s: float = 30.0,
+    kind: Any = MemoryStorageWriter,
+    **options: Any,
 ) -> Iterator[Saving]:
-    """A rank of a job; `hosts` has a letter per rank."""
+    """A rank of a job; `hosts` has a letter per rank. Options are those of the kind of writer."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
     manager, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
-    replication.initialize(manager, timeout_s=timeout_s)
-    saver = DefaultCheckpointSaver(
-        global_barrier_func=lambda: None, ckpt_obj_manager=manager, replication_manager=replication
-    )
-    writer = MemoryStorageWriter(saver, **options)
+    replication.initialize(manager, 0, ReplicationRetryConfig(max_retries=1, timeout_seconds=silent_s))
+    saver = DefaultCheckpointSaver(ckpt_obj_manager=manager, replication_manager=replication)
+    writer = kind(saver, **options)
     loader = DefaultCheckpointLoader(manager, replication)
     try:
         yield Saving(manager, replication, writer, loader, base_of(root, hosts[rank]))

@@ -64,15 +64,6 @@ def test_a_root_that_cannot_be_used_is_named(root: Path) -> None:
             job_container("job7", path)
 
 
-def test_a_job_without_identity_gets_no_container(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--rdzv-id"):
-        job_container(root=root)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(ValueError, match="--rdzv-id"):
-        job_container(root=root)
-    assert list(root.iterdir()) == []
-
-
 @pytest.mark.parametrize("made_up", [str(uuid.UUID(int=7, version=4)), "standalone-0123abcd"])
 def test_a_run_id_that_a_launcher_makes_up_at_each_start_is_warned_of(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, made_up: str

@@ -49,23 +49,6 @@ def test_what_is_more_than_plain_is_left_to_torch() -> None:
     assert torch.equal(weights["w"], torch.arange(3))
 
 
-class Touch:
-    """A pickle of it creates a file where it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def test_nothing_is_run(tmp_path: Path) -> None:
-    for value in (Touch(tmp_path / "run"), [1, {"a": Touch(tmp_path / "run")}]):
-        with pytest.raises(pickle.UnpicklingError):
-            load_safely(archive_of(value))
-    assert not list(tmp_path.iterdir())
-
-
 @given(st.binary(max_size=200) | st.integers(0, 400).map(lambda end: archive_of({"a": [1, "b"]}).getvalue()[:end]))
 def test_what_is_no_archive_is_refused_with_the_errors_of_torch(content: bytes) -> None:
     def ended(load: Any) -> Any:

@@ -32,8 +32,12 @@ if __name__ == "__main__":
 """
 
 
-def guide() -> str:
-    return GUIDE.read_text(encoding="utf-8")
+def scripts(folder: Path) -> tuple[Path, Path]:
+    """The guide, and what is run after a restart."""
+    first, again, guide = folder / "guide.py", folder / "again.py", GUIDE.read_text(encoding="utf-8")
+    first.write_text(guide)
+    again.write_text(guide.partition(GUARD)[0] + AGAIN)
+    return first, again
 
 
 def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:
@@ -71,20 +75,8 @@ def shards(base: Path) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
-def test_the_snippets_of_the_guide_run_on_one_host(root: Path, tmp_path: Path, number: int) -> None:
-    script = tmp_path / "guide.py"
-    script.write_text(guide())
-    (base,) = hosts(root, 1)
-    run(script, [base] * number, tmp_path / "long-term")
-    assert [path.parent.name.split(".")[0] for path in base.glob("step-*/manifest.json")] == ["step-000000021"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [2, 3])
 def test_what_a_lost_host_had_comes_back_from_its_peer(root: Path, tmp_path: Path, number: int) -> None:
-    first, again = tmp_path / "guide.py", tmp_path / "again.py"
-    first.write_text(guide())
-    again.write_text(guide().partition(GUARD)[0] + AGAIN)
+    first, again = scripts(tmp_path)
     bases = hosts(root, number)
     run(first, bases, tmp_path / "long-term")
     everything = set().union(*map(shards, bases))
@@ -99,9 +91,7 @@ def test_what_a_lost_host_had_comes_back_from_its_peer(root: Path, tmp_path: Pat
 
 @pytest.mark.long
 def test_without_anything_in_memory_the_long_term_checkpoint_is_loaded(root: Path, tmp_path: Path) -> None:
-    first, again = tmp_path / "guide.py", tmp_path / "again.py"
-    first.write_text(guide())
-    again.write_text(guide().partition(GUARD)[0] + AGAIN)
+    first, again = scripts(tmp_path)
     (base,) = hosts(root, 1)
     run(first, [base], tmp_path / "long-term")
     shutil.rmtree(base)

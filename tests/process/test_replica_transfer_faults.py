@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,24 +85,6 @@ def from_either(first: ReplicaClient, second: ReplicaClient, back: bytearray) ->
     return first_good_copy(
         "x", [ShardSource(0), ShardSource(1)], lambda one: clients[one.rank].pull("x", lambda _: back)
     )
-
-
-@pytest.mark.long
-def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:
-    back = bytearray(SIZE_BYTES)
-    with running(SERVES_SLOWLY) as first, holder(content_of(1)) as second:
-
-        def kill_in_the_middle() -> None:
-            wait_until(lambda: any(back[1_000_000:1_000_100]), what="some pieces have arrived")
-            first.kill()
-
-        slow = ReplicaClient(("127.0.0.1", port_of(first)), TOKEN, retry_s=0)
-        killer = threading.Thread(target=kill_in_the_middle)
-        killer.start()
-        from_either(slow, client_of(second), back)
-        killer.join(PATIENCE_S)
-        assert first.wait(PATIENCE_S) == -signal.SIGKILL
-    assert back == content_of(1)
 
 
 # --- stopped ----------------------------------------------------------------------------------------------------------
