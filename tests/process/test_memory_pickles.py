@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import collections
 import io
-import os
-import pickle
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
