@@ -6,7 +6,6 @@ What these functions do on each rank is run by `forked_ranks.run_ranks`.
 from __future__ import annotations
 
 import errno
-import logging
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from tests.process.forked_ranks import ANSWER_S
+from tests.process.log_ears import heard
 from tests.process.memory_ranks import base_of
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from torchelastic.checkpoint.memory import (
@@ -242,21 +242,6 @@ def _loaded(each: Saving, step: int | None, ranks: int) -> Any:
     ):
         return f"step {loaded['step']} of attempt {loaded['attempt']} is mixed or torn; {extra}"
     return (step, loaded["attempt"])
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """The warnings of this library."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    vars(handler)["emit"] = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("torchelastic")
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
 
 
 # --- what is left -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from tests.process.forked_ranks import run_ranks
 from tests.process.local_ranks import Crew, succeeded
+from tests.process.log_ears import heard
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
@@ -37,6 +37,10 @@ TIMEOUT_S = 30.0
 ANSWER_S = 240
 #: For a save without its replica; far below `TIMEOUT_S`, after which the group would be given up.
 BOUND_S = 25.0
+
+
+#: The logger of saves.
+SAVES = "torchelastic.checkpoint.local"
 
 
 # What the ranks save
@@ -72,19 +76,6 @@ def save(manager: LocalCheckpointManager, iteration: int, rank: int, is_async: b
 
 def shards(root: Path, host: int, iteration: int, of_rank: int) -> list[Path]:
     return sorted((root / f"host-{host}").glob(f"session/step-{iteration:09d}.*/shard-{of_rank:05d}-of-*.shard"))
-
-
-@contextmanager
-def warnings_of_saves() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchelastic.checkpoint.local")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
 
 
 class CountedFailures(MetricHandler):
@@ -165,7 +156,7 @@ def save_without_partner(root: Path, fate: str, is_async: bool) -> tuple[float, 
             manager._server.close()
         dist.barrier()
         with (
-            warnings_of_saves() as warnings,
+            heard(SAVES) as warnings,
             silent_receptions() if is_partner and fate == "is silent" else nullcontext(),
         ):
             took_s = save(manager, 4, rank, is_async)
@@ -231,7 +222,7 @@ def survive(root: Path, is_async: bool, when: str) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     told: dict[str, Any] = {"error": ""}
     start_s = time.monotonic()
-    with warnings_of_saves() as warnings, AsyncCallsQueue(worker="thread", timeout_s=TIMEOUT_S) as queue:
+    with heard(SAVES) as warnings, AsyncCallsQueue(worker="thread", timeout_s=TIMEOUT_S) as queue:
         try:
             request = manager.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4, is_async=is_async)
         except OutOfStepError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.process.local_ranks import Crew, Failed, succeeded
+from tests.process.log_ears import heard
 from tests.process.replicas import counting_pulls
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
@@ -82,25 +82,20 @@ def save(root: Path, iterations: list[int], factor: int = 2, is_async: bool = Fa
     return sorted(path.name for path in manager.local_ckpt_dir.iterdir() if not path.name.startswith("."))
 
 
-def load(root: Path, hosts: list[int] | None = None, strategy: LazyCliqueReplicationStrategy | None = None) -> Any:
+def load(root: Path) -> Any:
     """Loads, and returns what was found, of which rank it is, whether it is right, and the warnings."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchelastic.checkpoint")
-    logger.addHandler(handler)
-    manager = manager_at(root, hosts[dist.get_rank()] if hosts else None, repl_strategy=strategy)
-    try:
-        found = manager.find_latest()
-        if found == -1:
-            return -1, None, False, messages
-        state, ckpt_id = manager.load()
-        is_right = is_state_of(state.to_tree(), ckpt_id.rank, ckpt_id.iteration)
-        return found, tuple(ckpt_id), is_right, messages
-    finally:
-        dist.barrier()
-        manager.close()
-        logger.removeHandler(handler)
+    with heard() as messages:
+        manager = manager_at(root)
+        try:
+            found = manager.find_latest()
+            if found == -1:
+                return -1, None, False, messages
+            state, ckpt_id = manager.load()
+            is_right = is_state_of(state.to_tree(), ckpt_id.rank, ckpt_id.iteration)
+            return found, tuple(ckpt_id), is_right, messages
+        finally:
+            dist.barrier()
+            manager.close()
 
 
 def iterations_and_parts(answers: list[Any]) -> list[Any]:

@@ -184,20 +184,25 @@ def test_a_job_that_starts_while_the_hidden_container_is_removed_keeps_its_new_o
     fence.release()
 
 
+@pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_job_that_opened_the_lock_of_a_container_that_then_goes_begins_anew(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_made_anew: bool
 ) -> None:
     base = dead_job(root / "7", "job7")
     (dead,) = find_dead(root)
+    another = Fence(base, owner_lock=JOB_FILE)
     removed: list[bool] = []
 
     def late(descriptor: int, operation: int) -> bool:
         monkeypatch.setattr("torchelastic.checkpoint.store.owner.lock_file", lock_file)
         removed.append(remove_dead(dead))
+        if is_made_anew:
+            another.enter("job7")
         return lock_file(descriptor, operation)
 
     monkeypatch.setattr("torchelastic.checkpoint.store.owner.lock_file", late)
     with entered(base, "job7"):
+        another.release()
         assert removed == [True]
         assert content(base) == EMPTY
         assert is_held(base)
@@ -252,41 +257,6 @@ def test_a_remover_that_is_killed_leaves_what_the_next_one_removes(root: Path, c
         assert [dead.run_id for dead in left] == ["job7"] * (call > 0)
         assert all(remove_dead(dead) for dead in left)
         assert list(root.iterdir()) == [base]
-
-
-_REMOVER = """
-import sys
-from pathlib import Path
-from torchelastic.checkpoint.memory.dead_jobs import find_dead, remove_dead
-print("ready", flush=True)
-removed = 0
-while not Path(sys.argv[2]).exists():
-    removed += sum(remove_dead(dead) for dead in find_dead(Path(sys.argv[1])))
-print(removed)
-"""
-
-
-def test_jobs_that_start_again_and_again_beside_a_remover_always_have_their_container(root: Path) -> None:
-    jobs, stop = root / "jobs", root / "stop"
-    jobs.mkdir()
-    command = [sys.executable, "-c", _REMOVER, str(jobs), str(stop)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as remover:
-        assert remover.stdout is not None
-        assert remover.stdout.readline() == "ready\n"
-        try:
-            intact = sum(starts_and_stays(jobs / "7", number) for number in range(400))
-        finally:
-            stop.touch()
-        removed = int(remover.communicate(timeout=BOUND_S)[0])
-    assert intact == 400
-    assert removed > 0, "the remover never met a dead one: nothing was tried"
-
-
-def starts_and_stays(base: Path, number: int) -> bool:
-    with entered(base, "job7"):
-        slot = base / f"slot-{number}"
-        slot.touch()
-        return is_held(base) and slot.exists()
 
 
 # --- where ------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.process.forked_ranks import Ended, Stop, run_ranks
+from tests.process.log_ears import heard
 from tests.process.memory_fault_ranks import (
     EXTRA,
     NEW,
@@ -29,7 +30,6 @@ from tests.process.memory_fault_ranks import (
     Fault,
     copies_of,
     copy_of,
-    heard,
     life,
     newest_commit,
     recovered,

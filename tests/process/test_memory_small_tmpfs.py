@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.process.forked_ranks import run_ranks, values
-from tests.process.memory_fault_ranks import heard
+from tests.process.log_ears import heard
 from tests.process.memory_saves import saving
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic import metrics
