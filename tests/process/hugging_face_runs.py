@@ -24,6 +24,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
+from tests.process.log_ears import heard
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
 
 STEPS = 12
@@ -139,15 +140,6 @@ class Counting(TrainerCallback, ExportableState):  # type: ignore[misc, unused-i
         return {"args": {"count": self.count}, "attributes": {}}
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def model_of(run: Run) -> torch.nn.Module:
     torch.manual_seed(1)
     if run.batch_norm:
@@ -196,13 +188,14 @@ def digest_of(model: Any) -> str:
 
 def train(run: Run) -> Outcome:
     """The training program: a user's own, with one line more."""
-    run, warnings = _begin(run)
+    run = _begin(run)
     memory = MemoryCheckpointCallback(run.base, run.every) if run.every else None
     events = Events(run, memory)
     trainer = trainer_of(run, *([memory] if memory else []), events, Counting())
-    path = memory.resume_from_checkpoint(trainer if run.knows_trainer else None) if memory else None
-    events.path = path
-    trainer.train(resume_from_checkpoint=path)
+    with heard() as warnings:
+        path = memory.resume_from_checkpoint(trainer if run.knows_trainer else None) if memory else None
+        events.path = path
+        trainer.train(resume_from_checkpoint=path)
     (counting,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Counting))
     return Outcome(
         path,
@@ -210,13 +203,13 @@ def train(run: Run) -> Outcome:
         digest_of(trainer.model),
         counting.count,
         events.was_tidy,
-        tuple(warnings.texts),
+        tuple(warnings),
     )
 
 
 def look(run: Run) -> tuple[str | None, dict[str, Any]]:
     """What a Trainer would resume from: the path, and what is in the files that hold no tensors alone."""
-    run, _ = _begin(run)
+    run = _begin(run)
     path = resume_path(trainer_of(run), run.base)
     content: dict[str, Any] = {}
     for file in sorted(Path(path).iterdir()) if path else ():
@@ -236,12 +229,10 @@ def _without_tensors(value: Any) -> Any:
     return type(value)(map(_without_tensors, value)) if type(value) in (list, tuple) else value
 
 
-def _begin(run: Run) -> tuple[Run, Warnings]:
+def _begin(run: Run) -> Run:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers_logging.set_verbosity(logging.ERROR)
-    warnings = Warnings()
-    logging.getLogger("torchelastic").addHandler(warnings)
     host = os.environ.get("TORCHELASTIC_FAILURE_DOMAIN")  # where the test has several hosts on this machine
     if host is not None:
         run = replace(run, base=f"{Path(run.base).parent}/{host}/{Path(run.base).name}")
-    return run, warnings
+    return run

@@ -91,15 +91,6 @@ def test_what_is_there_already_does_not_travel_again(server: ReplicaServer) -> N
         assert len(wire.seen["up"]) < SIZE_BYTES + 10_000
 
 
-def test_new_content_replaces_the_old_one_at_once(server: ReplicaServer, shelf: RecordingShelf) -> None:
-    client_of(server).push("x", content_of(1), token_round=1)
-    seen = set()
-    with between_pieces(lambda: seen.add(shelf.bytes_of("x"))):
-        client_of(server).push("x", content_of(2), token_round=1)
-    assert seen == {content_of(1)}
-    assert shelf.bytes_of("x") == content_of(2)
-
-
 def test_lists_longer_than_a_message_come_in_pages(server: ReplicaServer, shelf: RecordingShelf) -> None:
     assert client_of(server).ids() == []
     names = [f"{number:04}{'x' * 100}" for number in range(1500)]
