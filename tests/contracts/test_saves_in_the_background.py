@@ -70,6 +70,7 @@ JOBS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     "local, thread": ("local", partial(local, worker="thread")),
     "local, persistent": ("local", partial(local, worker="persistent")),
     "memory, thread": ("memory", partial(memory, kind=AsyncCheckpointerType.THREAD)),
+    "memory, process": ("memory", partial(memory, kind=AsyncCheckpointerType.PROCESS)),
 }
 
 

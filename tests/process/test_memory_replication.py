@@ -120,14 +120,9 @@ SHARD, COMMIT = ranks.shard(0, 2, 5, 0), ranks.shard(2, 2, 5, 0)
 TRICKS = (f"{JOB}/../{COMMIT}", f"../{JOB}/{COMMIT}", f"/{JOB}/{COMMIT}")
 NOT_WANTED = (
     f"other/{COMMIT}",
-    f"{JOB}/{SHARD.name}/evil.pt",
     f"{JOB}/{SHARD.name}/manifest.json",
     f"{JOB}/step-5_ckpt/evil.pt",
-    f"{JOB}/{SHARD.name}/more/shard-00000-of-00003.shard",
-    f"{JOB}/shard-00000-of-00003.shard",
-    f"{JOB}/{SHARD.name}/shard-00000-of-00001.shard",
     f"{JOB}/{SHARD.name}/shard-00003-of-00003.shard",
-    f"{JOB}/step-000000005.e1.r0.g0.0000000G/shard-00000-of-00003.shard",
 )
 
 

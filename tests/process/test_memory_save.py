@@ -356,49 +356,28 @@ def saving_beside(root: str, hosts: str, kind: AsyncCheckpointerType, port: int)
         executor._CHECKPOINT_PROCESS = None
 
 
-def save_async(root: str, hosts: str, kind: AsyncCheckpointerType, steps: int, port: int) -> dict[str, Any]:
-    with saving_beside(root, hosts, kind, port) as one:
-        equal, slots = [], []
-        for step in range(1, steps + 1):
-            state = sharded(step)
-            future = one.async_save(state, step, async_checkpointer_type=kind)
-            change_all(state)
-            future.result(WAIT_S)
-            one.replication.all_gather("saved", None)
-            target = sharded(0)
-            one.load(target, step)
-            equal.append(same(whole_of(target), whole_of(sharded(step))))
-            slots.append(sorted(one.inodes()))
-        return {"latest": one.latest(), "equal": equal, "slots": slots}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
-@pytest.mark.parametrize("hosts", ["a", "ab"])
-def test_ranks_save_beside_the_training(crew: Crew, root: Path, hosts: str, kind: AsyncCheckpointerType) -> None:
-    answers = succeeded(crew.run(save_async, str(root), hosts, kind, 4, *unused_ports("127.0.0.1"), ranks=len(hosts)))
-    for answer in answers:
-        assert (answer["latest"], answer["equal"]) == (4, [True] * 4)
-        assert len(answer["slots"][-1]) == len(answer["slots"][-2])
-        if hosts == "a":
-            assert answer["slots"][-1] == answer["slots"][-2]
-
-
 def overlapping(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -> list[Any]:
     with saving_beside(root, hosts, kind, port) as one:
         states = {step: sharded(step) for step in range(1, 9)}
-        futures = [one.async_save(state, step, async_checkpointer_type=kind) for step, state in states.items()]
+        futures = []
+        for step, state in states.items():
+            futures.append(one.async_save(state, step, async_checkpointer_type=kind))
+            change_all(state)
         under_way = sum(not future.done() for future in futures)
         for future in futures:
             future.result(WAIT_S)
         one.replication.all_gather("saved", None)
-        return [under_way <= 1, one.latest(), len(one.inodes())]
+        target = sharded(0)
+        one.load(target, 8)
+        return [under_way <= 1, one.latest(), same(whole_of(target), whole_of(sharded(8))), len(one.inodes())]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "slots"), [(THREAD, 7), (PROCESS, 8)], ids=["thread", "process"])
-def test_a_save_waits_for_the_one_before_it(crew: Crew, root: Path, kind: AsyncCheckpointerType, slots: int) -> None:
+def test_a_save_is_of_the_values_at_the_call_and_waits_for_the_one_before_it(
+    crew: Crew, root: Path, kind: AsyncCheckpointerType, slots: int
+) -> None:
     answers = succeeded(crew.run(overlapping, str(root), "ab", kind, *unused_ports("127.0.0.1"), ranks=2))
-    for is_alone, latest, held in answers:
-        assert (is_alone, latest) == (True, 8)
+    for is_alone, latest, is_same, held in answers:
+        assert (is_alone, latest, is_same) == (True, 8, True)
         assert held <= slots
