@@ -236,7 +236,7 @@ def sharded(step: int) -> State:
         "columns": distribute_tensor(whole.clone(), mesh, [Shard(1)]),
         "same": distribute_tensor(whole * 2, mesh, [Replicate()]),
         "replicated": torch.full((11,), float(step)),
-        "nested": {"step": step, "x": torch.tensor(step), "list": [step]},
+        "nested": {"step": step, "x": torch.tensor(step), "list": [step], "set": {step}},
     }
 
 
@@ -342,6 +342,7 @@ def change_all(state: State) -> None:
         for name in ("sharded", "same", "replicated"):
             (state[name].to_local() if isinstance(state[name], DTensor) else state[name]).fill_(-1)
     state["nested"]["list"].append(0)
+    state["nested"]["set"].add(0)
 
 
 @contextmanager
