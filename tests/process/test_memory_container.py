@@ -84,22 +84,6 @@ def base(memory_folder: Path) -> Path:
     return memory_folder / "job-7"
 
 
-def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
-    container = Container(base)
-    commit(container, save(container, 1))
-    shard = save(container, 2)
-    assert container.tidy() == []
-    assert container.path_of(shard).exists()
-
-
-def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
-    container = Container(base)
-    save(container, 9, generation=1)
-    save(container, 1, generation=1)
-    commit(container, save(container, 2))
-    assert container.tidy() == [1, 9]
-
-
 def test_the_attached_files_of_a_step_are_those_of_its_newest_save(base: Path) -> None:
     container = Container(base)
     older, newer = (save(container, 1, generation=generation) for generation in (1, 2))
