@@ -34,20 +34,18 @@ sys.path.insert(0, sys.argv[2])
 from test_memory_container import save
 from torchelastic.checkpoint.memory.container import Container
 container = Container(sys.argv[1])
-save(container, 1, rank=1, generation=1, value=1.0)
+save(container, 1, rank=1, generation=1)
 print("saved", flush=True)
 time.sleep(60)
 """
 
 
-def save(
-    container: Container, step: int, rank: int = 0, generation: int | None = None, value: float = 0.0, epoch: int = 1
-) -> ShardId:
+def save(container: Container, step: int, rank: int = 0, generation: int | None = None) -> ShardId:
     """One rank's share of a save by two ranks."""
-    shard = shard_of(SaveId(epoch, 0, step if generation is None else generation, step, "00000007"), rank, 2)
-    header = lay_out(flatten({"weight": torch.full((1000,), value)}), meta_of_shard(shard))
+    shard = shard_of(SaveId(1, 0, step if generation is None else generation, step, "00000007"), rank, 2)
+    header = lay_out(flatten({"weight": torch.zeros(1000)}), meta_of_shard(shard))
     stage = container.pool.take(header)
-    checksums = stage.copy_and_hash([torch.full((1000,), value)])
+    checksums = stage.copy_and_hash([torch.zeros(1000)])
     container.publish(stage, header.with_checksums(checksums), container.path_of(shard))
     return shard
 
