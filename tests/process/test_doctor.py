@@ -225,9 +225,6 @@ def test_the_strictest_control_group_limits_processes(tmp_path: Path) -> None:
     assert _most_processes(tmp_path / "cgroup", tmp_path / "nowhere") == (None, 0)
 
 
-# Network --------------------------------------------------------------------------------------------------------------
-
-
 # Deadlines, clock, versions, torch ------------------------------------------------------------------------------------
 
 

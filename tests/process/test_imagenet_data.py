@@ -53,9 +53,6 @@ def test_a_resnet_has_the_published_number_of_parameters(depth: int, parameters:
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
-# ------------------------------------------------------------------------------------------------------- the schedule
-
-
 # --------------------------------------------------------------------------------------------------------- the images
 
 

@@ -125,9 +125,6 @@ def test_lost_and_repeated_images_are_counted_per_epoch() -> None:
     assert sample_ledger(events, images=3, epochs=1) == SampleLedger(steps=3, trained=7, lost=0, repeated=4)
 
 
-# ---------------------------------------------------------------------------------------------------------- the display
-
-
 # --------------------------------------------------------------------------------------------------- the command line
 
 

@@ -225,6 +225,3 @@ def test_words_that_cannot_be_carried_out_are_refused_before_the_job_starts(word
     done = simulate("true", *words)
     assert done.returncode == 2
     assert done.stderr.decode().startswith(f"torchelastic simulate-esi: {said}")
-
-
-# --- its parts ------------------------------------------------------------------------------------

@@ -265,6 +265,3 @@ def test_how_long_steps_may_take_is_handed_on_by_rank_0_of_the_next_group(dogs: 
     new.enter("forming the group", heartbeat)
     new.begin(1, 2, 10)
     wait_until(lambda: new.bound_s == pytest.approx(30.0))
-
-
-# --- what it costs ----------------------------------------------------------------------------------------------------

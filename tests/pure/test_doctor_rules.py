@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.doctor.accelerators import AcceleratorFacts
 from torchelastic.doctor.findings import Finding, Level, exit_code
 from torchelastic.doctor.folder import FolderFacts, judge_folder
 from torchelastic.doctor.host import (
@@ -94,11 +93,6 @@ def test_a_version_that_does_not_fit_is_an_error(facts: VersionFacts, said: str)
     found = judge_versions(facts)
     assert levels(found) == [ERROR]
     assert said in text_of(found)
-
-
-# GPUs -----------------------------------------------------------------------------------------------------------------
-
-CPU = AcceleratorFacts(torch="2.13.0")
 
 
 # Memory and limits ----------------------------------------------------------------------------------------------------
@@ -218,6 +212,3 @@ def test_a_checkpoint_folder_has_to_be_durable_roomy_and_writable(
     found = judge_folder(facts, needed)
     assert levels(found) == [level]
     assert said in text_of(found)
-
-
-# Left-overs, deadlines, clock -----------------------------------------------------------------------------------------

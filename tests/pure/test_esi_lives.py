@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 from dataclasses import replace
 
 import pytest
 
-from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.esi_lives import (
     How,
     Life,
@@ -151,10 +149,3 @@ def test_a_life_in_words() -> None:
         "SIGKILL to 1 process that did not end with the command"
     )
     assert str(Life(0, 3.0, 2.0)) == "finished (exit code 0) after 3.0 s"
-
-
-# --- words ----------------------------------------------------------------------------------------
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    return command_parser().parse_args(["simulate-esi", "--cmd", "train", *words])

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from torchelastic.agent.event_log import EventLog, events_log
-from torchelastic.agent.terminal import Terminal
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Join, LedgerEvent, Save, Start, StoreOutage, to_dict
-from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.meter import Meter
 from torchelastic.log_lines import (
     FORMAT_VARIABLE,
@@ -27,7 +25,6 @@ from torchelastic.log_lines import (
 )
 
 S = 10**9
-BOOK = HostLedger()
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -112,18 +109,6 @@ def test_as_json_a_workers_lines_are_json_whatever_the_script_sets_up(monkeypatc
         logging.getLogger("torchelastic.train_loop").warning("failure 1")
     (document,) = documents(screen.getvalue())
     assert (document["kind"], document["rank"], document["round"], document["step"]) == ("log", 1, 4, 12)
-
-
-# --- what workers say, on the screen ----------------------------------------------------------------------------------
-
-
-class Shown:
-    def __init__(self, form: str) -> None:
-        self.texts: dict[str, str] = {"stdout": "", "stderr": ""}
-        self.terminal = Terminal(self.write, form=form, host="a", wall_s=lambda: 7.5)
-
-    def write(self, stream: str, text: str) -> None:
-        self.texts[stream] += text
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -17,22 +17,6 @@ from torchelastic.report.model import Report
 from torchelastic.report.page import html_page
 from torchelastic.report.segments import Segment
 
-#: What the first worker of `killed_run` had counted from one moment to the next, in milliseconds.
-FIRST = [
-    (0, 500, {"start_up": 490, "idle": 10}),
-    (500, 510, {"restore": 10}),
-    (510, 610, {"productive": 100}),
-    (610, 830, {"productive": 200, "save_stall": 20}),
-    (830, 1060, {"productive": 180, "replayed": 50}),
-    (1060, 1090, {"re_form": 30}),
-    (1090, 1100, {"restore": 10}),
-    (1100, 1200, {"productive": 100}),
-    (1200, 2010, {"productive": 800, "re_form": 10}),
-    (2010, 2020, {"restore": 10}),
-    (2020, 3020, {"productive": 1000}),
-    (3020, 3120, {"idle": 100}),
-]
-
 
 def ms(segment: Segment) -> tuple[float, float, dict[str, float]]:
     """From, to and what it was, in milliseconds."""

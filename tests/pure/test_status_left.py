@@ -128,6 +128,3 @@ def test_losses_stay_among_the_events_of_a_day_of_saves() -> None:
     assert len(view.status(HostLedger()).events) == MOST_EVENTS
     half = len(encode_host(view.status(HostLedger()))) // 2
     assert b"etcd is unreachable" in encode_host(view.status(HostLedger()), half), "also where room is short"
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples.transformer_slurm.arguments import parse_options
 from examples.transformer_slurm.checkpoint_names import SavedName, newest_first, superfluous
@@ -116,10 +115,3 @@ def test_ranks_are_those_of_srun_or_torchrun() -> None:
 def test_several_processes_that_do_not_train_together_are_refused(environment: dict[str, str]) -> None:
     with pytest.raises(StartError, match="add --distributed"):
         ranks_in(environment, distributed=False)
-
-
-# ------------------------------------------------------------------------------------------------------- comparing
-
-
-def tensors(*values: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.tensor(values)}
