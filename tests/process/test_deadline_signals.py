@@ -107,7 +107,6 @@ def test_the_handler_of_before_is_called_with_every_signal(clocks: Clocks) -> No
 
 def test_two_at_once_are_one_and_a_second_one_later_ends_the_process() -> None:
     def at_once() -> None:
-        signal.signal(TERM, signal.SIG_DFL)
         clocks = Clocks()
         notices = SignalNotices({TERM: 30.0}, clock=clocks.clock)
         signal.raise_signal(TERM)
@@ -116,7 +115,6 @@ def test_two_at_once_are_one_and_a_second_one_later_ends_the_process() -> None:
         assert notices.remaining_s(clocks.now_s) == 26.0
 
     def later() -> None:
-        signal.signal(TERM, signal.SIG_DFL)
         clocks = Clocks()
         SignalNotices({TERM: 30.0}, clock=clocks.clock)
         signal.raise_signal(TERM)
@@ -129,7 +127,6 @@ def test_two_at_once_are_one_and_a_second_one_later_ends_the_process() -> None:
 
 
 def test_the_first_interrupt_is_a_notice_and_the_second_interrupts(clocks: Clocks) -> None:
-    signal.signal(INT, signal.default_int_handler)
     notices = SignalNotices({INT: 30.0}, clock=clocks.clock)
     signal.raise_signal(INT)
     assert notices.remaining_s(clocks.now_s) == 30.0
@@ -196,7 +193,6 @@ def taken(**variables: str) -> dict[str, float]:
 
 
 def test_sigterm_is_a_notice_where_it_would_end_the_process() -> None:
-    signal.signal(TERM, signal.SIG_DFL)
     assert taken() == {"SIGTERM": 30.0}
     assert taken(TORCHELASTIC_AGENT_SOCKET="/run/agent") == {"SIGTERM": 30.0}, "that of a coordinator's own agent"
     assert taken(TORCHELASTIC_TERM_GRACE_S="120") == {"SIGTERM": 120.0}
@@ -214,7 +210,6 @@ def test_sigterm_is_a_notice_where_it_would_end_the_process() -> None:
     ],
 )
 def test_a_grace_that_nobody_has_told_is_a_guess(variables: dict[str, str], is_guess: bool) -> None:
-    signal.signal(TERM, signal.SIG_DFL)
     deadlines = detect(variables, machine=str, runner=lambda *_: "")
     try:
         together = nearest(deadlines)
@@ -227,12 +222,10 @@ def test_a_grace_that_nobody_has_told_is_a_guess(variables: dict[str, str], is_g
         assert since_s is None or before_s <= since_s <= time.monotonic()
     finally:
         close_all(deadlines)
-        signal.signal(TERM, signal.SIG_DFL)
 
 
 def test_sigterm_is_left_to_whoever_has_a_handler_and_else_taken_also_under_the_launcher() -> None:
     """A coordinator that drains is such a handler, made before or after: see `test_sigterm_together`."""
-    signal.signal(TERM, signal.SIG_DFL)
     launched = {"TORCHELASTIC_INIT_METHOD": "etcd://h:1/r", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
     assert taken(**launched) == {"SIGTERM": 20.0}
     signal.signal(TERM, lambda *_: None)

@@ -42,7 +42,7 @@ def test_what_is_not_there_forbidden_or_no_get_is_told_so() -> None:
         assert get(options, "/status.json", Host="evil.example").status == 403
         assert get(options, "/events", Host="evil.example:80").status == 403
         assert get(options, "/status.json", Sec_Fetch_Site="cross-site").status == 403
-        for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+        for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "get"):
             answer = get(options, "/", method)
             assert (answer.status, answer.headers["Allow"]) == (405, "GET")
 

@@ -54,18 +54,6 @@ def test_the_progress_is_told_where_somebody_wants_to_know(tmp_path: Path, monke
     assert told == {"resumed_step": 0, "committed_step": stop.step, "saved_step": stop.step}
 
 
-def test_train_raises_an_exit_with_75_and_the_next_train_goes_on() -> None:
-    manager = InMemory()
-    deadline = DeadlineAt("test", time.monotonic() + 0.5, "told")
-    world = World()
-    stop = stopped(train_for(manager, Lifetime(reserve_s=0.1, deadline=deadline), world))
-    assert stop.code == STOPPED_EARLY
-    assert manager.steps[-1] == stop.step
-    assert "done" not in world.calls, "the run is not closed"
-    state = train_for(manager, None, until=stop.step + 3)()
-    assert state.step == stop.step + 3
-
-
 def test_a_worker_that_is_ended_because_it_hangs_is_not_taken_for_one_that_stopped_early() -> None:
     assert watchdog.EXIT_CODE != STOPPED_EARLY, "the launcher starts it again"
 

@@ -56,22 +56,10 @@ def test_the_clock_of_the_service_counts_if_it_tells_it() -> None:
     assert Answer(200).platform_s(5.0) == 5.0
 
 
-def test_a_date_becomes_monotonic_by_the_clock_that_it_was_written_with() -> None:
-    event = Event("interruption", "off you go", date_s=NOON_S + 90.0)
-    # a second less: the clock of the service is known to a second only
-    assert event.notice("it", now_s=500.0, appeared_s=500.0, platform_s=NOON_S).at_s == 589.0
-
-
 def test_a_notice_never_gives_more_than_the_platform_says_it_does() -> None:
     event = Event("interruption", "off you go", date_s=NOON_S + 900.0, lead_s=120.0)
     notice = event.notice("it", now_s=500.0, appeared_s=495.0, platform_s=NOON_S)
     assert notice == Notice("it", "interruption", 615.0, "off you go")
-
-
-def test_what_has_begun_may_end_at_any_moment() -> None:
-    notice = Event("maintenance", "it has begun").notice("it", now_s=500.0, appeared_s=500.0, platform_s=NOON_S)
-    assert notice.at_s is None
-    assert notice.remaining_s(501.0) == 0.0
 
 
 def test_advice_is_no_deadline() -> None:
@@ -175,11 +163,6 @@ def test_nonsense_from_gcp_is_an_error(text: str) -> None:
 def test_azure_says_what_it_will_do_and_when(kind: str, means: str) -> None:
     (event,) = parse_scheduled_events(azure_event(kind, before="Sat, 21 Nov 2026 12:00:00 GMT"), "GPU_3")
     assert (event.kind, event.date_s, event.lead_s) == (means, NOON_S, None)
-
-
-def test_what_azure_has_begun_has_no_date() -> None:
-    (event,) = parse_scheduled_events(azure_event(status="Started"), "gpu_3")
-    assert (event.kind, event.date_s) == ("interruption", None)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.pure.test_doctor_rules import ERROR, GIB, NOTE, OK, WARNING, text_of
 from torchelastic.doctor.etcd_rules import EndpointFacts, EtcdFacts, judge_etcd
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.doctor.meeting_rules import (
@@ -18,16 +19,9 @@ from torchelastic.doctor.meeting_rules import (
     judge_meeting,
 )
 
-OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
-GIB = 2**30
-
 
 def wrong(findings: Sequence[Finding]) -> list[Level]:
     return [finding.level for finding in findings if finding.level != OK]
-
-
-def text_of(findings: Sequence[Finding]) -> str:
-    return "\n".join(f"{one.what} | {one.because} | {one.remedy}" for one in findings)
 
 
 # etcd -----------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from torchelastic.doctor.findings import Finding, Level
+from tests.pure.test_doctor_rules import ERROR, NOTE, OK, WARNING, levels, text_of
+from torchelastic.doctor.findings import Level
 from torchelastic.doctor.network import (
     NetworkFacts,
     judge_gloo,
@@ -18,18 +18,6 @@ from torchelastic.doctor.network import (
 )
 from torchelastic.network.choice import nccl_choice
 from torchelastic.network.interfaces import Interface
-
-OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
-MIB, GIB = 2**20, 2**30
-
-
-def levels(findings: Sequence[Finding]) -> list[Level]:
-    return [finding.level for finding in findings]
-
-
-def text_of(findings: Sequence[Finding]) -> str:
-    return "\n".join(f"{one.what} | {one.because} | {one.remedy}" for one in findings)
-
 
 LO, ETH0, ETH1 = (
     Interface("lo", ("127.0.0.1", "::1")),

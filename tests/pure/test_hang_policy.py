@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from torchelastic.p2p.hangs import (
-    MAX_LEARNED_TIMEOUT_S,
     WARM_UP_STEPS,
     Act,
     HangPolicy,
@@ -118,12 +117,6 @@ def test_who_works_is_not_reported_before_the_time_out_and_ends_if_the_policy_sa
     assert works.act(POLICY) is Act.NOTHING
     assert replace(works, step_s=60.0).act(POLICY) is Act.REPORT
     assert works.act(replace(POLICY, end_after_s=4.0)) is Act.END, "that bound is the user's own"
-
-
-def test_a_time_out_that_ended_work_grows_up_to_torchs_own() -> None:
-    assert POLICY.longer_timeout_s(10.0) == 100.0
-    assert POLICY.longer_timeout_s(1000.0) == MAX_LEARNED_TIMEOUT_S
-    assert POLICY.longer_timeout_s(7200.0) == 7200.0, "the user's is never shortened"
 
 
 STANDS = ThreadSample(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.ledger import host_ledger as book_module
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
@@ -185,18 +184,6 @@ def test_an_event_of_a_later_version_is_left_out_and_a_damaged_one_refused() -> 
 # --- what each event means ------------------------------------------------------------------------------------------
 
 
-def test_a_worker_killed_in_a_step_leaves_that_step_as_replayed() -> None:
-    worker = begins("h/0.0")
-    worker.synchronized(100, 1, 0)
-    worker.trains(3)
-    worker.ends(110 + 3 * STEP_NS + 400)
-    book = HostLedger().after_all(worker.told)
-    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 3 * STEP_NS
-    assert amount(book, "h/0.0", Account.REPLAYED, 10**9) == 400
-    assert book.lives["h/0.0"].wall_ns(10**9) == 110 + 3 * STEP_NS + 400
-    assert (book.committed(), book.undone(), book.counts.lost) == (3, 1, 1)
-
-
 def test_a_worker_that_has_drained_has_lost_nothing() -> None:
     worker = begins("h/0.0")
     worker.synchronized(100, 1, 0)
@@ -209,24 +196,6 @@ def test_a_worker_that_has_drained_has_lost_nothing() -> None:
     assert amount(book, "h/0.0", Account.REPLAYED, 10**9) == 0
     assert amount(book, "h/0.0", Account.IDLE, 10**9) == 50
     assert (book.undone(), book.counts.lost, book.counts.drains) == (0, 0, 1)
-
-
-def test_steps_beyond_the_checkpoint_that_is_gone_back_to_become_replayed_for_the_living_and_the_dead() -> None:
-    gone, stays = begins("h/0.0"), begins("h/1.0")
-    for worker in (gone, stays):
-        worker.synchronized(0, 1, 0)
-        worker.trains(10)
-    gone.ends(10 + 10 * STEP_NS)
-    stays.fails(10 + 10 * STEP_NS)
-    stays.synchronized(20_000, 2, 4, "checkpoint")
-    stays.trains(8)
-    now_ns = stays.tally.since_ns
-    book = HostLedger().after_all([*gone.told, *stays.told])
-    assert amount(book, "h/0.0", Account.PRODUCTIVE, now_ns) == 4 * STEP_NS
-    assert amount(book, "h/0.0", Account.REPLAYED, now_ns) == 6 * STEP_NS
-    assert amount(book, "h/1.0", Account.PRODUCTIVE, now_ns) == (4 + 8) * STEP_NS
-    assert amount(book, "h/1.0", Account.REPLAYED, now_ns) == 6 * STEP_NS
-    assert book.counts.restores_from_checkpoint == 1
 
 
 def test_what_is_lost_of_time_that_is_not_counted_yet_is_moved_once_it_is() -> None:
@@ -258,15 +227,6 @@ def test_a_worker_that_left_before_the_lost_steps_loses_only_what_it_had_done_it
     again.synchronized(40_000, 3, 2, "checkpoint")
     later = book.after_all(again.told)
     assert amount(later, "h/0.0", Account.REPLAYED, 10**9) == 3 * STEP_NS
-
-
-def test_the_living_lose_nothing_by_what_another_worker_restores() -> None:
-    one, other = begins("h/0.0"), begins("h/1.0")
-    one.synchronized(0, 1, 0)
-    one.trains(10)
-    other.synchronized(0, 2, 0)  # told late: the first has gone on in that round
-    book = HostLedger().after_all([*one.told, *other.told])
-    assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 10 * STEP_NS
 
 
 def test_nothing_is_lost_by_a_restore_to_a_step_that_is_not_known() -> None:
@@ -309,35 +269,6 @@ def test_the_time_from_a_death_until_it_is_noticed_is_time_to_detect(death_is_kn
     assert amount(book, "h/0.0", Account.DETECT, 2_460) == 0
 
 
-def test_a_death_of_an_earlier_round_is_not_what_is_noticed_now() -> None:
-    dead, lives = begins("h/0.0"), begins("h/1.0")
-    dead.ends(5)
-    lives.synchronized(100, 2, 0)
-    lives.trains(1)
-    lives.fails(lives.tally.since_ns + 500)
-    book = HostLedger().after_all([*dead.told, *lives.told])
-    assert amount(book, "h/1.0", Account.DETECT, 10**6) == 0
-    assert amount(book, "h/1.0", Account.REPLAYED, 10**6) == 500
-
-
-def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
-    worker = begins("h/0.0")
-    worker.synchronized(0, 1, 0)
-    worker.fails(910)
-    book = HostLedger().after_all(worker.told).died(210, "other-0")
-    assert amount(book, "h/0.0", Account.DETECT, 910) == 700
-    assert amount(book, "h/0.0", Account.REPLAYED, 910) == 200
-
-
-def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
-    workers = [begins(f"h/{place}.0") for place in range(3)]
-    for worker in workers:
-        worker.synchronized(0, 1, 0)
-        worker.fails(500)
-    book = HostLedger().after_all(itertools.chain(*(worker.told for worker in workers)))
-    assert (book.counts.failures, book.undone()) == (1, 3)
-
-
 def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before_its_first_group_is_one() -> None:
     workers = [begins(f"h/{place}.0") for place in range(3)]
     for worker in workers:
@@ -359,16 +290,6 @@ def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before
     assert counts == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (5, 3)]
 
 
-def test_an_outage_of_the_store_is_counted_and_takes_nobodys_time() -> None:
-    worker = begins("h/0.0")
-    worker.synchronized(0, 1, 0)
-    outage = [StoreOutage(at_ns=500), StoreOutage(at_ns=9_500, is_over=True, away_ns=9_000)]
-    worker.trains(10)
-    book = HostLedger().after_all([*worker.told, *outage])
-    assert (book.counts.outages, book.counts.away_ns) == (1, 9_000)
-    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10_010) == 10 * STEP_NS
-
-
 def test_a_process_that_dies_before_it_has_told_anything_was_starting_up() -> None:
     book = HostLedger().after(Start(at_ns=100, worker="h/0.0")).after(End(at_ns=900, worker="h/0.0", exit_code=1))
     assert amount(book, "h/0.0", Account.START_UP, 10**6) == 800
@@ -382,19 +303,3 @@ def test_the_end_is_never_before_what_the_worker_has_counted_itself() -> None:
     book = HostLedger().after_all(worker.told)
     assert book.why_wrong(10**6) == ""
     assert book.lives["h/0.0"].ended_ns == 10 + 3 * STEP_NS
-
-
-def test_many_ended_workers_are_added_up_and_the_book_still_closes() -> None:
-    book = HostLedger()
-    for number in range(book_module.MOST_ENDED + 20):
-        worker = begins(f"h/0.{number}", 10_000 * number)
-        worker.synchronized(10_000 * number + 100, number, 0)
-        worker.trains(2)
-        worker.ends(10_000 * number + 5_000)
-        book = book.after_all(worker.told)
-    assert len(book.lives) == book_module.MOST_ENDED
-    assert book.earlier.lives == 20
-    assert book.worker_ns(10**9) == 5_000 * (book_module.MOST_ENDED + 20)
-    assert sum(book.amounts(10**9)) == book.worker_ns(10**9)
-    assert book.committed() == 2 * (book_module.MOST_ENDED + 20)
-    assert book.why_wrong(10**9) == ""

@@ -69,19 +69,6 @@ def test_the_end_of_a_process_leaves_nothing_pending_and_never_adds_to_what_is_p
     assert ended.totals[Account.PRODUCTIVE] == tally.totals[Account.PRODUCTIVE]
 
 
-def test_a_save_in_between_is_a_stall_and_the_step_around_it_stays_one_step() -> None:
-    tally = (
-        Counters.begun(0)
-        .synchronized(0, 0)
-        .switched(40, Account.SAVE_STALL)
-        .switched(45, Account.PRODUCTIVE)
-        .commits(105)
-    )
-    assert tally.totals[Account.SAVE_STALL] == 5
-    assert tally.totals[Account.PRODUCTIVE] == 100
-    assert tally.committed == 1
-
-
 def test_who_waits_as_a_spare_has_no_rank_and_is_idle_and_nobody_else_is() -> None:
     clock = Clock(0)
     meter = Meter(0, clock)

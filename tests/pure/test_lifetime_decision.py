@@ -21,13 +21,6 @@ steps = st.floats(0.0, 1e3).map(lambda seconds: guess(seconds, "given"))
 reserves = st.floats(0.0, 100.0)
 
 
-@pytest.mark.parametrize(("remaining_s", "stops"), [(67.1, False), (67.0, False), (66.9, True), (65.0, True)])
-def test_it_stops_at_the_last_safe_step(remaining_s: float, stops: bool) -> None:
-    decision = decide(remaining_s, STEP, [DURABLE, DISK, MEMORY], reserve_s=5.0)
-    assert decision.stops is stops
-    assert (decision.tier, decision.fits) == ("durable", True)
-
-
 def test_too_late_for_the_most_durable_tier_it_takes_the_next_and_says_so() -> None:
     decision = decide(14.9, STEP, [DURABLE, DISK, MEMORY], reserve_s=5.0)
     assert (decision.action, decision.tier) == ("save and stop", "disk")
