@@ -76,11 +76,6 @@ def test_who_waits_for_a_gpu_with_a_busy_processor_stays_at_one_point() -> None:
     assert unchanged_since_s(10.0, first, replace(later, may_spin=False)) == 11.0
 
 
-def test_who_waits_in_a_collective_beyond_the_bound_gives_the_group_up() -> None:
-    assert WAITS.act(POLICY) is Act.CUT
-    assert replace(WAITS, step_s=4.9).act(POLICY) is Act.NOTHING
-
-
 def test_a_collective_is_left_to_its_own_time_out_where_the_bound_is_no_shorter() -> None:
     assert replace(WAITS, bound_s=60.0, step_s=100.0, unchanged_s=50.0).act(POLICY) is Act.NOTHING
 
@@ -170,15 +165,6 @@ def warm(clock: FakeClock, step_s: float = 0.1) -> StepClock:
     clock.advance(step_s)
     steps.ended()
     return steps
-
-
-def test_the_first_steps_of_a_round_are_not_measured_and_long_ones_later_are() -> None:
-    clock = FakeClock()
-    steps = warm(clock)
-    assert steps.slowest_s == pytest.approx(0.1)
-    clock.advance(7.0)  # an evaluation
-    steps.ended()
-    assert steps.slowest_s == pytest.approx(7.0)
 
 
 def test_a_step_that_was_long_because_somebody_worked_is_not_measured_unless_it_is_given_up_all_the_same() -> None:
