@@ -195,6 +195,23 @@ def test_only_the_failures_that_the_tier_repairs_count_and_its_own_prior() -> No
     assert YoungDaly(prior=FailurePrior(1.0, 31_000.0)).decide(moment).numbers["mtbf_s"] == 4000.0
 
 
+@given(st.floats(0.0, 100.0), st.floats(1.0, 1e6), st.integers(1, 50))
+def test_more_failures_never_give_a_longer_period_while_a_save_is_cheap(
+    cost_s: float, mtbf_s: float, more: int
+) -> None:
+    rate = FailureRate(FailurePrior(1.0, mtbf_s))
+    worse = rate
+    for _ in range(more):
+        worse = worse.failed("host")
+    if cost_s >= 2 * worse.mtbf_s():
+        return  # beyond Daly's formula; see daly_period_s
+    policy = YoungDaly(min_s=0.0, max_s=1e9)
+    moment = replace(MOMENT, costs=with_cost(cost_s))
+    often = policy.decide(replace(moment, failures=worse)).numbers
+    seldom = policy.decide(replace(moment, failures=rate)).numbers
+    assert often["period_s"] <= seldom["period_s"] * (1 + 1e-9)
+
+
 # --- the formulas, against the figures of their papers and against numeric optima -------------------------------------
 
 HOUR = 60.0  # the papers reckon in minutes, and the formulas take any unit

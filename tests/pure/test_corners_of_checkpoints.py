@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.command.errors import underlying
-from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict
+from torchelastic.checkpoint.memory.commit import StoredItem, records_of, storage_data_of
+from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.plans import tensor_bytes
 from torchelastic.checkpoint.memory.room import held_bytes
+from torchelastic.checkpoint.memory.staging import result_of
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 from torchelastic.checkpoint.store import SaveId, ShardRecord
 from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
@@ -158,3 +162,25 @@ def test_a_tensor_goes_back_to_the_accelerator_that_is_here(monkeypatch: pytest.
     for device in ("xpu", "cuda"):
         BasicTensorAwareStateDict.from_tree({"w": torch.zeros(2)}, [torch.device(device)]).restore_tensor_device()
     assert moved == [(torch.device("xpu"), True)]
+
+
+def test_an_id_of_a_checkpoint_is_a_path_to_whoever_opens_it() -> None:
+    assert Path(CheckpointId("/dev/shm/jobs/145/")) == Path("/dev/shm/jobs/145")
+
+
+def test_what_is_explained_once_is_not_explained_again(tmp_path: Path) -> None:
+    corrupt = CorruptCheckpointError("torn")
+    with pytest.raises(CorruptCheckpointError) as caught, explained("read", tmp_path):
+        raise corrupt
+    assert caught.value is corrupt
+
+
+def test_where_everything_lies_is_told_by_all_ranks() -> None:
+    results = [
+        [WriteResult(MetadataIndex(name), 4, StoredItem(f"{name}.shard", name)) for name in names]
+        for names in (("a", "b"), ("c",))
+    ]
+    records = [ShardRecord(rank, shard_file_name(rank, 3), 64, f"{rank:032x}") for rank in (1, 0)]
+    results += [[result_of(record)] for record in records]
+    assert {index.fqn: item.entry for index, item in storage_data_of(results).items()} == {"a": "a", "b": "b", "c": "c"}
+    assert records_of(results) == tuple(records[::-1])

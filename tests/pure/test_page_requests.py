@@ -28,6 +28,12 @@ def refused(call: Any, *arguments: Any) -> Refused:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "CONNECT", "TRACE", "get"])
+def test_whatever_is_no_get_is_told_so(method: str) -> None:
+    error = refused(a_request, f"{method} / HTTP/1.1")
+    assert (error.status, error.headers["Allow"]) == (405, "GET")
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -166,3 +166,15 @@ def test_a_shard_tells_when_it_is_cut_and_when_its_checksums_are_to_come() -> No
     assert preamble.shard_bytes(8192) == 4096 + 12
     with pytest.raises(CorruptCheckpointError, match="4100 bytes of 4108: it was cut"):
         preamble.shard_bytes(4100)
+
+
+def test_every_changed_byte_is_noticed() -> None:
+    preamble, body = encoded(example())
+    both = preamble + body
+    for position in range(len(both)):
+        for change in (0x01, 0x80, 0xFF):
+            damaged = bytearray(both)
+            damaged[position] ^= change
+            head, rest = bytes(damaged[:PREAMBLE_BYTES]), bytes(damaged[PREAMBLE_BYTES:])
+            with pytest.raises(CorruptCheckpointError):
+                decode_header(rest, decode_preamble(head))
