@@ -8,7 +8,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from tests.process.forked_ranks import run_ranks
 from tests.waiting import pause, wait_until
@@ -298,11 +297,6 @@ def test_a_pickled_loader_goes_on_where_it_was() -> None:
     loader.sampler.commit()
     twin = pickle.loads(pickle.dumps(loader))
     assert next(twin).tolist() == next(loader).tolist() == [4, 5, 6, 7]
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 def test_what_was_prefetched_is_dropped_when_the_batch_is_dealt_out_again() -> None:

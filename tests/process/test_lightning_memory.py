@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections import OrderedDict
@@ -22,7 +21,6 @@ from tests.process.lightning_memory_job import Batches, Model, Outcome, quiet_tr
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from torchelastic.adapters.lightning import (
     MemoryCheckpointCallback,
-    MemoryCheckpointIO,
     wrap_trainer_and_auto_resume,
 )
 from torchelastic.adapters.lightning.memory_resume import step_of_checkpoint
@@ -71,12 +69,6 @@ def assert_equal(one: Outcome, other: Outcome, *, but: str = "nothing") -> None:
 def wrapped(container: Path, *callbacks: Callback, default: Any = None, **options: Any) -> tuple[Trainer, Any]:
     trainer = quiet_trainer(*callbacks, **options)
     return trainer, wrap_trainer_and_auto_resume(trainer, container, async_save=False, default_auto_resume=default)
-
-
-def plugin_of(trainer: Trainer) -> MemoryCheckpointIO:
-    plugin = trainer.strategy.checkpoint_io
-    assert isinstance(plugin, MemoryCheckpointIO)
-    return plugin
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------
@@ -348,10 +340,6 @@ def test_a_checkpoint_in_memory_that_cannot_be_loaded_gives_way_to_the_durable_o
 
 
 # --- what can be stored -----------------------------------------------------------------------------------------------
-
-
-class Colour(str, enum.Enum):
-    RED = "red"
 
 
 def test_hyper_parameters_that_cannot_be_stored_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

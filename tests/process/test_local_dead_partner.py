@@ -33,8 +33,6 @@ from torchelastic.metrics import MetricData, MetricHandler, configure, initializ
 STATE_BYTES = 8 << 20
 #: Of the manager; a silent partner is given up after a quarter of it.
 TIMEOUT_S = 30.0
-#: On a machine that is busy, for processes that have to import torch first.
-ANSWER_S = 240
 #: For a save without its replica; far below `TIMEOUT_S`, after which the group would be given up.
 BOUND_S = 25.0
 

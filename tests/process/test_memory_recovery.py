@@ -18,9 +18,6 @@ from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
-WAIT_S = 20
-
-
 CREW_SIZE = 3
 
 

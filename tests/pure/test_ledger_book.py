@@ -25,7 +25,7 @@ from torchelastic.ledger.events import (
     from_dict,
     to_dict,
 )
-from torchelastic.ledger.host_ledger import HostLedger, ledger_from_dict, ledger_to_dict
+from torchelastic.ledger.host_ledger import MOST_ENDED, HostLedger, ledger_from_dict, ledger_to_dict
 
 STEP_NS = 1_000
 
@@ -303,3 +303,18 @@ def test_the_end_is_never_before_what_the_worker_has_counted_itself() -> None:
     book = HostLedger().after_all(worker.told)
     assert book.why_wrong(10**6) == ""
     assert book.lives["h/0.0"].ended_ns == 10 + 3 * STEP_NS
+
+
+def test_many_ended_workers_are_added_up_with_what_they_had_undone() -> None:
+    book = HostLedger()
+    for number in range(MOST_ENDED + 20):
+        worker = begins(f"h/0.{number}", 10_000 * number)
+        worker.synchronized(10_000 * number + 100, number, 0)
+        worker.trains(2)
+        worker.fails(10_000 * number + 4_000)
+        worker.ends(10_000 * number + 5_000)
+        book = book.after_all(worker.told)
+    assert len(book.lives) == MOST_ENDED
+    assert book.worker_ns(10**9) == 5_000 * (MOST_ENDED + 20)
+    assert (book.committed(), book.undone()) == (2 * (MOST_ENDED + 20), MOST_ENDED + 20)
+    assert book.why_wrong(10**9) == ""

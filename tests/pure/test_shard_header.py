@@ -88,7 +88,6 @@ def entry(**changes: Any) -> list[Any]:
     return [name, dtype, shape, [offsets, sizes], *rest]
 
 
-OF_60: dict[str, Any] = {"shape": [60], "offsets": [0], "sizes": [60], "size_bytes": 240}
 NONSENSE: dict[str, Any] = {
     "a list": [],
     "a number": 7,
