@@ -43,5 +43,6 @@ def test_who_survives_a_loss_in_a_save_of_the_step_trains_on_in_the_same_process
     job = jobs()
     job.start_launcher("--standalone", "--nproc-per-node=3", str(tmp_path / "train.py"))
     job.wait()
+    assert "killed by SIGKILL" in job.output()
     finished = (tmp_path / "notes").read_text().splitlines()
     assert {f"{rank} finished in start 0, saved 5" for rank in (0, 2)} <= set(finished), job.output()[-3000:]

@@ -60,7 +60,7 @@ class AsyncCallsQueue:
 
     Where a process group of several ranks is initialised, every rank makes a queue and calls its methods in step, on
     the thread that issues its other collectives: `maybe_finalize_async_calls` and `close` are collectives (not with
-    `no_dist`). Between them the group may be destroyed and formed anew.
+    `no_dist`). Between them the same ranks may destroy the group and form it anew.
 
     A call that fails on any rank is finalised on none. Every rank then gets one `AsyncCheckpointError`, from the next
     method at which they can know of it together: `maybe_finalize_async_calls`, `close`, or `schedule_async_request`

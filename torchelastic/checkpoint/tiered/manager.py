@@ -299,9 +299,14 @@ class TieredCheckpointManager(CheckpointManager):
         return save.ended
 
     def call_off(self, step: int, peers: Peers) -> None:
-        """Who has heard from rank 0 that this step is saved waits for nothing: the group has broken in saying it.
+        """Tell the other ranks that rank 0 does not save this step: the group broke while rank 0 announced the save.
 
-        On the training thread of rank 0. Keeps a slot until it is said, as they do, so that they never are full alone.
+        Ranks that have heard the announcement would wait for rank 0 otherwise. On the training thread of rank 0. Like
+        them it keeps a slot until then, so that none of them waits for a free slot while rank 0 has one.
+
+        Args:
+            step: which was announced.
+            peers: the group that broke.
         """
         agreement, name = self._next_save(step, peers)
         if holds_slot := not self._background.is_full:
