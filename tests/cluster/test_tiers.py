@@ -196,3 +196,49 @@ def test_survivors_go_on_from_their_own_memory_and_save_in_the_next_group(
     assert [event["step"] for event in last] == [20, 20], "both take part again"
     assert len({event["pid"] for event in last}) == WORLD
     job.check_identity(finishers=WORLD)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", ["durable", pytest.param("disk", marks=pytest.mark.slow)])
+def test_survivors_and_who_joins_them_train_on_while_the_storage_of_all_hosts_does_not_answer(
+    jobs: MakeJob, tmp_path: Path, undisturbed: torch.Tensor, tier: str
+) -> None:
+    place = tmp_path / "tier"
+    kill = Fault("kill", "backward", rank=1, step=7)
+    where = place.as_uri() if tier == "durable" else place
+    job = jobs([kill], tiers=[f"{tier}={where}"], gates=[6], wait_for_newcomer_at=[8], full_world=WORLD, **OPTIONS)
+    job.start("--standalone", nproc=WORLD)
+    job.wait_for("held", count=WORLD, step=6)
+    job.wait_for(f"commit-{tier}", step=5)
+    place.rename(tmp_path / "away")
+    place.symlink_to(place)  # each call that goes there fails: too many levels of symbolic links
+    job.open_gate(6)
+    assert job.wait() == [0], job.output()[-4000:]
+    assert job.plan.struck() == [0]
+    assert f"preparing the {tier} tier failed; training goes on" in job.output()
+    assert [event["step"] for event in job.of(f"commit-{tier}")] == [5]
+    assert not job.of("loaded")
+    job.check_identity(finishers=WORLD)
+
+
+@pytest.mark.long
+def test_a_worker_whose_own_place_cannot_be_used_joins_in_vain_and_the_others_train_on(
+    jobs: MakeJob, tmp_path: Path, undisturbed: torch.Tensor
+) -> None:
+    place, away = tmp_path / "tier", tmp_path / "away"
+    kill = Fault("kill", "backward", rank=1, step=7)
+    job = jobs([kill], tiers=[f"local={place}"], gates=[6], wait_for_newcomer_at=[8, 12], full_world=WORLD, **OPTIONS)
+    job.start("--standalone", nproc=WORLD)
+    job.wait_for("held", count=WORLD, step=6)
+    job.wait_for("commit-local", step=5)
+    place.rename(away)
+    place.symlink_to(place)
+    job.open_gate(6)
+    wait_until(lambda: "a worker that joins cannot use its places" in job.output(), 60, "the survivor has heard it")
+    place.unlink()
+    away.rename(place)
+    assert job.wait() == [0], job.output()[-4000:]
+    assert job.plan.struck() == [0]
+    assert not job.of("loaded")
+    assert [event["step"] for event in job.of("commit-local")][-WORLD:] == [LAST_STEP] * WORLD
+    job.check_identity(finishers=WORLD)

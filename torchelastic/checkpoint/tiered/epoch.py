@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Any
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.store.tier import Tier, agree_epoch
+from torchelastic.errors import RetryableException
 from torchelastic.group.peers import Peers
 from torchelastic.group.rank_group import run_with_peers
 
@@ -29,19 +30,33 @@ def agree_on_epoch(
     Raises:
         ForeignCheckpointsError: a place holds only what something else has saved; on the ranks that see it.
         CheckpointError: another rank sees such a place, or a place cannot be taken, or another run that is alive has
-            it; on every rank.
-        RuntimeError: a peer is lost.
+            it; on every rank. In a group that saves already, only a rank that has joined and cannot use a place raises
+            it.
+        RuntimeError: a peer is lost, or cannot use its places.
     """
-
-    def look() -> list[Any]:
-        if epoch is not None:
-            return [epoch, [], generation]
-        for tier in tiers:
-            tier.require_own()
-        return [None, [tier.known_epoch(run_id) for tier in tiers], generation]
-
-    epochs, known, generations = zip(*run_with_peers(peers, "looking at the tiers", look), strict=True)
+    epochs, generations = zip(*peers.all_gather([epoch, generation]), strict=True)
     current = max((one for one in epochs if one is not None), default=None)
+    # of a shared place its own group knows already, and goes on while that does not answer
+    unknown = [tier for tier in tiers if epoch is None and not (tier.is_shared and current is not None)]
+
+    is_usable = True
+
+    def look() -> list[int]:
+        nonlocal is_usable
+        is_usable = False
+        for tier in unknown:
+            tier.require_own()
+        epochs = [tier.known_epoch(run_id) for tier in unknown]
+        is_usable = True
+        return epochs
+
+    try:
+        known = run_with_peers(peers, "looking at the tiers", look) if None in epochs else []
+    except CheckpointError as error:
+        if current is None or not is_usable or isinstance(error, RuntimeError):
+            raise
+        # whose places are unusable ends by it; the others go on without that worker
+        raise RetryableException(f"a worker that joins cannot use its places for checkpoints: {error}") from error
     agreed = agree_epoch(current, [number for each in known for number in each])
 
     def claim() -> int:
