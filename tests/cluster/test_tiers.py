@@ -242,3 +242,24 @@ def test_a_worker_whose_own_place_cannot_be_used_joins_in_vain_and_the_others_tr
     assert not job.of("loaded")
     assert [event["step"] for event in job.of("commit-local")][-WORLD:] == [LAST_STEP] * WORLD
     job.check_identity(finishers=WORLD)
+
+
+@pytest.mark.long
+def test_a_run_that_is_told_to_stop_is_saved_in_memory_while_durable_storage_does_not_answer(
+    jobs: MakeJob, tmpfs: Path, tmp_path: Path, undisturbed: torch.Tensor
+) -> None:
+    hang = Fault("spin", "put-durable", rank=0, step=5)
+    tiers = [f"memory={tmpfs / 'tier'}", f"durable={(tmp_path / 'tier').as_uri()}"]
+    job = jobs([hang], gates=[KILLED_IN], tiers=tiers, policy="on signal", **OPTIONS)
+    job.start("--standalone", nproc=WORLD)
+    job.wait_for("held", count=WORLD, step=KILLED_IN)
+    assert job.plan.struck() == [0]
+    job.agents[0].send_signal(signal.SIGTERM)
+    wait_until(lambda: "leave" in job.output() or "SIGTERM" in job.output(), 20, "the agent has heard it")
+    job.open_gate(KILLED_IN)
+    saved = job.wait_for("commit-memory", step=KILLED_IN + 1, count=WORLD)
+    assert saved, job.output()[-4000:]
+    kill_all(job)
+    run_standalone(job, nproc=WORLD)
+    assert [event["step"] for event in job.of("loaded")] == [KILLED_IN + 1]
+    assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)

@@ -14,6 +14,7 @@ import torch
 
 import torchelastic
 from tests.process.tiered_work import digest, make_state, steps_of
+from tests.waiting import wait_until
 from torchelastic import metrics
 from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
@@ -21,7 +22,8 @@ from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.shards import pool
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.slot import Slot
-from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard
+from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard, Tier
+from torchelastic.checkpoint.store.reading import open_checkpoint
 from torchelastic.group.peers import Alone
 
 Make = Callable[..., TieredCheckpointManager]
@@ -82,19 +84,44 @@ def test_two_saves_run_beside_the_training_and_the_third_says_that_it_waits(
     assert (manager.is_saving, manager.is_full) == (True, False)
     manager.save_step(state, 2, peers)
     assert manager.is_full
-    assert "both slots are busy" not in caplog.text
+    assert "all slots are busy" not in caplog.text
     third = threading.Thread(target=manager.save_step, args=(state, 3, peers))
     third.start()
-    while "both slots are busy" not in caplog.text and third.is_alive():
+    while "all slots are busy" not in caplog.text and third.is_alive():
         third.join(0.01)
     tier.go.set()
     third.join(30)
-    assert "step-000000003.e1.r0.g3 waits: both slots are busy" in caplog.text
+    assert "step-000000003.e1.r0.g3 waits: all slots are busy" in caplog.text
     assert manager.wait(30)
     assert steps_of(manager) == [3, 2, 1]
     assert "checkpoint.slot_wait.duration.ms" in published.names
     assert "checkpoint.stall.duration.ms" in published.names
     assert "checkpoint.durable.disk.duration.ms" in published.names
+
+
+def test_a_place_that_does_not_answer_holds_up_no_save_to_the_memory_of_the_host(
+    managers: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, disk, peers = MemoryTier(tmp_path / "memory"), Held(tmp_path / "disk"), Alone()
+    manager = managers(memory, disk)
+    for step in range(1, 7):
+        manager.save_step(make_state(step, step), step, peers, everywhere=step == 6)
+        wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
+    assert not manager.wait(0.0), "it is saved everywhere, and the disk has it not yet"
+    assert caplog.text.count("the disk tier is left out of the save after step 2: it works on an older one") == 1
+    disk.go.set()
+    assert manager.wait(30)
+    assert not manager.failures
+    assert steps_in(disk) == [6, 1]
+    for entry in disk.inventory():  # no other save has used the memory of step 1 meanwhile
+        step, restored = entry.name.step, make_state(99, 1)
+        with open_checkpoint(tmp_path / "disk" / entry.name.folder_name) as stored:
+            restored.load_checkpoint_tree(stored.read_tree())
+        assert digest(restored) == digest(make_state(step, step))
+
+
+def steps_in(tier: Tier) -> list[int]:
+    return [entry.name.step for entry in tier.inventory()]
 
 
 def test_the_state_may_change_as_soon_as_save_step_returns(managers: Make, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group_with_its_reason() -> Non
             raise RuntimeError("connection reset by peer")
 
     agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), 10.0))
-    for attempt in (lambda: agreement.hear(NAME, "disk"), lambda: agreement.done(NAME)):
+    for attempt in (lambda: agreement.hear(NAME, "disk"), lambda: agreement.done()):
         with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
             attempt()
 
@@ -136,20 +136,21 @@ def test_notes_do_not_pile_up() -> None:
         rig.ranks[0].publish(name, "disk", rig.ranks[0].gather(name, "disk", {}, 0.0))
         rig.ranks[1].hear(name, "disk")
         for rank in (0, 1):
-            rig.ranks[rank].done(name)
+            rig.ranks[rank].done()
         left.append(len(rig.region._notes))
     assert left[0] == left[-1], left
 
 
 def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long() -> None:
     rig = Rig(2)
-    rig.ranks[0].done(NAME)
+    rig.ranks[0].done()
     with pytest.raises(OutOfStepError, match="rank 1"):
         rig.ranks[0].see_off(2.0)
     assert rig.clock() < 3.0
     rig.ranks[0].see_off(2.0)
-    rig.ranks[0].done(NAME)
-    rig.ranks[1].done(NAME)
+    rig.ranks[0].done()
+    rig.ranks[1].done()
+    rig.ranks[1].done()
     rig.ranks[0].see_off(2.0)
     rig.ranks[1].see_off(2.0)
     assert rig.clock() < 3.0

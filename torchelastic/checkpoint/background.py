@@ -25,7 +25,7 @@ class Background:
     and ends with the process, or behind `close`: wait for what must not be lost.
 
     Args:
-        slots: how many jobs that hold a slot may be there at once, the running one included.
+        slots: how many of them may be taken at once.
         monotonic: a clock in seconds that never goes back.
     """
 
@@ -33,7 +33,7 @@ class Background:
         self._slots = slots
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[Job, bool]] = deque()
+        self._jobs: deque[Job] = deque()
         self._held = 0
         self._busy = False
         self._closed = False
@@ -42,7 +42,7 @@ class Background:
 
     @property
     def is_working(self) -> bool:
-        """Whether a job that holds a slot is there."""
+        """Whether a slot is taken."""
         return self._held > 0
 
     @property
@@ -51,7 +51,7 @@ class Background:
         return self._held >= self._slots
 
     def reserve(self, save: SaveId, timeout_s: float) -> None:
-        """Takes a slot, for `submit` or `give_back`; waits for one if it must, and says so.
+        """Takes a slot, for `give_back`; waits for one if it must, and says so.
 
         Args:
             save: what it is for.
@@ -64,7 +64,7 @@ class Background:
             raise CheckpointError("this process is a child of the one that saves: save where the manager was made")
         began_s, is_full = self._monotonic(), self.is_full
         if is_full:
-            log.warning("%s waits: both slots are busy with saves that are not finished yet", save)
+            log.warning("%s waits: all slots are busy with saves that are not finished yet", save)
         with self._changed:
             if not self._changed.wait_for(lambda: self._held < self._slots, timeout_s):
                 raise CheckpointError(
@@ -77,15 +77,15 @@ class Background:
             publish_metric("torchelastic", "checkpoint.slot_wait.duration.ms", 1000 * waited_s)
 
     def give_back(self) -> None:
-        """A slot that was reserved is not needed."""
+        """A slot that was reserved is needed no more; from any thread."""
         with self._changed:
             self._held -= 1
             self._changed.notify_all()
 
-    def submit(self, job: Job, *, holds_slot: bool) -> None:
-        """Have a job run after those before it; what it raises is logged. With `holds_slot` it frees one at its end."""
+    def submit(self, job: Job) -> None:
+        """Have a job run after those before it; what it raises is logged."""
         with self._changed:
-            self._jobs.append((job, holds_slot))
+            self._jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="torchelastic-checkpoints", daemon=True)
                 self._thread.start()
@@ -111,7 +111,7 @@ class Background:
                 if not self._jobs:
                     self._thread = None
                     return
-                job, holds_slot = self._jobs.popleft()
+                job = self._jobs.popleft()
                 self._busy = True
             try:
                 job()
@@ -121,5 +121,4 @@ class Background:
             del job  # it holds the tensors of a stage
             with self._changed:
                 self._busy = False
-                self._held -= holds_slot
                 self._changed.notify_all()

@@ -152,7 +152,7 @@ class DurableCopies:
                 if mark is not None:
                     mark.remove()
 
-        self._background.submit(run, holds_slot=False)
+        self._background.submit(run)
 
     def _mark(self) -> OwnFolder | None:
         """Tells the other processes of this program that this one copies, until it is removed or this process ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy import FailureRate, SaveCosts, SaveDecision, SaveMoment, SavePolicy
@@ -102,11 +102,11 @@ class SaveSchedule:
         decision = self._policy.decide(moment)
         is_put_off = decision.save and is_full and not stop_requested
         if is_put_off and not self._is_put_off:
-            log.warning("the save after step %d is put off: both slots are busy; save more rarely", step)
+            log.warning("the save after step %d is put off: all slots are busy; save more rarely", step)
             publish_metric("torchelastic", "checkpoint.put_off", 1)
         self._is_put_off = is_put_off
         if is_put_off:
-            return SaveDecision(False, f"put off, both slots are busy: {decision.because}", decision.numbers)
+            return SaveDecision(False, f"put off, all slots are busy: {decision.because}", decision.numbers)
         return decision
 
     def began(self, step: int) -> None:
@@ -138,6 +138,7 @@ class TierSchedules:
     def __init__(self, policies: Mapping[str, SavePolicy | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._policies = policies
         self._clock = clock
+        self._left_out: frozenset[str] = frozenset()
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -146,12 +147,26 @@ class TierSchedules:
         for schedule in self._schedules.values():
             schedule.enter_group(step)
 
-    def due(self, step: int, *, everywhere: bool = False) -> list[str]:
-        """The names of the tiers that take part in a save after this step; with `everywhere` all do."""
-        due = []
+    def due(self, step: int, *, everywhere: bool = False, busy: Collection[str] = ()) -> list[str]:
+        """The names of the tiers that take part in a save after this step.
+
+        Args:
+            step: committed steps of the run.
+            everywhere: all of them do.
+            busy: these work on an older save, and take part only with `everywhere`; their time stands until they can.
+        """
+        due, left_out = [], set()
         for name, schedule in self._schedules.items():
             wanted = everywhere or self._policies[name] is None
-            if schedule.decide(step, wanted=wanted, saving=False, is_full=False, stop_requested=False):
-                schedule.began(step)
-                due.append(name)
+            if not schedule.decide(step, wanted=wanted, saving=False, is_full=False, stop_requested=False):
+                continue
+            if name in busy and not everywhere:
+                left_out.add(name)
+                continue
+            schedule.began(step)
+            due.append(name)
+        for name in left_out - self._left_out:
+            text = "the %s tier is left out of the save after step %d: it works on an older one; save there more rarely"
+            log.warning(text, name, step)
+        self._left_out = frozenset(left_out | self._left_out.intersection(busy))
         return due

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -23,7 +24,7 @@ LAST_LOOK_S = 0.25
 
 
 class Mailbox(Protocol):
-    """Notes that every rank of a group can read; may be used by any one thread, also while the training thread works.
+    """Notes that every rank of a group can read; used by one thread at a time, also while the training thread works.
 
     Raises RuntimeError (as the store of a round does) when rank 0 is gone, or does not answer.
     """
@@ -64,7 +65,7 @@ class Drawer:
 
 
 class Notes:
-    """What one rank writes into a mailbox and reads from it, as JSON. Used by one thread.
+    """What one rank writes into a mailbox and reads from it, as JSON. May be used by several threads.
 
     Args:
         mailbox: of the group.
@@ -86,6 +87,7 @@ class Notes:
     ) -> None:
         self.timeout_s = timeout_s
         self._mailbox, self._monotonic, self._sleep = mailbox, monotonic, sleep
+        self._lock = threading.Lock()  # of the mailbox; held for no wait
         self._lost: frozenset[int] = frozenset()
         self._until_s = math.inf  # nothing is waited for after that: who is not done soon after the group may be gone
 
@@ -101,22 +103,24 @@ class Notes:
     def post(self, key: str, value: Any) -> None:
         """Leave a note. Raises: OutOfStepError if the group has ended."""
         try:
-            self._mailbox.post(key, json.dumps(value).encode())
+            with self._lock:
+                self._mailbox.post(key, json.dumps(value).encode())
         except RuntimeError as error:
             raise _ended(error) from error
 
     def drop(self, key: str) -> None:
         """Throw a note away that all who need it have read; there may be none."""
-        with suppress(RuntimeError):  # the group has ended, and its notes with it: what they said has been heard
+        with self._lock, suppress(RuntimeError):  # the group has ended, and its notes with it: what they said was heard
             self._mailbox.drop(key)
 
-    def wait(self, key: str, rank: int, timeout_s: float | None = None) -> Any:
+    def wait(self, key: str, rank: int, timeout_s: float | None = None, at_least: int | None = None) -> Any:
         """Read a note, when it is there.
 
         Args:
             key: of the note.
             rank: who leaves it, for the error.
             timeout_s: default: as given at the start.
+            at_least: a number that its writer raises has to be so high.
 
         Raises:
             OutOfStepError: it is not there in time, its rank is lost, or the group has ended.
@@ -128,11 +132,13 @@ class Notes:
                 raise OutOfStepError(f"the group has ended before rank {rank} had stored or decided anything")
             is_lost = rank in self._lost
             try:
-                words = self._mailbox.look(key)
+                with self._lock:
+                    words = self._mailbox.look(key)
             except RuntimeError as error:
                 raise _ended(error) from error
-            if words is not None:
-                return json.loads(words)
+            value = None if words is None else json.loads(words)
+            if value is not None and (at_least is None or value >= at_least):
+                return value
             if is_lost:
                 raise OutOfStepError(f"rank {rank} gives no sign of life any more")
             if self._monotonic() >= until_s:

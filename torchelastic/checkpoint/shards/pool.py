@@ -1,7 +1,8 @@
 """The slots of one folder: taken for a save, published as a checkpoint, and free again when that is removed.
 
 A folder that keeps n checkpoints comes to n + 1 slots, or n + 2 where a save may begin while the one before is still
-being finished; after that nothing is allocated any more. What more there was for a while goes back to the system.
+being finished, and one more for each that `hold` keeps; after that nothing is allocated any more. What more there was
+for a while goes back to the system.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class SlotPool:
         self._lock = threading.Lock()
         self._free: list[Stage] = []
         self._published: dict[Path, Stage] = {}
+        self._held: set[Slot] = set()
+        self._retired: list[Stage] = []
         self._closed = False
         self._taken, self._unneeded = 0, 0
 
@@ -154,10 +157,26 @@ class SlotPool:
     def give_back(self, stage: Stage) -> None:
         """A stage that was taken is free again, its content of no worth; after `close` it is given back at once."""
         with self._lock:
-            if self._closed:
-                self._drop(stage)
-            else:
-                self._free.append(stage)
+            self._put_back(stage)
+
+    def _put_back(self, stage: Stage) -> None:
+        if self._closed:
+            self._drop(stage)
+        else:
+            self._free.append(stage)
+
+    def hold(self, stage: Stage) -> None:
+        """Nobody writes into a stage before `release`, also when its shard was published and is removed meanwhile."""
+        with self._lock:
+            self._held.add(stage.slot)
+
+    def release(self, stage: Stage) -> None:
+        """What is read of a stage is no more; once it was removed it is free."""
+        with self._lock:
+            self._held.discard(stage.slot)
+            for retired in [one for one in self._retired if one.slot is stage.slot]:
+                self._retired.remove(retired)
+                self._put_back(retired)
 
     def drop(self, stage: Stage) -> None:
         """A stage that was taken is given back to the system, and not used again."""
@@ -189,10 +208,12 @@ class SlotPool:
                 log.warning("the checkpoint %s was removed by somebody else", path)
                 stage.slot.close()
                 return
-            if is_free:
-                self._free.append(stage)
-            else:
+            if not is_free:
                 self._drop(stage)
+            elif stage.slot in self._held:
+                self._retired.append(stage)
+            else:
+                self._free.append(stage)
 
     def close(self) -> None:
         """Gives all memory back; published files stay, hidden ones go, those in use as soon as they are given back."""

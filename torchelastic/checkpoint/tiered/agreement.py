@@ -7,8 +7,10 @@ and only rank 0 as many as there are ranks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
@@ -16,13 +18,16 @@ from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import TierContext
 from torchelastic.group.notes import Notes
 
+#: The note that says which tiers take part; no tier has this name.
+_CHOICE = "which tiers"
+
 
 class NotPublishedError(CheckpointError):
     """A checkpoint is not published in a tier: says which rank could not store its shard, and why."""
 
 
 class SaveAgreement:
-    """The notes of one rank of one group; used on the background thread. What waits raises `OutOfStepError`.
+    """The notes of one rank of one group; used by the threads of the background. What waits raises `OutOfStepError`.
 
     Args:
         context: who writes.
@@ -32,8 +37,9 @@ class SaveAgreement:
     def __init__(self, context: TierContext, notes: Notes) -> None:
         self.context = context
         self._notes = notes
-        self._dropped_later: list[str] = []
-        self._last: SaveId | None = None
+        self._lock = threading.Lock()
+        self._posted: list[tuple[SaveId, str]] = []  # on rank 0
+        self._ended = self._seen_off = 0  # so many saves
 
     def end(self, grace_s: float) -> None:
         """The group has ended: nobody is waited for any longer than so many seconds from now; from any thread."""
@@ -45,12 +51,10 @@ class SaveAgreement:
 
     def choose_tiers(self, name: SaveId, chosen: list[str] | None) -> list[str]:
         """Which tiers take part: rank 0 says it, the others hear it. Raises: OutOfStepError."""
-        key = f"{name}/tiers"
         if chosen is not None:
-            self._notes.post(key, chosen)
-            self._dropped_later.append(key)
+            self._post(name, _CHOICE, chosen)
             return chosen
-        return [str(tier) for tier in self._notes.wait(key, 0)]
+        return [str(tier) for tier in self._notes.wait(f"{name}/{_CHOICE}", 0)]
 
     def stored(self, name: SaveId, tier: str, record: ShardRecord | None, why_not: str = "") -> None:
         """This rank has stored its shard, or could not."""
@@ -75,15 +79,13 @@ class SaveAgreement:
                 refusals.append(str(words["why_not"]))
         if refusals:
             raise NotPublishedError("; ".join(refusals))
-        self._drop_old_notes(name)
+        self._drop_old_notes(name, tier)
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
     def publish(self, name: SaveId, tier: str, manifest: Manifest | None, why_not: str = "") -> None:
         """On rank 0: the verdict."""
         words = {"why_not": why_not} if manifest is None else {"manifest": encode_manifest(manifest).decode()}
-        key = f"{name}/{tier}"
-        self._notes.post(key, words)
-        self._dropped_later.append(key)
+        self._post(name, tier, words)
 
     def hear(self, name: SaveId, tier: str) -> Manifest:
         """On the other ranks: the verdict of rank 0.
@@ -98,24 +100,28 @@ class SaveAgreement:
             raise NotPublishedError(words["why_not"])
         return decode_manifest(words["manifest"].encode())
 
-    def done(self, name: SaveId) -> None:
-        """This rank is done with a save, however it ended, and needs none of its notes any more."""
+    def done(self) -> None:
+        """This rank is done with one more save, however it ended, and needs none of its notes; on one thread."""
+        self._ended += 1
         if self.context.rank != 0:
-            self._notes.post(f"{name}/done/{self.context.rank}", True)
-        else:
-            self._last = name
-            self._dropped_later += [f"{name}/done/{rank}" for rank in range(1, self.context.world_size)]
+            self._notes.post(f"done/{self.context.rank}", self._ended)
 
     def see_off(self, grace_s: float) -> None:
         """At the end of a run: rank 0 has the notes in its process, so it goes last. Raises: OutOfStepError."""
-        last, self._last = self._last, None
-        if self.context.rank == 0 and last is not None:
+        seen_off, self._seen_off = self._seen_off, self._ended
+        if self.context.rank == 0 and self._ended > seen_off:
             for rank in range(1, self.context.world_size):
-                self._notes.wait(f"{last}/done/{rank}", rank, grace_s)
+                self._notes.wait(f"done/{rank}", rank, grace_s, at_least=self._ended)
 
-    def _drop_old_notes(self, name: SaveId) -> None:
-        """All ranks have stored something of this checkpoint, so they are done with those before it."""
-        old = [key for key in self._dropped_later if not key.startswith(f"{name}/")]
-        for key in old:
-            self._notes.drop(key)
-        self._dropped_later = [key for key in self._dropped_later if key not in set(old)]
+    def _post(self, name: SaveId, what: str, value: Any) -> None:
+        self._notes.post(f"{name}/{what}", value)
+        with self._lock:
+            self._posted.append((name, what))
+
+    def _drop_old_notes(self, name: SaveId, tier: str) -> None:
+        """All ranks have stored something of this checkpoint in this tier: there they are done with those before it."""
+        with self._lock:
+            old = [(save, what) for save, what in self._posted if save < name and what in (_CHOICE, tier)]
+            self._posted = [one for one in self._posted if one not in old]
+        for save, what in old:
+            self._notes.drop(f"{save}/{what}")

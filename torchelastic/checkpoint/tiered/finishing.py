@@ -1,22 +1,29 @@
-"""What becomes of a share after the training thread has copied it: checksums, then each tier in its order."""
+"""What becomes of a share after the training thread has copied it: checksums, then each tier.
+
+The first tiers, up to the one that has the memory for the copies, are written one after the other on the background
+thread of the manager. Each later one works on its saves on a thread of its own: object storage that is slow, or does
+not answer, holds up no save to the memory of the host.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
+from torchelastic.checkpoint.background import Background
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.shards.copying import Pending
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
-from torchelastic.checkpoint.store.tier import SealedShard, Tier
+from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext
 from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
@@ -46,7 +53,7 @@ class Failures(deque[str]):
             log.error("%s failed; training goes on", what, exc_info=error)
 
 
-@dataclass
+@dataclass(eq=False)
 class TieredSave:
     """One save of this rank, between the copy and its end.
 
@@ -62,6 +69,7 @@ class TieredSave:
         stall_s: for how long training stood still.
         observe: is called with the costs.
         metrics: what was measured of this state, for the manifest.
+        later: the names of the tiers that work on it on a thread of their own, until they are done.
         abandoned: the tiers in which it will not be published, as far as is known.
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
         failure: the first reason for which a tier that takes part does not have it; None: all of them have it.
@@ -79,6 +87,7 @@ class TieredSave:
     stall_s: float
     observe: Observe | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    later: frozenset[str] = frozenset()
     abandoned: list[Tier] = field(default_factory=list)
     is_stage_published: bool = False
     failure: Exception | None = None
@@ -97,11 +106,12 @@ class TieredSave:
 
 
 class Finisher:
-    """Finishes saves, on the background thread; raises nothing.
+    """Finishes saves, beside the training; raises nothing.
 
     Args:
         tiers: in the order in which they are written.
         failures: hear of what went wrong.
+        background: finishes saves in its thread; on it `prepare` and `decline` are called.
         monotonic: a clock in seconds that never goes back.
         replicas: copies what is put into its tier to other hosts; None: there are none.
     """
@@ -110,46 +120,125 @@ class Finisher:
         self,
         tiers: Sequence[Tier],
         failures: Failures,
+        background: Background,
         monotonic: Callable[[], float] = time.monotonic,
         replicas: Replicas | None = None,
     ) -> None:
-        self._tiers = {tier.name: tier for tier in tiers}
+        pools = [isinstance(getattr(tier, "pool", None), SlotPool) for tier in tiers]
+        first = 1 + (pools.index(True) if True in pools else 0)
+        self._first, self._later = tuple(tiers[:first]), tuple(tiers[first:])
         self._failures = failures
+        self._background = background
         self._monotonic = monotonic
         self._replicas = replicas
+        self._unfinished: list[TieredSave] = []
+        self.threads = {tier.name: Background(monotonic=monotonic) for tier in self._later}
 
-    def run(self, save: TieredSave) -> None:
-        """Publish a save in the tiers that take part, each by the agreement of all ranks."""
+    @property
+    def busy(self) -> set[str]:
+        """The tiers with threads of their own that have a save of this rank to work on; as far as rank 0 has chosen."""
+        return {name for save in tuple(self._unfinished) for name in save.later}
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until there is nothing to do; false: there is, after that time. Not on one of the threads."""
+        until_s = self._monotonic() + timeout_s
+        # saves go from the background to the threads of the tiers, and come back to end
+        threads = (self._background, *self.threads.values(), self._background)
+        return all(thread.wait(max(0.0, until_s - self._monotonic())) for thread in threads)
+
+    def prepare(self, context: TierContext) -> None:
+        """A new group: each tier hears of it after the saves of the group before, and before those of this one."""
+        for tier in self._first:
+            self._prepare(tier, context)
+        if self._replicas is not None:
+            self._replicas.fence(context.round)
+        for tier in self._later:
+            self.threads[tier.name].submit(partial(self._prepare, tier, context))
+
+    def _prepare(self, tier: Tier, context: TierContext) -> None:
+        try:
+            tier.prepare(context)
+        except Exception as error:  # noqa: BLE001 - what is put there will fail, and say so
+            self._failures.add(f"preparing the {tier.name} tier", error)
+
+    def begin(self, save: TieredSave) -> None:
+        """Publish a save in the tiers that take part, each by the agreement of all ranks; on the training thread."""
+        save.later = self._later_of(save.tiers or ())
+        self._unfinished.append(save)
+        self._background.submit(lambda: self._run(save))
+
+    def _run(self, save: TieredSave) -> None:
         try:
             shard = self._seal(save)
-            for name in save.agreement.choose_tiers(save.name, save.tiers):
-                self._publish(save, self._tiers[name], shard)
+            save.pool.hold(save.stage)
+            chosen = save.agreement.choose_tiers(save.name, save.tiers)
+            save.later = self._later_of(chosen)
+            for tier in self._first:
+                if tier.name in chosen:
+                    self._publish(save, tier, shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
             save.failed(error)
             self._failures.add(str(save.name), error)
+            save.later = frozenset()
+        if not save.later:
+            self._end(save)
+            return
+        if save.is_stage_published:
+            self._keep_warm(save)
+        for tier in self._later:
+            if tier.name in save.later:
+                self.threads[tier.name].submit(partial(self._publish_later, save, tier, shard))
+
+    def _later_of(self, names: Collection[str]) -> frozenset[str]:
+        return frozenset(tier.name for tier in self._later if tier.name in names)
+
+    def _publish_later(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
+        try:
+            self._publish(save, tier, shard)
+            self._abandon(save, tier)
         finally:
-            # not before: the memory of what is abandoned may be used by the next save at once
-            for tier in save.abandoned:
-                if not tier.is_shared or save.agreement.context.rank == 0:  # the others may still be writing there
-                    self._abandon(save, tier)
+            self._background.submit(partial(self._done_in, save, tier))
+
+    def _done_in(self, save: TieredSave, tier: Tier) -> None:
+        save.later -= {tier.name}
+        if not save.later:
+            self._end(save)
+
+    def _end(self, save: TieredSave) -> None:
+        try:
+            for tier in self._first:  # not before: the memory of what is abandoned may be used by the next save at once
+                self._abandon(save, tier)
+            save.pool.release(save.stage)
             if not save.is_stage_published:
                 save.pool.give_back(save.stage)
-            self._say_done(save)
+            self._say_done(save.name, save.agreement)
             save.end()
+            self._keep_warm(save)
+        finally:
+            self._unfinished.remove(save)
+            self._background.give_back()
 
-    def _say_done(self, save: TieredSave) -> None:
+    def _keep_warm(self, save: TieredSave) -> None:
+        if not self._background.is_full:
+            try:
+                save.pool.keep_warm(save.header)
+            except CheckpointError as error:
+                self._failures.add("taking memory for the next save", error)
+
+    def _say_done(self, name: SaveId, agreement: SaveAgreement) -> None:
         try:
-            save.agreement.done(save.name)
+            agreement.done()
         except OutOfStepError as error:
-            log.debug("nobody is there to hear that %s is done: %s", save.name, error)
+            log.debug("nobody is there to hear that %s is done: %s", name, error)
 
     def decline(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """This rank takes no part in a save: tell the others, who would wait for it."""
         with suppress(OutOfStepError):  # the group has ended: nobody waits
             if agreement.context.rank == 0:
                 agreement.choose_tiers(name, [])
-            for tier in self._tiers:
-                agreement.stored(name, tier, None, why_not)
+            for tier in (*self._first, *self._later):
+                agreement.stored(name, tier.name, None, why_not)
+        self._say_done(name, agreement)
 
     def _seal(self, save: TieredSave) -> SealedShard:
         save.copy.wait()
@@ -215,8 +304,9 @@ class Finisher:
                 agreement.publish(name, tier.name, None, why_not)
             raise
         finally:
-            path = save.stage.slot.path
-            save.is_stage_published = path is not None and path.parent != save.pool.folder
+            if not save.is_stage_published:
+                path = save.stage.slot.path
+                save.is_stage_published = path is not None and path.parent != save.pool.folder
         agreement.stored(name, tier.name, record)
 
     def _replicate(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
@@ -229,6 +319,9 @@ class Finisher:
             self._failures.add(f"the replicas of {save.name}", error)
 
     def _abandon(self, save: TieredSave, tier: Tier) -> None:
+        """Remove what is left of a save that this tier will not have."""
+        if tier not in save.abandoned or (tier.is_shared and save.agreement.context.rank != 0):
+            return  # of a shared tier: the others may still be writing there
         try:
             tier.abandon(save.name)
         except Exception as error:  # noqa: BLE001 - only left-overs, which the next group removes

@@ -1,4 +1,4 @@
-"""TieredCheckpointManager: every rank saves its share, in the background, to one tier after the other."""
+"""TieredCheckpointManager: every rank saves its share, in the background, to several tiers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class TieredCheckpointManager(CheckpointManager):
     """Saves a state in several places: this host's memory, disks, durable storage; restores the newest from any.
 
     Give it to `torchelastic.train(..., checkpoint=manager)`. Every rank makes one with the same arguments. After a step
-    that the policy chooses, each rank copies its share of the state into memory (that alone stops the training); one
-    thread does the rest. Weights that all ranks hold alike are split, so each writes one part of them.
+    that the policy chooses, each rank copies its share of the state into memory (that alone stops the training); the
+    rest is done beside it, see `Finisher`. Weights that all ranks hold alike are split, so each writes a part of them.
 
     It also is a `CheckpointManager` of 0.1: what `create_checkpoint` returns is written by the calling process alone.
 
@@ -73,7 +73,7 @@ class TieredCheckpointManager(CheckpointManager):
             nobody else can write into the tiers.
         patience_s: how long a save waits for another rank before it is given up.
         grace_s: how long it still waits when the group has changed meanwhile.
-        slot_wait_s: how long `save_step` waits where two saves are still being finished.
+        slot_wait_s: how long `save_step` waits where as many saves as there are tiers, or two, are not finished.
         end_wait_s: how long the end of the run waits for the last save.
         kind: what the checkpoints are; of other kinds none is loaded or removed.
         monotonic: a clock in seconds that never goes back.
@@ -120,9 +120,9 @@ class TieredCheckpointManager(CheckpointManager):
         self._monotonic = monotonic
         pools = [pool for tier in self.tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
         self._pool = pools[0] if pools else SlotPool(None)
-        self._background = Background(monotonic=monotonic)
+        self._background = Background(max(2, len(self.tiers)), monotonic=monotonic)
         self._replicas = replicas_of(self.tiers, replicas, host)
-        self._finisher = Finisher(self.tiers, self.failures, monotonic, self._replicas)
+        self._finisher = Finisher(self.tiers, self.failures, self._background, monotonic, self._replicas)
         self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._epoch: int | None = None
@@ -130,7 +130,8 @@ class TieredCheckpointManager(CheckpointManager):
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
-        self._dropped = let_go_when_dropped(self, self._background, self._replicas, *self.tiers, self._pool)
+        threads = (self._background, *self._finisher.threads.values())
+        self._dropped = let_go_when_dropped(self, *threads, self._replicas, *self.tiers, self._pool)
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -150,17 +151,10 @@ class TieredCheckpointManager(CheckpointManager):
         notes = Notes(peers.mailbox(), self._patience_s, monotonic=self._monotonic)
         self._epoch, self._peers = epoch, peers
         self._agreement = SaveAgreement(context, notes)
-        self._background.submit(lambda: self._prepare(context), holds_slot=False)
+        self._background.submit(lambda: self._prepare(context))
 
     def _prepare(self, context: TierContext) -> None:
-        """In the background: after the saves of the group before, before those of this one."""
-        for tier in self.tiers:
-            try:
-                tier.prepare(context)
-            except Exception as error:  # noqa: BLE001 - what is put there will fail, and say so
-                self.failures.add(f"preparing the {tier.name} tier", error)
-        if self._replicas is not None:
-            self._replicas.fence(context.round)
+        self._finisher.prepare(context)
         self._are_prepared.set()
 
     # --- restoring ----------------------------------------------------------------------------------------------------
@@ -207,7 +201,7 @@ class TieredCheckpointManager(CheckpointManager):
             CheckpointError: what was saved cannot be read, or `reading` does not take it; on every rank.
             RuntimeError: a peer is lost.
         """
-        if not self._background.wait(self._patience_s):
+        if not self._finisher.wait(self._patience_s):
             raise CheckpointError(
                 f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
                 f"not answer: {self._places}?"
@@ -240,7 +234,7 @@ class TieredCheckpointManager(CheckpointManager):
             metrics: what was measured of this state, by name; what rank 0 says counts.
 
         Raises:
-            CheckpointError: there is no memory or no room for the share, or both slots stay busy.
+            CheckpointError: there is no memory or no room for the share, or all slots stay busy.
             TypeError: the state holds something that is not saved.
         """
 
@@ -279,23 +273,25 @@ class TieredCheckpointManager(CheckpointManager):
             Done when the save is over on this rank; raises why a tier that takes part does not have it.
 
         Raises:
-            CheckpointError: there is no memory or no room for the shard, or both slots stay busy.
+            CheckpointError: there is no memory or no room for the shard, or all slots stay busy.
         """
         began_s = self._monotonic()
         agreement, name = self._next_save(step, peers)
-        tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
+        tiers = None
+        if peers.rank == 0:
+            tiers = self._schedules.due(step, everywhere=everywhere, busy=self._finisher.busy)
         try:
             header, stage, copy = self._copied(lay_out, name, peers)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
-            self._background.submit(lambda: self._finisher.decline(name, agreement, why), holds_slot=False)
+            self._background.submit(lambda: self._finisher.decline(name, agreement, why))
             raise
         stall_s = self._monotonic() - began_s
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
         save = TieredSave(
             name, header, stage, copy, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {}
         )
-        self._background.submit(lambda: self._finish(save), holds_slot=True)
+        self._finisher.begin(save)
         return save.ended
 
     def call_off(self, step: int, peers: Peers) -> None:
@@ -311,8 +307,15 @@ class TieredCheckpointManager(CheckpointManager):
         agreement, name = self._next_save(step, peers)
         if holds_slot := not self._background.is_full:
             self._background.reserve(name, self._slot_wait_s)
-        why = "the group has broken before it began"
-        self._background.submit(lambda: self._finisher.decline(name, agreement, why), holds_slot=holds_slot)
+
+        def decline() -> None:
+            try:
+                self._finisher.decline(name, agreement, "the group has broken before it began")
+            finally:
+                if holds_slot:
+                    self._background.give_back()
+
+        self._background.submit(decline)
 
     def _next_save(self, step: int, peers: Peers) -> tuple[SaveAgreement, SaveId]:
         agreement = self.join(peers)
@@ -354,14 +357,6 @@ class TieredCheckpointManager(CheckpointManager):
 
     # --- in the background --------------------------------------------------------------------------------------------
 
-    def _finish(self, save: TieredSave) -> None:
-        self._finisher.run(save)
-        if not self._background.is_full:
-            try:
-                self._pool.keep_warm(save.header)
-            except CheckpointError as error:
-                self.failures.add("taking memory for the next save", error)
-
     @property
     def is_saving(self) -> bool:
         """Whether a save still runs in the background."""
@@ -375,11 +370,15 @@ class TieredCheckpointManager(CheckpointManager):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are done or given up; default: for at most `end_wait_s`."""
         timeout_s = self._end_wait_s if timeout_s is None else timeout_s
-        until_s = self._monotonic() + timeout_s
-        while not self._background.wait(max(0.0, min(LOOK_S, until_s - self._monotonic()))):
+        until_s, is_said = self._monotonic() + timeout_s, False
+        while not self._finisher.wait(max(0.0, min(LOOK_S, until_s - self._monotonic()))):
             if self._monotonic() >= until_s:
                 log.warning("a checkpoint is still not finished after %g s", timeout_s)
                 return False
+            if not is_said and self._monotonic() >= until_s - timeout_s + SILENT_S:
+                is_said = True
+                text = "waiting for the last saves, for at most %g s in all: does one of these not answer: %s?"
+                log.warning(text, timeout_s, self._places)
             if self._agreement is not None and self._peers is not None:  # no group follows that would end this one
                 silent_s = self._peers.silent_s()
                 self._agreement.lose([rank for rank in silent_s if silent_s[rank] > SILENT_S])
@@ -388,9 +387,9 @@ class TieredCheckpointManager(CheckpointManager):
     def end_run(self) -> None:
         """The run is over for this worker: wait, for a bounded time, until its last save is done everywhere."""
         agreement = self._agreement
-        if agreement is not None:
-            self._background.submit(lambda: self._see_off(agreement), holds_slot=False)
-        self.wait()
+        if self.wait() and agreement is not None:
+            self._background.submit(lambda: self._see_off(agreement))
+            self.wait()
 
     def _see_off(self, agreement: SaveAgreement) -> None:
         try:
@@ -436,7 +435,7 @@ class TieredCheckpointManager(CheckpointManager):
         self.save_shard(
             lambda meta: RecurringLayout().lay_out(streams, {"kind": STREAMS, **meta}), step, self._peers or Alone()
         )
-        if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
+        if not self._finisher.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
 
 
