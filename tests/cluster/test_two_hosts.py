@@ -24,11 +24,7 @@ STEPS_PER_EPOCH = 15
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("off", "epochs"),
-    [
-        ("host-b", 8),
-        pytest.param("host-a", 16, marks=pytest.mark.slow),
-        pytest.param("host-b", 16, marks=pytest.mark.slow),
-    ],
+    [("host-b", 8), pytest.param("host-a", 16, marks=pytest.mark.slow)],
 )
 def test_a_host_that_is_powered_off_and_comes_back_costs_no_image_and_the_report_shows_both(
     tmp_path: Path, off: str, epochs: int
