@@ -131,10 +131,10 @@ class Stuck:
 
 
 def test_a_disk_that_does_not_answer_never_keeps_the_agent_waiting() -> None:
-    stuck = Stuck()
+    stuck, event, ledger = Stuck(), straggler(0), HostLedger()
     journal = BackgroundJournal(stuck)
-    for step in range(10_100):
-        journal.write(straggler(step), HostLedger())
+    for _ in range(10_100):
+        journal.write(event, ledger)
     assert 90 <= journal.dropped <= 100
     stuck.goes_on.set()
     journal.close()
