@@ -120,6 +120,23 @@ def test_a_place_that_does_not_answer_holds_up_no_save_to_the_memory_of_the_host
         assert digest(restored) == digest(make_state(step, step))
 
 
+def test_what_waits_for_a_place_that_hangs_is_given_up_with_its_group(managers: Make, tmp_path: Path) -> None:
+    memory, disk, peers = MemoryTier(tmp_path / "memory"), Held(tmp_path / "disk"), Alone()
+    manager = managers(memory, disk, slot_wait_s=5.0)
+    for step in (1, 2):
+        manager.save_step(make_state(step, step), step, peers, everywhere=True)
+        wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
+    assert manager.is_full
+    again = Alone(1)
+    for step in range(3, 6):
+        manager.save_step(make_state(step, step), step, again)
+        wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
+    assert ["step-000000002" in failure for failure in manager.failures] == [True]
+    disk.go.set()
+    assert manager.wait(30)
+    assert 2 not in steps_in(disk)
+
+
 def steps_in(tier: Tier) -> list[int]:
     return [entry.name.step for entry in tier.inventory()]
 

@@ -54,6 +54,14 @@ def test_a_host_that_is_gone_or_whose_shard_is_damaged_is_replaced_by_its_replic
     assert answers[0]["digest"] == saved[0]["digest"]
 
 
+def test_a_place_that_hangs_on_one_host_stops_no_training_there(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_where_the_disk_of_rank_1_hangs, str(tmp_path), ranks=2))
+    assert [answer["failures"] for answer in answers] == [[]] * 2
+    assert max(answer["stall_s"] for answer in answers) < 5.0
+    assert answers[0]["on_disk"] == answers[1]["on_disk"]
+    assert answers[0]["on_disk"][-1] == 1
+
+
 @pytest.mark.parametrize("full_rank", [0, 2])
 def test_a_rank_whose_disk_is_full_stops_that_checkpoint_for_all_and_no_other(
     crew: Crew, tmp_path: Path, full_rank: int

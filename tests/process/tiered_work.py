@@ -15,9 +15,11 @@ from torch._C._distributed_c10d import TCPStore
 
 import torchelastic
 from tests.pure.worlds_of_one import World
+from tests.waiting import wait_until
 from torchelastic.checkpoint import EverySteps, TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.p2p.peers import GroupPeers
@@ -83,6 +85,11 @@ def make_tiers(kinds: str, folder: str) -> list[Tier]:
         "disk": lambda: DiskTier(place / "disk"),
     }
     return [tiers[kind]() for kind in kinds.split()]
+
+
+def steps_in(tier: Tier) -> list[int]:
+    """At which steps what is committed in a tier was taken, newest first."""
+    return [entry.name.step for entry in tier.inventory() if entry.is_committed]
 
 
 def steps_of(manager: TieredCheckpointManager) -> list[int]:
@@ -170,6 +177,34 @@ def save_where_one_disk_is_full(folder: str, full_rank: int) -> Any:
         "steps": [entry.name.step for entry in manager.tiers[0].inventory()],
         "left": sorted(path.name for path in (Path(folder) / "disk").glob(".tmp-step*")),
     }
+    close(manager)
+    return result
+
+
+class SlowPrune(DiskTier):
+    """Removes nothing on rank 1 before a file is there."""
+
+    def prune(self) -> list[SaveId]:
+        while Path(self.where).name == "host-1" and not (Path(self.where) / "go").exists():
+            time.sleep(0.01)
+        return super().prune()
+
+
+def save_where_the_disk_of_rank_1_hangs(folder: str) -> Any:
+    """Where it hangs rank 0 does not wait for it; returns how long the training stood still, and what is where."""
+    peers, place = join(), Path(folder)
+    disk = SlowPrune(place / f"host-{peers.rank}", KeepLast(10), shared=False)
+    manager = TieredCheckpointManager([MemoryTier(place / "memory"), disk], run_id="test", slot_wait_s=10.0)
+    stalls_s = []
+    for step in range(1, 6):
+        began_s = time.monotonic()
+        manager.save_step(make_state(7, step), step, peers)
+        stalls_s.append(time.monotonic() - began_s)
+        wait_until(lambda at=step: steps_in(manager.tiers[0]) == [at], 10, f"{step} is in memory")  # type: ignore[misc]
+        dist.barrier()
+    (Path(disk.where) / "go").touch()
+    manager.wait()
+    result = {"stall_s": max(stalls_s), "failures": list(manager.failures), "on_disk": steps_in(disk)}
     close(manager)
     return result
 

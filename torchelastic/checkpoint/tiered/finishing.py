@@ -70,6 +70,7 @@ class TieredSave:
         observe: is called with the costs.
         metrics: what was measured of this state, for the manifest.
         later: the names of the tiers that work on it on a thread of their own, until they are done.
+        waiting: of those, the ones that have not begun: whoever takes a name out does it, or gives it up.
         abandoned: the tiers in which it will not be published, as far as is known.
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
         failure: the first reason for which a tier that takes part does not have it; None: all of them have it.
@@ -88,6 +89,7 @@ class TieredSave:
     observe: Observe | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     later: frozenset[str] = frozenset()
+    waiting: set[str] = field(default_factory=set)
     abandoned: list[Tier] = field(default_factory=list)
     is_stage_published: bool = False
     failure: Exception | None = None
@@ -96,6 +98,14 @@ class TieredSave:
     def failed(self, error: Exception) -> None:
         """A tier does not have it."""
         self.failure = self.failure or error
+
+    def begin_in(self, tier: str) -> bool:
+        """Whether nobody has begun it in this tier, or given it up there, before; from any thread."""
+        try:
+            self.waiting.remove(tier)
+        except KeyError:
+            return False
+        return True
 
     def end(self) -> None:
         """Nothing more is done for it."""
@@ -147,7 +157,17 @@ class Finisher:
         return all(thread.wait(max(0.0, until_s - self._monotonic())) for thread in threads)
 
     def prepare(self, context: TierContext) -> None:
-        """A new group: each tier hears of it after the saves of the group before, and before those of this one."""
+        """A new group: each tier hears of it after the saves of the group before, and before those of this one.
+
+        What a tier has not begun by then no group would publish: it does not wait, in memory, for a tier that hangs.
+        """
+        for save in [one for one in self._unfinished if one.agreement.context is not context]:
+            for tier in self._later:
+                if save.begin_in(tier.name):
+                    error = OutOfStepError("the group has ended before it was begun")
+                    save.failed(error)
+                    self._failures.add(f"{save.name} in the {tier.name} tier", error)
+                    self._done_in(save, tier)
         for tier in self._first:
             self._prepare(tier, context)
         if self._replicas is not None:
@@ -185,6 +205,7 @@ class Finisher:
             return
         if save.is_stage_published:
             self._keep_warm(save)
+        save.waiting.update(save.later)
         for tier in self._later:
             if tier.name in save.later:
                 self.threads[tier.name].submit(partial(self._publish_later, save, tier, shard))
@@ -193,6 +214,8 @@ class Finisher:
         return frozenset(tier.name for tier in self._later if tier.name in names)
 
     def _publish_later(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
+        if not save.begin_in(tier.name):
+            return
         try:
             self._publish(save, tier, shard)
             self._abandon(save, tier)

@@ -281,7 +281,7 @@ class TieredCheckpointManager(CheckpointManager):
         if peers.rank == 0:
             tiers = self._schedules.due(step, everywhere=everywhere, busy=self._finisher.busy)
         try:
-            header, stage, copy = self._copied(lay_out, name, peers)
+            header, stage, copy = self._copied(lay_out, name, peers, cannot_wait=everywhere or peers.rank != 0)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.decline(name, agreement, why))
@@ -329,9 +329,12 @@ class TieredCheckpointManager(CheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage, Pending]:
+    def _copied(
+        self, lay_out: LayOut, name: SaveId, peers: Peers, *, cannot_wait: bool
+    ) -> tuple[Header, Stage, Pending]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
-        self._background.reserve(name, self._slot_wait_s)
+        # rank 0 chooses by its own slots: behind what only this rank still works on, one more may wait in each tier
+        self._background.reserve(name, self._slot_wait_s, len(self._finisher.threads) if cannot_wait else 0)
         try:
             header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
             stage = self._stage_for(header)
