@@ -154,3 +154,36 @@ def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long()
     rig.ranks[0].see_off(2.0)
     rig.ranks[1].see_off(2.0)
     assert rig.clock() < 3.0
+
+
+def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_hears_of_the_one_before() -> None:
+    class Counted(Drawer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.there: set[str] = set()
+
+        def post(self, key: str, words: bytes) -> None:
+            super().post(key, words)
+            self.there.add(key)
+
+        def drop(self, key: str) -> None:
+            super().drop(key)
+            self.there.discard(key)
+
+    drawer = Counted()
+    ranks = [SaveAgreement(TierContext("run", 1, 2, rank, 2), Notes(drawer, 0.1)) for rank in (0, 1)]
+    names = [SaveId(1, 2, number, number) for number in range(20)]
+    for name in names[:-1]:
+        for rank in ranks:
+            rank.choose_tiers(name, ["disk"] if rank is ranks[0] else None)
+            rank.stored(name, "disk", None, "the disk is full")
+        with pytest.raises(NotPublishedError):
+            ranks[0].gather(name, "disk", {}, 0.0)
+        ranks[0].publish(name, "disk", None, "the disk is full")
+    assert len(drawer.there) <= 4, sorted(drawer.there)
+    ranks[0].stored(names[-1], "disk", record(0, 2))
+    ranks[1].decline(names[-1], "disk", "its memory is full")
+    with pytest.raises(NotPublishedError, match="its memory is full"):
+        ranks[0].gather(names[-1], "disk", {}, 0.0)
+    with pytest.raises(NotPublishedError, match="the disk is full"):
+        ranks[1].hear(names[-2], "disk")

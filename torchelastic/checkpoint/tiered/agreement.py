@@ -57,9 +57,13 @@ class SaveAgreement:
         return [str(tier) for tier in self._notes.wait(f"{name}/{_CHOICE}", 0)]
 
     def stored(self, name: SaveId, tier: str, record: ShardRecord | None, why_not: str = "") -> None:
-        """This rank has stored its shard, or could not."""
+        """This rank has stored its shard, or could not; it is done with what was saved there before."""
         words = {"why_not": why_not} if record is None else {"record": asdict(record)}
         self._notes.post(f"{name}/{tier}/{self.context.rank}", words)
+
+    def decline(self, name: SaveId, tier: str, why_not: str) -> None:
+        """This rank takes no part; it may still work on what is saved there before."""
+        self._notes.post(f"{name}/{tier}/{self.context.rank}", {"why_not": why_not, "declined": True})
 
     def gather(self, name: SaveId, tier: str, metrics: Mapping[str, float], saved_s: float) -> Manifest:
         """On rank 0: the manifest, once all have stored.
@@ -68,7 +72,7 @@ class SaveAgreement:
             NotPublishedError: a rank has not stored its shard; says why.
             OutOfStepError: a rank has said nothing; names it.
         """
-        records, refusals = [], []
+        records, refusals, are_done = [], [], True
         for rank in range(self.context.world_size):  # all of them: nobody writes any more when this one gives up
             key = f"{name}/{tier}/{rank}"
             words = self._notes.wait(key, rank)
@@ -77,9 +81,11 @@ class SaveAgreement:
                 records.append(ShardRecord(**words["record"]))
             else:
                 refusals.append(str(words["why_not"]))
+                are_done = are_done and "declined" not in words
+        if are_done:
+            self._drop_old_notes(name, tier)
         if refusals:
             raise NotPublishedError("; ".join(refusals))
-        self._drop_old_notes(name, tier)
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
     def publish(self, name: SaveId, tier: str, manifest: Manifest | None, why_not: str = "") -> None:
@@ -119,7 +125,7 @@ class SaveAgreement:
             self._posted.append((name, what))
 
     def _drop_old_notes(self, name: SaveId, tier: str) -> None:
-        """All ranks have stored something of this checkpoint in this tier: there they are done with those before it."""
+        """All ranks have stored this checkpoint in this tier, or failed to: there they are done with older ones."""
         with self._lock:
             old = [(save, what) for save, what in self._posted if save < name and what in (_CHOICE, tier)]
             self._posted = [one for one in self._posted if one not in old]

@@ -260,7 +260,7 @@ class Finisher:
             if agreement.context.rank == 0:
                 agreement.choose_tiers(name, [])
             for tier in (*self._first, *self._later):
-                agreement.stored(name, tier.name, None, why_not)
+                agreement.decline(name, tier.name, why_not)
         self._say_done(name, agreement)
 
     def _seal(self, save: TieredSave) -> SealedShard:
