@@ -137,6 +137,19 @@ def test_what_waits_for_a_place_that_hangs_is_given_up_with_its_group(managers: 
     assert 2 not in steps_in(disk)
 
 
+def test_of_the_saves_that_go_everywhere_only_the_last_waits_for_a_place_that_hangs(
+    managers: Make, tmp_path: Path
+) -> None:
+    memory, disk, peers = MemoryTier(tmp_path / "memory"), Held(tmp_path / "disk"), Alone()
+    manager = managers(memory, disk, slot_wait_s=5.0)
+    for step in range(1, 6):  # as each step of a worker that was asked to leave, until all have agreed on it
+        manager.save_step(make_state(step, step), step, peers, everywhere=True)
+        wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
+    disk.go.set()
+    assert manager.wait(30)
+    assert steps_in(disk) == [5, 1]
+
+
 def steps_in(tier: Tier) -> list[int]:
     return [entry.name.step for entry in tier.inventory()]
 

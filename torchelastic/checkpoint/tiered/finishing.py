@@ -162,12 +162,7 @@ class Finisher:
         What a tier has not begun by then no group would publish: it does not wait, in memory, for a tier that hangs.
         """
         for save in [one for one in self._unfinished if one.agreement.context is not context]:
-            for tier in self._later:
-                if save.begin_in(tier.name):
-                    error = OutOfStepError("the group has ended before it was begun")
-                    save.failed(error)
-                    self._failures.add(f"{save.name} in the {tier.name} tier", error)
-                    self._done_in(save, tier)
+            self._give_up_waiting(save, self.threads, "the group has ended before it was begun")
         for tier in self._first:
             self._prepare(tier, context)
         if self._replicas is not None:
@@ -193,6 +188,8 @@ class Finisher:
             save.pool.hold(save.stage)
             chosen = save.agreement.choose_tiers(save.name, save.tiers)
             save.later = self._later_of(chosen)
+            for older in self._unfinished[: self._unfinished.index(save)]:
+                self._give_up_waiting(older, save.later, f"{save.name} has come before it was begun")
             for tier in self._first:
                 if tier.name in chosen:
                     self._publish(save, tier, shard)
@@ -221,6 +218,20 @@ class Finisher:
             self._abandon(save, tier)
         finally:
             self._background.submit(partial(self._done_in, save, tier))
+
+    def _give_up_waiting(self, save: TieredSave, tiers: Collection[str], why_not: str) -> None:
+        """In tiers that have not begun a save: else many would wait, in memory, for one that hangs."""
+        for tier in self._later:
+            if tier.name in tiers and save.begin_in(tier.name):
+                error = NotPublishedError(why_not)
+                save.failed(error)
+                self._failures.add(f"{save.name} in the {tier.name} tier", error)
+                with suppress(OutOfStepError):  # the group has ended: nobody waits
+                    if save.agreement.context.rank == 0:
+                        save.agreement.publish(save.name, tier.name, None, why_not)
+                    else:
+                        save.agreement.decline(save.name, tier.name, why_not)
+                self._done_in(save, tier)
 
     def _done_in(self, save: TieredSave, tier: Tier) -> None:
         save.later -= {tier.name}
