@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,19 @@ def _weights(step: int, rank: int) -> torch.Tensor:
 
 
 class SlowTier(DurableTier):
-    """A store to which nothing gets while `goes_on` is clear; from no process before the file `begins` is there."""
+    """A store to which nothing gets while `goes_on` is clear; from no process before the file `begins` is there.
 
-    goes_on = threading.Event()
+    What it has it does not tell while `answers` is clear.
+    """
+
+    goes_on, answers = threading.Event(), threading.Event()
     goes_on.set()
+    answers.set()
     begins: Path | None = None
+
+    def require_own(self) -> None:
+        assert self.answers.wait(COPIED_S), "the storage is silent"
+        super().require_own()
 
     def put(self, shard: SealedShard) -> ShardRecord:
         assert self.goes_on.wait(COPIED_S)
@@ -80,6 +89,9 @@ class Checkpoints(ABC):
     @abstractmethod
     def resume(self) -> int | None:
         """The step of what is found, which has to be what was saved; None: there is nothing."""
+
+    def meet(self) -> None:  # noqa: B027 - most do by themselves
+        """The process group was formed anew."""
 
     @abstractmethod
     def wait(self, timeout_s: float = COPIED_S) -> bool:
@@ -131,6 +143,9 @@ class Memory(Checkpoints):
         saver = DefaultCheckpointSaver(ckpt_obj_manager=self._objects, replication_manager=self._replication)
         self._writer = MemoryStorageWriter(saver, on_failure="raise")
         self._loader = DefaultCheckpointLoader(self._objects, self._replication)
+
+    def meet(self) -> None:
+        self._replication.initialize(self._objects)
 
     def save(self, step: int) -> None:
         state, id_ = self._state(step)
@@ -255,6 +270,40 @@ def save_while_the_store_comes_back(kind: str, root: Path) -> None:
     checkpoints.save(7)
     assert checkpoints.wait()
     checkpoints.close()
+
+
+def save_while_the_store_is_silent(kind: str, root: Path) -> float:
+    """How long two saves of a job take that begins while the store does not answer."""
+    checkpoints = KINDS[kind](root)
+    checkpoints.durable.answers.clear()
+    began_s = time.monotonic()
+    checkpoints.save(4)
+    assert checkpoints.wait()
+    checkpoints.save(5)
+    took_s = time.monotonic() - began_s
+    checkpoints.durable.answers.set()
+    assert checkpoints.wait()
+    checkpoints.close()
+    return took_s
+
+
+def save_in_a_new_group(kind: str, root: Path) -> float:
+    """How long a save takes that is the first one of a group, of ranks that have saved, while the store is silent."""
+    checkpoints = KINDS[kind](root)
+    checkpoints.save(4)
+    assert checkpoints.wait()
+    rank = _rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{root / 'another group'}", rank=rank, world_size=2)
+    checkpoints.meet()
+    checkpoints.durable.answers.clear()
+    began_s = time.monotonic()
+    checkpoints.save(5)
+    took_s = time.monotonic() - began_s
+    checkpoints.durable.answers.set()
+    assert checkpoints.wait()
+    checkpoints.close()
+    return took_s
 
 
 def save_while_replaced(kind: str, root: Path) -> int | None:

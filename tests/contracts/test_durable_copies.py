@@ -10,6 +10,7 @@ import pytest
 
 from tests.contracts import durable_ranks
 from tests.process.forked_ranks import run_ranks, values
+from torchelastic.checkpoint.durable_copies import ANSWER_S
 
 pytestmark = pytest.mark.parametrize("kind", sorted(durable_ranks.KINDS))
 
@@ -118,3 +119,17 @@ def test_a_job_that_began_without_the_store_copies_when_it_is_back(tmp_path: Pat
 def test_a_job_that_was_replaced_copies_nothing_any_more(tmp_path: Path, kind: str) -> None:
     assert values(run_ranks(durable_ranks.save_while_replaced, kind, tmp_path)) == [7], "its own is older than that"
     assert _copies(tmp_path) == [5, 7], "the first job has published after the second one"
+
+
+def test_a_job_that_begins_while_the_store_is_silent_saves_soon_and_copies_when_it_answers(
+    tmp_path: Path, kind: str
+) -> None:
+    (took_s,) = values(run_ranks(durable_ranks.save_while_the_store_is_silent, kind, tmp_path))
+    assert took_s < durable_ranks.COPIED_S / 2
+    assert _copies(tmp_path) == [4, 5]
+
+
+def test_the_first_save_of_a_new_group_does_not_wait_for_the_store(tmp_path: Path, kind: str) -> None:
+    took_s = values(run_ranks(durable_ranks.save_in_a_new_group, kind, tmp_path, ranks=2))
+    assert max(took_s) < ANSWER_S, "it has asked the store"
+    assert _copies(tmp_path) == [4, 5]

@@ -31,6 +31,7 @@ from torchelastic.checkpoint.store.manifest import Manifest
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext, TierEntry
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.background import in_background
 from torchelastic.processes.dropped import let_go_when_dropped
 from torchelastic.processes.file_locks import lock_of_nobody
 from torchelastic.processes.own_folder import LOCK, OwnFolder
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: For how long rank 0 waits for the shards of the others.
 SHARDS_S = 600.0
+#: For how long the first save waits for the storage.
+ANSWER_S = 10.0
 #: It looks for them first after this time, and then ever more rarely.
 _FIRST_LOOK_S, _RAREST_LOOK_S = 0.05, 5.0
 
@@ -83,12 +86,18 @@ class DurableCopies:
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`; where the storage does not answer, with a warning, more than any job can have counted up to."""
-        try:
+
+        def ask() -> int:
             self._tier.require_own()
             return self._tier.known_epoch(run_id)
+
+        try:  # training waits
+            return in_background(ask, "durable-epoch").result(ANSWER_S)
+        except TimeoutError:
+            log.warning("it is unknown what other jobs have saved: %s is silent for %g s", self._tier.where, ANSWER_S)
         except CheckpointError as error:
             log.warning("it is unknown what other jobs have saved: %s", error)
-            return int(time.time())
+        return int(time.time())
 
     def enter(self, context: TierContext) -> None:
         """A group saves from now on; what older ones have not completed is given up. Again with the same: nothing."""

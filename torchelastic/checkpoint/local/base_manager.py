@@ -274,18 +274,18 @@ class BaseCheckpointManager(ABC):
                 self._pending.pop(save, None)
             self._written.clear()
         if is_new or look:
-            self._look(call)
+            self._look(call, self._copies if look else None)  # a save waits for no storage
 
-    def _look(self, call: str) -> None:
+    def _look(self, call: str, copies: DurableCopies | None) -> None:
         """Has all ranks tell what they hold, and rank 0 what is in durable storage."""
 
         def tell() -> tuple[list[str], Any]:
-            return list(map(str, self._my_ckpt_ids())), DurableInventory.tell(self._copies, self.rank)
+            return list(map(str, self._my_ckpt_ids())), DurableInventory.tell(copies, self.rank)
 
         reports = self._ranks.run_on_all(f"{call}, looking", tell)
         known = [list(map(ShardId.parse, each)) for each, _ in reports]
         held = [[TierEntry(one.name, one.world_size, (one.rank,)) for one in each] for each in known]
-        self._durable = DurableInventory.of(self._copies, reports[0][1])
+        self._durable = DurableInventory.of(copies, reports[0][1])
         held.append([*self._durable.held])
         self._found = {candidate.save: candidate for candidate in candidates(held)}
         self._generation = max([self._generation, *(save.generation for save in self._found)])

@@ -173,6 +173,11 @@ class Container(MemoryTier):
             self.fence.check(joined, 0)
         return joined, self.known_epoch(self.run_id)
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether this program saves here, as a member of whatever group."""
+        return self._registry.joined(self.name) != ("", 0)
+
     def join(self, group: str, epoch: int) -> None:
         """From now on nothing is completed here that was saved in an earlier epoch. Raises: FencedError."""
         if (group, epoch) != self._registry.joined(self.name):

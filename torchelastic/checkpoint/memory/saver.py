@@ -210,7 +210,7 @@ class DefaultCheckpointSaver:
         refused = refused_in(item.index.fqn for item in plan.items)
         needed_bytes = tensor_bytes(plan)
         joined, known = container.epochs(self._group())
-        if copies is not None and not joined and rank == 0:
+        if copies is not None and rank == 0 and not container.has_saved:
             known = max(known, copies.known_epoch(container.run_id))
         report = RankReport(
             save.about,
