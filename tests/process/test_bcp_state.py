@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +197,32 @@ def test_whatever_a_place_raises_in_the_background_is_told_once_and_the_next_sav
     told = [one for one in caught if "the save before failed on this rank: the place is gone" in str(one.message)]
     assert len(told) == (told_by == "save")
     assert [info.name.step for info in list_checkpoints(folder)] == [3, 1]
+
+
+class Silent(DurableTier):
+    """It does not answer until the test says so."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, every=EverySteps(2))
+        self.answers = threading.Event()
+
+    def put(self, shard: SealedShard) -> ShardRecord:
+        assert self.answers.wait(60)
+        return super().put(shard)
+
+
+def test_storage_that_is_silent_holds_up_no_save_in_memory(tmp_path: Path) -> None:
+    memory, store = tmp_path / "memory", Silent(f"file://{tmp_path}/store")
+    job = Job(tmp_path, tiers=[MemoryTier(memory, KeepLast(9)), store], timeout_s=5.0)
+    for _ in range(4):
+        job.train(1)
+        job.state.save(sync=False)
+    job.train(1)
+    job.state.save()
+    assert [info.name.step for info in list_checkpoints(memory)] == [5, 4, 3, 2, 1]
+    store.answers.set()
+    job.state.wait()
+    assert [info.name.step for info in list_checkpoints(tmp_path / "store")] == [2]
 
 
 def test_names_do_not_depend_on_wrappers(folder: Path) -> None:

@@ -370,6 +370,17 @@ class TieredCheckpointManager(CheckpointManager):
         """Whether one more save would have to wait."""
         return self._background.is_full
 
+    def wait_for_first(self, timeout_s: float) -> None:
+        """Wait until the saves are over but in tiers that work on a thread of their own.
+
+        Raises:
+            CheckpointError: they are not, after that time.
+        """
+        if not self._background.wait(timeout_s):
+            raise CheckpointError(
+                f"the save before is not done after {timeout_s:g} s: does one of these not answer: {self._places}?"
+            )
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are done or given up; default: for at most `end_wait_s`."""
         timeout_s = self._end_wait_s if timeout_s is None else timeout_s

@@ -113,7 +113,7 @@ class BCPState:
         self._group: Peers | None = None
         self._maker = ShardMaker(allow_pickles=allow_pickles)
         self._managers: dict[Path | None, TieredCheckpointManager] = {}
-        self._running: Future[None] | None = None
+        self._running: list[Future[None]] = []
         self._failure: BaseException | None = None
         self._step = 0
         if tiers is not None:
@@ -131,8 +131,8 @@ class BCPState:
         Args:
             ckpt_path: the folder of checkpoints.
             sync: return when it is published. Else return after the copy, and finish in the background: before the next
-                save, before `wait` returns, and before the interpreter ends. If it fails, that is logged, `wait` raises
-                it, and the next save is tried.
+                save (in tiers behind the first, and behind the `MemoryTier`, it goes on), before `wait` returns, and
+                before the interpreter ends. If it fails, that is logged, `wait` raises it, and the next save is tried.
 
         Raises:
             CheckpointError: it could not be saved (a full disk, a rank that failed); the checkpoint before stays.
@@ -142,11 +142,11 @@ class BCPState:
         """
         manager, path = self._place(ckpt_path)
         call = f"save(ckpt_path={path!r}, sync={bool(sync)})"
-        running = self._begin(call, manager, self._settle())
+        running = self._begin(call, manager, self._settle(everywhere=False))
         if sync:
             self._ranks.run_on_all(f"{call}, publishing", lambda: self._ended(running))
             return
-        self._running = running
+        self._running.append(running)
         # the interpreter does not end before it is published, nor rank 0, which may have the store, before the others
         in_background(manager.end_run, "checkpoint-end", is_waited_for=True)
 
@@ -256,16 +256,23 @@ class BCPState:
             raise TypeError(f"get_extra_fn returned a {type(extra).__name__}: return a dict")
         return dict(extra)
 
-    def _settle(self) -> BaseException | None:
-        """Waits for this rank's part of the save before; what failed in it and was not raised yet."""
-        if self._running is not None:
+    def _settle(self, *, everywhere: bool = True) -> BaseException | None:
+        """Waits for this rank's part of the saves before; what failed in them and was not raised yet.
+
+        Args:
+            everywhere: also in tiers that work on a thread of their own, and hold up no other save.
+        """
+        if not everywhere:
+            for manager in self._managers.values():
+                manager.wait_for_first(2 * self._timeout_s)
+        for running in [one for one in self._running if everywhere or one.done()]:
             try:
-                self._ended(self._running)
+                self._ended(running)
             except Exception as error:  # a place may raise whatever its library raises
-                if not self._running.done():
+                if not running.done():
                     raise
                 self._failure = error
-            self._running = None
+            self._running.remove(running)
         return self._failure
 
     def _ended(self, running: Future[None]) -> None:
