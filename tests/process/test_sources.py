@@ -15,6 +15,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import hypothesis.strategies as st
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from hypothesis import given, settings
 
 from tests.pure.source_contract import all_samples, through_json
@@ -125,6 +126,60 @@ def test_urls_are_read_through_fsspec() -> None:
         lines("memory://sources/*.gone")(0, 1, 0)
     with pytest.raises(SourceError, match=r"memory://sources/9\.txt is not there"):
         list(lines("memory://sources/9.txt")(0, 1, 0))
+
+
+class Outage:
+    """Storage that cannot be read: as often as it is told to, each of these calls of a file system fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failures = 0
+        self.pauses_s: list[float] = []
+        monkeypatch.setattr("time.sleep", self.pauses_s.append)
+        for name in ("glob", "open"):
+            monkeypatch.setattr(MemoryFileSystem, name, self._failing(getattr(MemoryFileSystem, name)))
+
+    def _failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*arguments: Any, **options: Any) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise ConnectionError("nobody is there")
+            return call(*arguments, **options)
+
+        return failing
+
+
+def test_storage_that_fails_behind_the_first_sample_is_asked_again_and_no_sample_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = fsspec.filesystem("memory")
+    for number in range(3):
+        files.pipe_file(f"/outage/{number}.txt", f"{number} a\n{number} b\n".encode())
+    outage, source = Outage(monkeypatch), lines("memory://outage/*.txt")
+    samples: Any = source(0, 1, 0)
+    read = [next(samples), next(samples)]
+    outage.failures = 3
+    read.append(next(samples))  # of the next file
+    assert len(outage.pauses_s) == 3
+    assert "/outage/1.txt cannot be read at present, and is asked for again in 4 s" in caplog.text
+    outage.failures = 3
+    read += source(0, 1, samples.state_dict())  # as who takes the shard over
+    assert read == [f"{number} {letter}" for number in range(3) for letter in "ab"]
+    assert len(outage.pauses_s) == 6
+
+
+def test_storage_that_fails_at_the_start_or_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").pipe_file("/outage/only.txt", b"a\nb\n")
+    outage, source = Outage(monkeypatch), lines("memory://outage/only.*")
+    outage.failures = 1
+    with pytest.raises(ConnectionError, match="nobody is there"):
+        source(0, 1, 0)
+    assert not outage.pauses_s
+    samples: Any = source(0, 1, 0)
+    next(samples)
+    outage.failures = 1000
+    with pytest.raises(ConnectionError, match="nobody is there"):
+        source(0, 1, samples.state_dict())
+    assert 500 < sum(outage.pauses_s) < 700
 
 
 @pytest.mark.parametrize(

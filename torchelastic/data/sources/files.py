@@ -7,6 +7,7 @@ import glob
 import logging
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 logger = logging.getLogger(__name__)
 
+#: Where storage fails, a file is asked for again after these pauses, for ten minutes in all.
+OUTAGE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, *([30.0] * 19))
 _BUFFER_BYTES = 1 << 17
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 
@@ -49,14 +52,18 @@ class OpenFile:
         return SourceError(f"{self.name}, byte {byte}: {escaped(what)}")
 
 
-def found(files: Files) -> tuple[str, ...]:
+def found(files: Files, position: Any) -> tuple[str, ...]:
     """The names of the files: patterns in their order, the matches of each sorted.
+
+    Args:
+        files: names and patterns.
+        position: where reading goes on. If not 0 they were found before, and storage that fails is asked again.
 
     Raises:
         SourceError: a pattern has no match, a file is named twice, or is compressed.
     """
     patterns = [files] if isinstance(files, str | os.PathLike) else files
-    names = [name for pattern in patterns for name in _matches(os.fspath(pattern))]
+    names = [name for pattern in patterns for name in _matches(os.fspath(pattern), position != 0)]
     if not names:
         raise SourceError("the list of files is empty")
     if len(set(names)) < len(names):
@@ -68,7 +75,7 @@ def found(files: Files) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _matches(pattern: str) -> list[str]:
+def _matches(pattern: str, is_known: bool) -> list[str]:
     is_url = "://" in pattern
     if not re.search(r"[*?\[]", pattern) or (not is_url and Path(pattern).exists()):
         return [pattern]
@@ -76,13 +83,33 @@ def _matches(pattern: str) -> list[str]:
         import fsspec  # type: ignore[import-untyped]
 
         system, path = fsspec.core.url_to_fs(pattern)
-        entries = system.glob(path, detail=True)
+        entries, pauses = None, _pauses(pattern, is_known)
+        while entries is None:
+            try:
+                entries = system.glob(path, detail=True)
+            except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
+                _wait_out(pattern, error, pauses)
         names = [system.unstrip_protocol(name) for name, entry in entries.items() if entry["type"] == "file"]
     else:
         names = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]  # noqa: PTH207 - `**`
     if not names:
         raise SourceError(f"no file matches {pattern}")
     return sorted(names)
+
+
+def _pauses(name: str, is_known: bool) -> Iterator[float]:
+    """Between tries to read something; none of what is no URL, or was never read."""
+    return iter(OUTAGE_PAUSES_S if is_known and "://" in name else ())
+
+
+def _wait_out(name: str, error: Exception, pauses: Iterator[float]) -> None:
+    """Waits before the next try, and says so; raises the error if that was the last one."""
+    pause_s = next(pauses, None)
+    if pause_s is None:
+        raise error
+    text = "%s cannot be read at present, and is asked for again in %g s: %s: %s"
+    logger.warning(text, name, pause_s, type(error).__name__, error)
+    time.sleep(pause_s)
 
 
 @functools.cache
@@ -157,14 +184,30 @@ class FileIterator(Iterator[T], Generic[T, Part]):
 
     def _from(self, first: int, size_then: int | None, at: Any) -> Iterator[T]:
         for number, part in self._parts:
-            if number < first:
-                continue
-            with opened_file(self._names[number]) as file:
-                if size_then is not None and number == first:
-                    self._require_size(file, size_then, at)
-                for sample, behind in self._read(file, part, at if number == first else None):
-                    self._place = number, file.size, behind
-                    yield sample
+            if number == first:
+                yield from self._of_file(number, part, size_then, at)
+            elif number > first:
+                yield from self._of_file(number, part, None, None)
+
+    def _of_file(self, number: int, part: Part, size_then: int | None, at: Any) -> Iterator[T]:
+        """What is behind a place in a file; storage that fails after it was read once is asked again for a while."""
+        name = self._names[number]
+        pauses = _pauses(name, self.state_dict() != 0)
+        while True:
+            try:
+                with opened_file(name) as file:
+                    if size_then is not None:
+                        self._require_size(file, size_then, at)
+                    size_then = file.size
+                    for sample, behind in self._read(file, part, at):
+                        self._place, at = (number, file.size, behind), behind
+                        pauses = _pauses(name, is_known=True)
+                        yield sample
+                return
+            except SourceError:
+                raise
+            except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
+                _wait_out(name, error, pauses)
 
     def _checked(self, position: Any) -> tuple[int, int | None, Any]:
         if position == 0:

@@ -39,7 +39,7 @@ class parquet:
 
     def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[dict[str, Any]]:
         """Opens a shard; see `Source`."""
-        names = found(self.files)
+        names = found(self.files, position)
         parts: list[tuple[int, _Part]] = [(number, None) for number in range(shard, len(names), num_shards)]
         if len(names) < num_shards:
             parts = self._row_groups(names, shard, num_shards)

@@ -35,7 +35,7 @@ class tar_samples:
 
     def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[Sample]:
         """Opens a shard; see `Source`."""
-        names = found(self.files)
+        names = found(self.files, position)
         if shard == len(names):
             say_shards_are_empty("tar files", len(names), num_shards)
         parts = [(number, None) for number in range(shard, len(names), num_shards)]

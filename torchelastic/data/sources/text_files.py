@@ -57,7 +57,7 @@ class jsonl:
 
 
 def _opened(files: Files, shard: int, num_shards: int, position: Any, read: Any) -> FileIterator[Any, _Part]:
-    names = found(files)
+    names = found(files, position)
     if len(names) >= num_shards:
         parts = [(number, (0, 1)) for number in range(shard, len(names), num_shards)]
     else:
