@@ -18,6 +18,7 @@ import torch
 from tests.process import training_state_jobs as jobs
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.training_state_jobs import Job
+from tests.waiting import wait_until
 from torchelastic.checkpoint import (
     BCPState,
     CheckpointError,
@@ -217,9 +218,9 @@ def test_storage_that_is_silent_holds_up_no_save_in_memory(tmp_path: Path) -> No
     for _ in range(4):
         job.train(1)
         job.state.save(sync=False)
-    job.train(1)
-    job.state.save()
-    assert [info.name.step for info in list_checkpoints(memory)] == [5, 4, 3, 2, 1]
+    wait_until(lambda: [info.name.step for info in list_checkpoints(memory)] == [4, 3, 2, 1], 30, "all are in memory")
+    with pytest.raises(CheckpointError, match="the disk does not answer"):
+        job.state.save()  # it says that it is everywhere
     store.answers.set()
     job.state.wait()
     assert [info.name.step for info in list_checkpoints(tmp_path / "store")] == [2]

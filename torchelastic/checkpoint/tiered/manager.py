@@ -370,22 +370,17 @@ class TieredCheckpointManager(CheckpointManager):
         """Whether one more save would have to wait."""
         return self._background.is_full
 
-    def wait_for_first(self, timeout_s: float) -> None:
-        """Wait until the saves are over but in tiers that work on a thread of their own.
+    def wait(self, timeout_s: float | None = None, *, everywhere: bool = True) -> bool:
+        """Wait until all saves are done or given up, and return whether they are.
 
-        Raises:
-            CheckpointError: they are not, after that time.
+        Args:
+            timeout_s: for how long; None: `end_wait_s`.
+            everywhere: also in the tiers that work on a thread of their own.
         """
-        if not self._background.wait(timeout_s):
-            raise CheckpointError(
-                f"the save before is not done after {timeout_s:g} s: does one of these not answer: {self._places}?"
-            )
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all saves are done or given up; default: for at most `end_wait_s`."""
         timeout_s = self._end_wait_s if timeout_s is None else timeout_s
         until_s, is_said = self._monotonic() + timeout_s, False
-        while not self._finisher.wait(max(0.0, min(LOOK_S, until_s - self._monotonic()))):
+        waits = self._finisher if everywhere else self._background
+        while not waits.wait(max(0.0, min(LOOK_S, until_s - self._monotonic()))):
             if self._monotonic() >= until_s:
                 log.warning("a checkpoint is still not finished after %g s", timeout_s)
                 return False

@@ -142,7 +142,7 @@ class BCPState:
         """
         manager, path = self._place(ckpt_path)
         call = f"save(ckpt_path={path!r}, sync={bool(sync)})"
-        running = self._begin(call, manager, self._settle(everywhere=False))
+        running = self._begin(call, manager, self._settle(everywhere=sync))
         if sync:
             self._ranks.run_on_all(f"{call}, publishing", lambda: self._ended(running))
             return
@@ -262,9 +262,9 @@ class BCPState:
         Args:
             everywhere: also in tiers that work on a thread of their own, and hold up no other save.
         """
-        if not everywhere:
-            for manager in self._managers.values():
-                manager.wait_for_first(2 * self._timeout_s)
+        for manager in self._managers.values() if not everywhere else ():
+            if not manager.wait(2 * self._timeout_s, everywhere=False):
+                raise CheckpointError(f"the save before is not done after {2 * self._timeout_s:g} s")
         for running in [one for one in self._running if everywhere or one.done()]:
             try:
                 self._ended(running)

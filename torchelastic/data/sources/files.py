@@ -103,7 +103,10 @@ def _pauses(name: str, is_known: bool) -> Iterator[float]:
 
 
 def _wait_out(name: str, error: Exception, pauses: Iterator[float]) -> None:
-    """Waits before the next try, and says so; raises the error if that was the last one."""
+    """Waits before the next try, and says so; raises the error if that was the last one.
+
+    Not tenacity: its attempts swallow the end of a generator, and count from the first try and not the first failure.
+    """
     pause_s = next(pauses, None)
     if pause_s is None:
         raise error
