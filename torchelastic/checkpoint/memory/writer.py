@@ -112,7 +112,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
             CheckpointError: the one before does not end within half an hour.
         """
         self._wait_for_last()
-        replace_dead_helpers(self._saver.gather)
+        replace_helpers(self._saver.gather, self._saver._group())
         staged = self._saver.stage_data(None, state_dict)
         self._last = weakref.ref(staged)
         return staged
@@ -215,25 +215,34 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         return self._saver.prepare_write_data(plan, planner)
 
 
-def replace_dead_helpers(gather: Callable[[str, Any], Sequence[Any]]) -> None:
-    """If the helper of any rank has died, has torch start new ones on all ranks; they form a group, so none is of use.
+#: The ranks among which torch has started the helper of this process, if it has; see `ReplicationManager.group`.
+_helped_group = ""
 
+
+def replace_helpers(gather: Callable[[str, Any], Sequence[Any]], group: str) -> None:
+    """Has torch start new helpers on all ranks if one has died, or if they are those of another group of ranks.
+
+    They form a group of their own, so none is of use without all others, nor where a worker was lost or has joined.
     Called by all ranks on the training thread before a save is given to the helpers. Does nothing where there are none,
     or where torch keeps them in another way than in its releases 2.7 to 2.13.
 
     Args:
         gather: tells all ranks a value and returns what each says; collective. Called only where there are helpers,
             which torch starts on all ranks together.
+        group: names the ranks that save together.
     """
+    global _helped_group
+    former, _helped_group = _helped_group, group
     executor = sys.modules.get(_EXECUTOR)
     process = getattr(getattr(executor, _NAME, None), "_save_process", None)
     if executor is None or process is None:
         return
-    alive = gather("async_save, looking for the helper processes", process.is_alive())
-    if all(alive):
-        return
-    dead = [rank for rank, is_alive in enumerate(alive) if not is_alive]
-    log.warning("the helper process of async_save has died on rank(s) %s: all ranks start another", dead)
+    if former == group:
+        alive = gather("async_save, looking for the helper processes", process.is_alive())
+        if all(alive):
+            return
+        dead = [rank for rank, is_alive in enumerate(alive) if not is_alive]
+        log.warning("the helper process of async_save has died on rank(s) %s: all ranks start another", dead)
     process.kill()
     process.join(_DEATH_S)
     setattr(executor, _NAME, None)
