@@ -223,7 +223,7 @@ def test_storage_that_is_silent_holds_up_no_save_in_memory(tmp_path: Path) -> No
         job.state.save()  # it says that it is everywhere
     store.answers.set()
     job.state.wait()
-    assert [info.name.step for info in list_checkpoints(tmp_path / "store")] == [2]
+    assert [info.name.step for info in list_checkpoints(tmp_path / "store")] == [4, 2]
 
 
 def test_names_do_not_depend_on_wrappers(folder: Path) -> None:

@@ -105,10 +105,10 @@ def test_a_place_that_does_not_answer_holds_up_no_save_to_the_memory_of_the_host
     memory, disk, peers = MemoryTier(tmp_path / "memory"), Held(tmp_path / "disk"), Alone()
     manager = managers(memory, disk)
     for step in range(1, 7):
-        manager.save_step(make_state(step, step), step, peers, everywhere=step == 6)
+        manager.save_step(make_state(step, step), step, peers)
         wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
-    assert not manager.wait(0.0), "it is saved everywhere, and the disk has it not yet"
-    assert caplog.text.count("the disk tier is left out of the save after step 2: it works on an older one") == 1
+    assert not manager.wait(0.0), "the disk has not the last one yet"
+    assert caplog.text.count("the disk tier is slower than saves come: step-000000002.e1.r0.g2 is left out there") == 1
     disk.go.set()
     assert manager.wait(30)
     assert not manager.failures
@@ -126,7 +126,6 @@ def test_what_waits_for_a_place_that_hangs_is_given_up_with_its_group(managers: 
     for step in (1, 2):
         manager.save_step(make_state(step, step), step, peers, everywhere=True)
         wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
-    assert manager.is_full
     again = Alone(1)
     for step in range(3, 6):
         manager.save_step(make_state(step, step), step, again)
@@ -135,19 +134,6 @@ def test_what_waits_for_a_place_that_hangs_is_given_up_with_its_group(managers: 
     disk.go.set()
     assert manager.wait(30)
     assert 2 not in steps_in(disk)
-
-
-def test_of_the_saves_that_go_everywhere_only_the_last_waits_for_a_place_that_hangs(
-    managers: Make, tmp_path: Path
-) -> None:
-    memory, disk, peers = MemoryTier(tmp_path / "memory"), Held(tmp_path / "disk"), Alone()
-    manager = managers(memory, disk, slot_wait_s=5.0)
-    for step in range(1, 6):  # as each step of a worker that was asked to leave, until all have agreed on it
-        manager.save_step(make_state(step, step), step, peers, everywhere=True)
-        wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
-    disk.go.set()
-    assert manager.wait(30)
-    assert steps_in(disk) == [5, 1]
 
 
 def steps_in(tier: Tier) -> list[int]:

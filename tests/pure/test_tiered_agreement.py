@@ -7,7 +7,7 @@ import pytest
 from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
-from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
+from torchelastic.checkpoint.tiered.agreement import LeftOutError, NotPublishedError, SaveAgreement
 from torchelastic.group.notes import Drawer, Notes
 from torchelastic.testing.clock import FakeClock
 
@@ -154,6 +154,23 @@ def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long()
     rig.ranks[0].see_off(2.0)
     rig.ranks[1].see_off(2.0)
     assert rig.clock() < 3.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_leaves_out_is_published_by_none_and_is_no_failure(rank: int) -> None:
+    rig, newer = Rig(2), SaveId(1, 2, 4, 5)
+    rig.ranks[rank].leave_out(NAME, "disk", "a newer one has come")
+    rig.store(1 - rank)
+    if rank == 1:
+        with pytest.raises(LeftOutError, match="a newer one has come"):
+            rig.ranks[0].gather(NAME, "disk", {}, 0.0)
+    else:
+        with pytest.raises(LeftOutError, match="a newer one has come"):
+            rig.ranks[1].hear(NAME, "disk")
+        for one in (0, 1):
+            rig.store(one, newer)
+        rig.ranks[0].gather(newer, "disk", {}, 0.0)
+    assert not rig.region._notes
 
 
 def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_hears_of_the_one_before() -> None:

@@ -96,26 +96,6 @@ def test_each_tier_takes_part_as_often_as_its_own_policy_says() -> None:
     assert schedules.due(31) == ["memory"], "a restored step is saved already"
 
 
-def test_a_tier_that_works_on_an_older_save_is_left_out_until_it_is_done_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    schedules = TierSchedules({"memory": None, "disk": None, "durable": EverySteps(10)}, FakeClock())
-    busy = {"disk", "durable"}
-    assert schedules.due(5, busy=busy) == schedules.due(10, busy=busy) == schedules.due(11, busy=busy) == ["memory"]
-    assert schedules.due(12, everywhere=True, busy={"disk"}) == ["memory", "disk", "durable"], (
-        "there may be no later one"
-    )
-    assert schedules.due(13) == ["memory", "disk"]
-    assert schedules.due(23, busy={"durable"}) == ["memory", "disk"]
-    assert schedules.due(24) == ["memory", "disk", "durable"], "its time has come before"
-    said = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert sorted(said) == [
-        "the disk tier is left out of the save after step 5",
-        "the durable tier is left out of the save after step 10",
-        "the durable tier is left out of the save after step 23",
-    ]
-
-
 def test_a_policy_needs_a_manager_to_save_with() -> None:
     import torchelastic
     from tests.pure.test_train_loop import Counter, ScriptedCoordinator, count_to

@@ -47,30 +47,28 @@ class Background:
 
     @property
     def is_full(self) -> bool:
-        """Whether `reserve` without spare ones would wait."""
+        """Whether `reserve` would wait."""
         return self._held >= self._slots
 
-    def reserve(self, save: SaveId, timeout_s: float, spare: int = 0) -> None:
+    def reserve(self, save: SaveId, timeout_s: float) -> None:
         """Takes a slot, for `give_back`; waits for one if it must, and says so.
 
         Args:
             save: what it is for.
             timeout_s: for how long to wait.
-            spare: so many may be taken besides, for what cannot be put off.
 
         Raises:
             CheckpointError: all stay busy for so long.
         """
         if os.getpid() != self._pid:
             raise CheckpointError("this process is a child of the one that saves: save where the manager was made")
-        slots = self._slots + spare
-        began_s, is_full = self._monotonic(), self._held >= slots
+        began_s, is_full = self._monotonic(), self.is_full
         if is_full:
             log.warning("%s waits: all slots are busy with saves that are not finished yet", save)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._held < slots, timeout_s):
+            if not self._changed.wait_for(lambda: self._held < self._slots, timeout_s):
                 raise CheckpointError(
-                    f"{slots} saves are still being finished after {timeout_s:g} s: save more rarely, or to a "
+                    f"{self._slots} saves are still being finished after {timeout_s:g} s: save more rarely, or to a "
                     "faster place"
                 )
             self._held += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy import FailureRate, SaveCosts, SaveDecision, SaveMoment, SavePolicy
@@ -138,7 +138,6 @@ class TierSchedules:
     def __init__(self, policies: Mapping[str, SavePolicy | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._policies = policies
         self._clock = clock
-        self._left_out: frozenset[str] = frozenset()
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -147,26 +146,12 @@ class TierSchedules:
         for schedule in self._schedules.values():
             schedule.enter_group(step)
 
-    def due(self, step: int, *, everywhere: bool = False, busy: Collection[str] = ()) -> list[str]:
-        """The names of the tiers that take part in a save after this step.
-
-        Args:
-            step: committed steps of the run.
-            everywhere: all of them do.
-            busy: these work on an older save, and take part only with `everywhere`; their time stands until they can.
-        """
-        due, left_out = [], set()
+    def due(self, step: int, *, everywhere: bool = False) -> list[str]:
+        """The names of the tiers that take part in a save after this step; with `everywhere` all do."""
+        due = []
         for name, schedule in self._schedules.items():
             wanted = everywhere or self._policies[name] is None
-            if not schedule.decide(step, wanted=wanted, saving=False, is_full=False, stop_requested=False):
-                continue
-            if name in busy and not everywhere:
-                left_out.add(name)
-                continue
-            schedule.began(step)
-            due.append(name)
-        for name in left_out - self._left_out:
-            text = "the %s tier is left out of the save after step %d: it works on an older one; save there more rarely"
-            log.warning(text, name, step)
-        self._left_out = frozenset(left_out | self._left_out.intersection(busy))
+            if schedule.decide(step, wanted=wanted, saving=False, is_full=False, stop_requested=False):
+                schedule.began(step)
+                due.append(name)
         return due

@@ -26,6 +26,10 @@ class NotPublishedError(CheckpointError):
     """A checkpoint is not published in a tier: says which rank could not store its shard, and why."""
 
 
+class LeftOutError(NotPublishedError):
+    """The same of a save that a tier had not begun when a newer one came: nothing has failed."""
+
+
 class SaveAgreement:
     """The notes of one rank of one group; used by the threads of the background. What waits raises `OutOfStepError`.
 
@@ -65,14 +69,25 @@ class SaveAgreement:
         """This rank takes no part; it may still work on what is saved there before."""
         self._notes.post(f"{name}/{tier}/{self.context.rank}", {"why_not": why_not, "declined": True})
 
+    def leave_out(self, name: SaveId, tier: str, why_not: str) -> None:
+        """This rank has not begun to store it, and will not; what rank 0 says is the verdict."""
+        words = {"why_not": why_not, "declined": True, "left_out": True}
+        if self.context.rank == 0:
+            self._post(name, tier, words)
+            for rank in range(1, self.context.world_size):
+                self._drop_later(name, f"{tier}/{rank}")  # nobody reads it
+        else:
+            self._notes.post(f"{name}/{tier}/{self.context.rank}", words)
+
     def gather(self, name: SaveId, tier: str, metrics: Mapping[str, float], saved_s: float) -> Manifest:
         """On rank 0: the manifest, once all have stored.
 
         Raises:
-            NotPublishedError: a rank has not stored its shard; says why.
+            LeftOutError: a rank had not begun it when a newer one came.
+            NotPublishedError: a rank could not store its shard; says why.
             OutOfStepError: a rank has said nothing; names it.
         """
-        records, refusals, are_done = [], [], True
+        records, refusals = [], []
         for rank in range(self.context.world_size):  # all of them: nobody writes any more when this one gives up
             key = f"{name}/{tier}/{rank}"
             words = self._notes.wait(key, rank)
@@ -80,12 +95,12 @@ class SaveAgreement:
             if "record" in words:
                 records.append(ShardRecord(**words["record"]))
             else:
-                refusals.append(str(words["why_not"]))
-                are_done = are_done and "declined" not in words
-        if are_done:
+                refusals.append(words)
+        if not any("declined" in words for words in refusals):
             self._drop_old_notes(name, tier)
         if refusals:
-            raise NotPublishedError("; ".join(refusals))
+            kind = LeftOutError if all("left_out" in words for words in refusals) else NotPublishedError
+            raise kind("; ".join(str(words["why_not"]) for words in refusals))
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
     def publish(self, name: SaveId, tier: str, manifest: Manifest | None, why_not: str = "") -> None:
@@ -97,13 +112,14 @@ class SaveAgreement:
         """On the other ranks: the verdict of rank 0.
 
         Raises:
+            LeftOutError: rank 0 had not begun it when a newer one came.
             NotPublishedError: it is not published.
             OutOfStepError: there is no verdict.
         """
         # rank 0 may wait for others as long as this rank waits for it
         words = self._notes.wait(f"{name}/{tier}", 0, 2 * self._notes.timeout_s)
         if "manifest" not in words:
-            raise NotPublishedError(words["why_not"])
+            raise (LeftOutError if "left_out" in words else NotPublishedError)(words["why_not"])
         return decode_manifest(words["manifest"].encode())
 
     def done(self) -> None:
@@ -121,13 +137,17 @@ class SaveAgreement:
 
     def _post(self, name: SaveId, what: str, value: Any) -> None:
         self._notes.post(f"{name}/{what}", value)
+        self._drop_later(name, what)
+
+    def _drop_later(self, name: SaveId, what: str) -> None:
         with self._lock:
             self._posted.append((name, what))
 
     def _drop_old_notes(self, name: SaveId, tier: str) -> None:
         """All ranks have stored this checkpoint in this tier, or failed to: there they are done with older ones."""
         with self._lock:
-            old = [(save, what) for save, what in self._posted if save < name and what in (_CHOICE, tier)]
+            there = (_CHOICE, tier, *(f"{tier}/{rank}" for rank in range(1, self.context.world_size)))
+            old = [(save, what) for save, what in self._posted if save < name and what in there]
             self._posted = [one for one in self._posted if one not in old]
         for save, what in old:
             self._notes.drop(f"{save}/{what}")

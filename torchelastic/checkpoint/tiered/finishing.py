@@ -2,7 +2,7 @@
 
 The first tiers, up to the one that has the memory for the copies, are written one after the other on the background
 thread of the manager. Each later one works on its saves on a thread of its own: object storage that is slow, or does
-not answer, holds up no save to the memory of the host.
+not answer, holds up no save to the memory of the host. Of the saves that come meanwhile, the newest waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext
-from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
+from torchelastic.checkpoint.tiered.agreement import LeftOutError, NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.metrics import publish_metric
@@ -142,12 +142,8 @@ class Finisher:
         self._monotonic = monotonic
         self._replicas = replicas
         self._unfinished: list[TieredSave] = []
+        self._behind: set[str] = set()
         self.threads = {tier.name: Background(monotonic=monotonic) for tier in self._later}
-
-    @property
-    def busy(self) -> set[str]:
-        """The tiers with threads of their own that have a save of this rank to work on; as far as rank 0 has chosen."""
-        return {name for save in tuple(self._unfinished) for name in save.later}
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until there is nothing to do; false: there is, after that time. Not on one of the threads."""
@@ -162,7 +158,8 @@ class Finisher:
         What a tier has not begun by then no group would publish: it does not wait, in memory, for a tier that hangs.
         """
         for save in [one for one in self._unfinished if one.agreement.context is not context]:
-            self._give_up_waiting(save, self.threads, "the group has ended before it was begun")
+            for tier in self._later:
+                self._leave_out(save, tier, NotPublishedError("the group has ended before it was begun"))
         for tier in self._first:
             self._prepare(tier, context)
         if self._replicas is not None:
@@ -178,7 +175,6 @@ class Finisher:
 
     def begin(self, save: TieredSave) -> None:
         """Publish a save in the tiers that take part, each by the agreement of all ranks; on the training thread."""
-        save.later = self._later_of(save.tiers or ())
         self._unfinished.append(save)
         self._background.submit(lambda: self._run(save))
 
@@ -188,8 +184,10 @@ class Finisher:
             save.pool.hold(save.stage)
             chosen = save.agreement.choose_tiers(save.name, save.tiers)
             save.later = self._later_of(chosen)
-            for older in self._unfinished[: self._unfinished.index(save)]:
-                self._give_up_waiting(older, save.later, f"{save.name} has come before it was begun")
+            for older in self._unfinished[: self._unfinished.index(save)]:  # else many would wait for a slow tier
+                for tier in self._later:
+                    if tier.name in chosen:
+                        self._leave_out(older, tier, LeftOutError(f"{save.name} has come before it was begun"))
             for tier in self._first:
                 if tier.name in chosen:
                     self._publish(save, tier, shard)
@@ -219,19 +217,22 @@ class Finisher:
         finally:
             self._background.submit(partial(self._done_in, save, tier))
 
-    def _give_up_waiting(self, save: TieredSave, tiers: Collection[str], why_not: str) -> None:
-        """In tiers that have not begun a save: else many would wait, in memory, for one that hangs."""
-        for tier in self._later:
-            if tier.name in tiers and save.begin_in(tier.name):
-                error = NotPublishedError(why_not)
-                save.failed(error)
-                self._failures.add(f"{save.name} in the {tier.name} tier", error)
-                with suppress(OutOfStepError):  # the group has ended: nobody waits
-                    if save.agreement.context.rank == 0:
-                        save.agreement.publish(save.name, tier.name, None, why_not)
-                    else:
-                        save.agreement.decline(save.name, tier.name, why_not)
-                self._done_in(save, tier)
+    def _leave_out(self, save: TieredSave, tier: Tier, why_not: NotPublishedError) -> None:
+        """In a tier that has not begun with it."""
+        if save.begin_in(tier.name):
+            self._failed(save, tier, why_not)
+            with suppress(OutOfStepError):  # the group has ended: nobody waits
+                save.agreement.leave_out(save.name, tier.name, str(why_not))
+            self._done_in(save, tier)
+
+    def _failed(self, save: TieredSave, tier: Tier, error: Exception) -> None:
+        if not isinstance(error, LeftOutError):
+            save.failed(error)
+            self._failures.add(f"{save.name} in the {tier.name} tier", error)
+        elif save.agreement.context.rank == 0 and tier.name not in self._behind:
+            self._behind.add(tier.name)
+            text = "the %s tier is slower than saves come: %s is left out there (%s); save there more rarely"
+            log.warning(text, tier.name, save.name, error)
 
     def _done_in(self, save: TieredSave, tier: Tier) -> None:
         save.later -= {tier.name}
@@ -285,9 +286,9 @@ class Finisher:
         try:
             self._put_and_commit(save, tier, shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
-            save.failed(error)
-            self._failures.add(f"{save.name} in the {tier.name} tier", error)
+            self._failed(save, tier, error)
             return
+        self._behind.discard(tier.name)
         durable_s = self._monotonic() - save.began_s
         publish_metric("torchelastic", f"checkpoint.durable.{tier.name}.duration.ms", 1000 * durable_s)
         if save.observe is not None:

@@ -73,7 +73,7 @@ class TieredCheckpointManager(CheckpointManager):
             nobody else can write into the tiers.
         patience_s: how long a save waits for another rank before it is given up.
         grace_s: how long it still waits when the group has changed meanwhile.
-        slot_wait_s: how long `save_step` waits where as many saves as there are tiers, or two, are not finished.
+        slot_wait_s: how long `save_step` waits where more saves than there are tiers are not finished.
         end_wait_s: how long the end of the run waits for the last save.
         kind: what the checkpoints are; of other kinds none is loaded or removed.
         monotonic: a clock in seconds that never goes back.
@@ -120,7 +120,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._monotonic = monotonic
         pools = [pool for tier in self.tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
         self._pool = pools[0] if pools else SlotPool(None)
-        self._background = Background(max(2, len(self.tiers)), monotonic=monotonic)
+        self._background = Background(1 + len(self.tiers), monotonic=monotonic)
         self._replicas = replicas_of(self.tiers, replicas, host)
         self._finisher = Finisher(self.tiers, self.failures, self._background, monotonic, self._replicas)
         self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
@@ -277,11 +277,9 @@ class TieredCheckpointManager(CheckpointManager):
         """
         began_s = self._monotonic()
         agreement, name = self._next_save(step, peers)
-        tiers = None
-        if peers.rank == 0:
-            tiers = self._schedules.due(step, everywhere=everywhere, busy=self._finisher.busy)
+        tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
         try:
-            header, stage, copy = self._copied(lay_out, name, peers, cannot_wait=everywhere or peers.rank != 0)
+            header, stage, copy = self._copied(lay_out, name, peers)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.decline(name, agreement, why))
@@ -329,12 +327,9 @@ class TieredCheckpointManager(CheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _copied(
-        self, lay_out: LayOut, name: SaveId, peers: Peers, *, cannot_wait: bool
-    ) -> tuple[Header, Stage, Pending]:
+    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage, Pending]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
-        # rank 0 chooses by its own slots: behind what only this rank still works on, one more may wait in each tier
-        self._background.reserve(name, self._slot_wait_s, len(self._finisher.threads) if cannot_wait else 0)
+        self._background.reserve(name, self._slot_wait_s)
         try:
             header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
             stage = self._stage_for(header)
