@@ -205,9 +205,10 @@ class Silent(DurableTier):
 
     def __init__(self, url: str) -> None:
         super().__init__(url, every=EverySteps(2))
-        self.answers = threading.Event()
+        self.asked, self.answers = threading.Event(), threading.Event()
 
     def put(self, shard: SealedShard) -> ShardRecord:
+        self.asked.set()
         assert self.answers.wait(60)
         return super().put(shard)
 
@@ -215,9 +216,10 @@ class Silent(DurableTier):
 def test_storage_that_is_silent_holds_up_no_save_in_memory(tmp_path: Path) -> None:
     memory, store = tmp_path / "memory", Silent(f"file://{tmp_path}/store")
     job = Job(tmp_path, tiers=[MemoryTier(memory, KeepLast(9)), store], timeout_s=5.0)
-    for _ in range(4):
+    for step in range(1, 5):
         job.train(1)
         job.state.save(sync=False)
+        assert step != 2 or store.asked.wait(30)
     wait_until(lambda: [info.name.step for info in list_checkpoints(memory)] == [4, 3, 2, 1], 30, "all are in memory")
     with pytest.raises(CheckpointError, match="the disk does not answer"):
         job.state.save()  # it says that it is everywhere

@@ -62,6 +62,15 @@ def test_a_place_that_hangs_on_one_host_stops_no_training_there(crew: Crew, tmp_
     assert answers[0]["on_disk"][-1] == 1
 
 
+def test_of_what_is_left_out_where_saves_come_too_fast_nothing_is_stored(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_where_rank_0_is_slower, str(tmp_path), ranks=2))
+    assert [answer["failures"] for answer in answers] == [[]] * 2
+    steps = answers[0]["on_disk"]
+    assert steps[0] == 8, "the last one"
+    assert len(steps) < 8
+    assert answers[0]["folders"] == len(steps)
+
+
 @pytest.mark.parametrize("full_rank", [0, 2])
 def test_a_rank_whose_disk_is_full_stops_that_checkpoint_for_all_and_no_other(
     crew: Crew, tmp_path: Path, full_rank: int

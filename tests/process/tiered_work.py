@@ -209,6 +209,30 @@ def save_where_the_disk_of_rank_1_hangs(folder: str) -> Any:
     return result
 
 
+class SlowToRemove(DiskTier):
+    """As is rank 0 then, which alone removes checkpoints of a shared place."""
+
+    def prune(self) -> list[SaveId]:
+        time.sleep(0.3)
+        return super().prune()
+
+
+def save_where_rank_0_is_slower(folder: str) -> Any:
+    """Saves come faster than the disk works on them; returns what is there at the end."""
+    peers, place = join(), Path(folder)
+    disk = SlowToRemove(place / "disk", KeepLast(10))
+    manager = TieredCheckpointManager([MemoryTier(place / "memory"), disk], run_id="test")
+    for step in range(1, 9):
+        manager.save_step(make_state(7, step), step, peers)
+        wait_until(lambda at=step: steps_in(manager.tiers[0]) == [at], 10, f"{step} is in memory")  # type: ignore[misc]
+        dist.barrier()
+    manager.wait()
+    folders = [path.name for path in (place / "disk").iterdir() if path.is_dir()]
+    result = {"failures": list(manager.failures), "on_disk": steps_in(disk), "folders": len(folders)}
+    close(manager)
+    return result
+
+
 def save_where_one_rank_does_not(folder: str) -> Any:
     """Rank 1 never saves step 2; a new group ends the waiting of the others."""
     peers = join()

@@ -71,7 +71,7 @@ def test_why_a_rank_could_not_store_is_what_all_are_told() -> None:
     rig.ranks[1].stored(NAME, "disk", None, "the disk is full")
     with pytest.raises(NotPublishedError, match="the disk is full"):
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
-    rig.ranks[0].publish(NAME, "disk", None, "the disk is full")
+    rig.ranks[0].refuse(NAME, "disk", NotPublishedError("the disk is full"))
     with pytest.raises(NotPublishedError, match="the disk is full"):
         rig.ranks[1].hear(NAME, "disk")
 
@@ -156,21 +156,30 @@ def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long()
     assert rig.clock() < 3.0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_leaves_out_is_published_by_none_and_is_no_failure(rank: int) -> None:
+def test_what_rank_0_leaves_out_nobody_begins() -> None:
     rig, newer = Rig(2), SaveId(1, 2, 4, 5)
-    rig.ranks[rank].leave_out(NAME, "disk", "a newer one has come")
-    rig.store(1 - rank)
-    if rank == 1:
-        with pytest.raises(LeftOutError, match="a newer one has come"):
-            rig.ranks[0].gather(NAME, "disk", {}, 0.0)
-    else:
-        with pytest.raises(LeftOutError, match="a newer one has come"):
-            rig.ranks[1].hear(NAME, "disk")
-        for one in (0, 1):
-            rig.store(one, newer)
-        rig.ranks[0].gather(newer, "disk", {}, 0.0)
-    assert not rig.region._notes
+    rig.ranks[0].leave_out(NAME, "disk", "a newer one has come")
+    with pytest.raises(LeftOutError, match="a newer one has come"):
+        rig.ranks[1].begin(NAME, "disk")
+    rig.ranks[0].begin(newer, "disk")
+    rig.ranks[1].begin(newer, "disk")
+    for rank in (0, 1):
+        rig.store(rank, newer)
+    rig.ranks[0].gather(newer, "disk", {}, 0.0)
+    assert set(rig.region._notes) == {f"{newer}/disk/begins"}
+
+
+def test_what_another_rank_leaves_out_is_published_by_none_and_is_no_failure() -> None:
+    rig = Rig(3)
+    rig.ranks[0].begin(NAME, "disk")
+    rig.ranks[2].leave_out(NAME, "disk", "a newer one has come")
+    for rank in (0, 1):
+        rig.store(rank)
+    with pytest.raises(LeftOutError, match="a newer one has come") as left_out:
+        rig.ranks[0].gather(NAME, "disk", {}, 0.0)
+    rig.ranks[0].refuse(NAME, "disk", left_out.value)
+    with pytest.raises(LeftOutError, match="a newer one has come"):
+        rig.ranks[1].hear(NAME, "disk")
 
 
 def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_hears_of_the_one_before() -> None:
@@ -196,7 +205,7 @@ def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_h
             rank.stored(name, "disk", None, "the disk is full")
         with pytest.raises(NotPublishedError):
             ranks[0].gather(name, "disk", {}, 0.0)
-        ranks[0].publish(name, "disk", None, "the disk is full")
+        ranks[0].refuse(name, "disk", OSError("the disk is full"))
     assert len(drawer.there) <= 4, sorted(drawer.there)
     ranks[0].stored(names[-1], "disk", record(0, 2))
     ranks[1].decline(names[-1], "disk", "its memory is full")

@@ -69,13 +69,27 @@ class SaveAgreement:
         """This rank takes no part; it may still work on what is saved there before."""
         self._notes.post(f"{name}/{tier}/{self.context.rank}", {"why_not": why_not, "declined": True})
 
+    def begin(self, name: SaveId, tier: str) -> None:
+        """A tier that works on a thread of its own comes to this save: rank 0 says it, and the others wait for that.
+
+        Raises:
+            LeftOutError: rank 0 leaves it out there.
+            OutOfStepError: rank 0 has not said it.
+        """
+        if self.context.rank == 0:
+            self._post(name, f"{tier}/begins", True)
+            return
+        words = self._notes.wait(f"{name}/{tier}/begins", 0, 2 * self._notes.timeout_s)
+        if words is not True:
+            raise LeftOutError(words["why_not"])
+
     def leave_out(self, name: SaveId, tier: str, why_not: str) -> None:
-        """This rank has not begun to store it, and will not; what rank 0 says is the verdict."""
+        """This rank has not begun with it in this tier, and will not; nobody does if it is rank 0."""
         words = {"why_not": why_not, "declined": True, "left_out": True}
         if self.context.rank == 0:
-            self._post(name, tier, words)
+            self._post(name, f"{tier}/begins", words)
             for rank in range(1, self.context.world_size):
-                self._drop_later(name, f"{tier}/{rank}")  # nobody reads it
+                self._drop_later(name, f"{tier}/{rank}")  # nobody reads whether they have left it out too
         else:
             self._notes.post(f"{name}/{tier}/{self.context.rank}", words)
 
@@ -103,16 +117,20 @@ class SaveAgreement:
             raise kind("; ".join(str(words["why_not"]) for words in refusals))
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
-    def publish(self, name: SaveId, tier: str, manifest: Manifest | None, why_not: str = "") -> None:
+    def publish(self, name: SaveId, tier: str, manifest: Manifest) -> None:
         """On rank 0: the verdict."""
-        words = {"why_not": why_not} if manifest is None else {"manifest": encode_manifest(manifest).decode()}
-        self._post(name, tier, words)
+        self._post(name, tier, {"manifest": encode_manifest(manifest).decode()})
+
+    def refuse(self, name: SaveId, tier: str, error: Exception) -> None:
+        """On rank 0: the verdict that it is not published."""
+        words = {"why_not": str(error) if isinstance(error, NotPublishedError) else f"{type(error).__name__}: {error}"}
+        self._post(name, tier, {**words, "left_out": True} if isinstance(error, LeftOutError) else words)
 
     def hear(self, name: SaveId, tier: str) -> Manifest:
         """On the other ranks: the verdict of rank 0.
 
         Raises:
-            LeftOutError: rank 0 had not begun it when a newer one came.
+            LeftOutError: a rank had not begun it when a newer one came.
             NotPublishedError: it is not published.
             OutOfStepError: there is no verdict.
         """
@@ -146,7 +164,8 @@ class SaveAgreement:
     def _drop_old_notes(self, name: SaveId, tier: str) -> None:
         """All ranks have stored this checkpoint in this tier, or failed to: there they are done with older ones."""
         with self._lock:
-            there = (_CHOICE, tier, *(f"{tier}/{rank}" for rank in range(1, self.context.world_size)))
+            ranks = range(1, self.context.world_size)
+            there = (_CHOICE, tier, f"{tier}/begins", *(f"{tier}/{rank}" for rank in ranks))
             old = [(save, what) for save, what in self._posted if save < name and what in there]
             self._posted = [one for one in self._posted if one not in old]
         for save, what in old:

@@ -212,8 +212,11 @@ class Finisher:
         if not save.begin_in(tier.name):
             return
         try:
+            save.agreement.begin(save.name, tier.name)
             self._publish(save, tier, shard)
             self._abandon(save, tier)
+        except (LeftOutError, OutOfStepError) as error:
+            self._failed(save, tier, error)
         finally:
             self._background.submit(partial(self._done_in, save, tier))
 
@@ -319,7 +322,7 @@ class Finisher:
             tier.commit(manifest)
         except Exception as error:
             with suppress(OutOfStepError):  # the first error is the one to see
-                agreement.publish(name, tier.name, None, f"{type(error).__name__}: {error}")
+                agreement.refuse(name, tier.name, error)
             raise
         save.abandoned.remove(tier)
         with suppress(OutOfStepError):  # the group has ended: nobody listens
@@ -336,7 +339,7 @@ class Finisher:
             if shard.rank == 0:
                 with suppress(OutOfStepError, NotPublishedError):  # not before all have stored or given up, see `run`
                     agreement.gather(name, tier.name, {}, 0.0)
-                agreement.publish(name, tier.name, None, why_not)
+                agreement.refuse(name, tier.name, NotPublishedError(why_not))
             raise
         finally:
             if not save.is_stage_published:
