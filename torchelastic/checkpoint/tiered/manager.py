@@ -381,7 +381,7 @@ class TieredCheckpointManager(CheckpointManager):
                 return False
             if not is_said and self._monotonic() >= until_s - timeout_s + SILENT_S:
                 is_said = True
-                text = "waiting for the last saves, for at most %g s in all: does one of these not answer: %s?"
+                text = "waiting for unfinished saves, for at most %g s in all: does one of these not answer: %s?"
                 log.warning(text, timeout_s, self._places)
             if self._agreement is not None and self._peers is not None:  # no group follows that would end this one
                 silent_s = self._peers.silent_s()
