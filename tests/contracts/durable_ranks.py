@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -275,16 +276,13 @@ def save_while_the_store_comes_back(kind: str, root: Path) -> None:
 def save_while_the_store_is_silent(kind: str, root: Path) -> float:
     """How long two saves of a job take that begins while the store does not answer."""
     checkpoints = KINDS[kind](root)
-    checkpoints.durable.answers.clear()
-    began_s = time.monotonic()
-    checkpoints.save(4)
-    assert checkpoints.wait()
-    checkpoints.save(5)
-    took_s = time.monotonic() - began_s
-    checkpoints.durable.answers.set()
-    assert checkpoints.wait()
-    checkpoints.close()
-    return took_s
+
+    def save() -> None:
+        checkpoints.save(4)
+        assert checkpoints.wait()
+        checkpoints.save(5)
+
+    return _seconds_without_answers(checkpoints, save)
 
 
 def save_in_a_new_group(kind: str, root: Path) -> float:
@@ -296,9 +294,13 @@ def save_in_a_new_group(kind: str, root: Path) -> float:
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{root / 'another group'}", rank=rank, world_size=2)
     checkpoints.meet()
+    return _seconds_without_answers(checkpoints, lambda: checkpoints.save(5))
+
+
+def _seconds_without_answers(checkpoints: Any, save: Callable[[], None]) -> float:
     checkpoints.durable.answers.clear()
     began_s = time.monotonic()
-    checkpoints.save(5)
+    save()
     took_s = time.monotonic() - began_s
     checkpoints.durable.answers.set()
     assert checkpoints.wait()

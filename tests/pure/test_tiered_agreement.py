@@ -7,7 +7,7 @@ import pytest
 from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
-from torchelastic.checkpoint.tiered.agreement import LeftOutError, NotPublishedError, SaveAgreement
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement, SupersededError
 from torchelastic.group.notes import Drawer, Notes
 from torchelastic.testing.clock import FakeClock
 
@@ -159,7 +159,7 @@ def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long()
 def test_what_rank_0_leaves_out_nobody_begins() -> None:
     rig, newer = Rig(2), SaveId(1, 2, 4, 5)
     rig.ranks[0].leave_out(NAME, "disk", "a newer one has come")
-    with pytest.raises(LeftOutError, match="a newer one has come"):
+    with pytest.raises(SupersededError, match="a newer one has come"):
         rig.ranks[1].begin(NAME, "disk")
     rig.ranks[0].begin(newer, "disk")
     rig.ranks[1].begin(newer, "disk")
@@ -175,10 +175,10 @@ def test_what_another_rank_leaves_out_is_published_by_none_and_is_no_failure() -
     rig.ranks[2].leave_out(NAME, "disk", "a newer one has come")
     for rank in (0, 1):
         rig.store(rank)
-    with pytest.raises(LeftOutError, match="a newer one has come") as left_out:
+    with pytest.raises(SupersededError, match="a newer one has come") as left_out:
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
     rig.ranks[0].refuse(NAME, "disk", left_out.value)
-    with pytest.raises(LeftOutError, match="a newer one has come"):
+    with pytest.raises(SupersededError, match="a newer one has come"):
         rig.ranks[1].hear(NAME, "disk")
 
 

@@ -26,7 +26,7 @@ class NotPublishedError(CheckpointError):
     """A checkpoint is not published in a tier: says which rank could not store its shard, and why."""
 
 
-class LeftOutError(NotPublishedError):
+class SupersededError(NotPublishedError):
     """The same of a save that a tier had not begun when a newer one came: nothing has failed."""
 
 
@@ -73,7 +73,7 @@ class SaveAgreement:
         """A tier that works on a thread of its own comes to this save: rank 0 says it, and the others wait for that.
 
         Raises:
-            LeftOutError: rank 0 leaves it out there.
+            SupersededError: rank 0 leaves it out there.
             OutOfStepError: rank 0 has not said it.
         """
         if self.context.rank == 0:
@@ -81,7 +81,7 @@ class SaveAgreement:
             return
         words = self._notes.wait(f"{name}/{tier}/begins", 0, 2 * self._notes.timeout_s)
         if words is not True:
-            raise LeftOutError(words["why_not"])
+            raise SupersededError(words["why_not"])
 
     def leave_out(self, name: SaveId, tier: str, why_not: str) -> None:
         """This rank has not begun with it in this tier, and will not; nobody does if it is rank 0."""
@@ -97,7 +97,7 @@ class SaveAgreement:
         """On rank 0: the manifest, once all have stored.
 
         Raises:
-            LeftOutError: a rank had not begun it when a newer one came.
+            SupersededError: a rank had not begun it when a newer one came.
             NotPublishedError: a rank could not store its shard; says why.
             OutOfStepError: a rank has said nothing; names it.
         """
@@ -113,7 +113,7 @@ class SaveAgreement:
         if not any("declined" in words for words in refusals):
             self._drop_old_notes(name, tier)
         if refusals:
-            kind = LeftOutError if all("left_out" in words for words in refusals) else NotPublishedError
+            kind = SupersededError if all("left_out" in words for words in refusals) else NotPublishedError
             raise kind("; ".join(str(words["why_not"]) for words in refusals))
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
@@ -124,20 +124,20 @@ class SaveAgreement:
     def refuse(self, name: SaveId, tier: str, error: Exception) -> None:
         """On rank 0: the verdict that it is not published."""
         words = {"why_not": str(error) if isinstance(error, NotPublishedError) else f"{type(error).__name__}: {error}"}
-        self._post(name, tier, {**words, "left_out": True} if isinstance(error, LeftOutError) else words)
+        self._post(name, tier, {**words, "left_out": True} if isinstance(error, SupersededError) else words)
 
     def hear(self, name: SaveId, tier: str) -> Manifest:
         """On the other ranks: the verdict of rank 0.
 
         Raises:
-            LeftOutError: a rank had not begun it when a newer one came.
+            SupersededError: a rank had not begun it when a newer one came.
             NotPublishedError: it is not published.
             OutOfStepError: there is no verdict.
         """
         # rank 0 may wait for others as long as this rank waits for it
         words = self._notes.wait(f"{name}/{tier}", 0, 2 * self._notes.timeout_s)
         if "manifest" not in words:
-            raise (LeftOutError if "left_out" in words else NotPublishedError)(words["why_not"])
+            raise (SupersededError if "left_out" in words else NotPublishedError)(words["why_not"])
         return decode_manifest(words["manifest"].encode())
 
     def done(self) -> None:

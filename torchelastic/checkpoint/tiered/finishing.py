@@ -24,7 +24,7 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext
-from torchelastic.checkpoint.tiered.agreement import LeftOutError, NotPublishedError, SaveAgreement
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement, SupersededError
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.metrics import publish_metric
@@ -187,7 +187,7 @@ class Finisher:
             for older in self._unfinished[: self._unfinished.index(save)]:  # else many would wait for a slow tier
                 for tier in self._later:
                     if tier.name in chosen:
-                        self._leave_out(older, tier, LeftOutError(f"{save.name} has come before it was begun"))
+                        self._leave_out(older, tier, SupersededError(f"{save.name} has come before it was begun"))
             for tier in self._first:
                 if tier.name in chosen:
                     self._publish(save, tier, shard)
@@ -215,7 +215,7 @@ class Finisher:
             save.agreement.begin(save.name, tier.name)
             self._publish(save, tier, shard)
             self._abandon(save, tier)
-        except (LeftOutError, OutOfStepError) as error:
+        except (SupersededError, OutOfStepError) as error:
             self._failed(save, tier, error)
         finally:
             self._background.submit(partial(self._done_in, save, tier))
@@ -229,7 +229,7 @@ class Finisher:
             self._done_in(save, tier)
 
     def _failed(self, save: TieredSave, tier: Tier, error: Exception) -> None:
-        if not isinstance(error, LeftOutError):
+        if not isinstance(error, SupersededError):
             save.failed(error)
             self._failures.add(f"{save.name} in the {tier.name} tier", error)
         elif save.agreement.context.rank == 0 and tier.name not in self._behind:
