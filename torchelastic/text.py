@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from urllib.parse import urlsplit, urlunsplit
 
 _NAMED_RANKS = 8
 _LONG = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
@@ -76,6 +77,29 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
     return " ".join(str(error).split())
+
+
+def without_credentials(url: str) -> str:
+    """A URL as it may be logged: no user, password or query. A path or a pattern of files stays as it is.
+
+    >>> without_credentials("s3://key:secret@bucket/runs?token=x"), without_credentials("s3://bucket/part-?.txt")
+    ('s3://bucket/runs', 's3://bucket/part-?.txt')
+    """
+    if "://" not in url:
+        return url
+    parts = urlsplit(url)
+    pattern = "" if "=" in parts.query else parts.query
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, pattern, ""))
+
+
+def without_secrets(error: Exception, url: str) -> str:
+    """An error about a URL as it may be logged: without what `without_credentials` leaves out."""
+    text = f"{type(error).__name__}: {error}".replace(url, without_credentials(url))
+    if "://" in url:
+        user = urlsplit(url).netloc.rpartition("@")[0]
+        for secret in filter(None, [user, *user.split(":"), urlsplit(url).query]):
+            text = text.replace(secret, "***")
+    return text
 
 
 def shortlist(names: Sequence[object], most: int = 3) -> str:

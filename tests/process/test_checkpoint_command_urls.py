@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.process.command_checkpoints import Capture, lines_of, run
+from tests.waiting import wait_until
 from torchelastic.checkpoint import DurableTier, KeepAll
+from torchelastic.checkpoint.command import remote
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 
 #: Of a tensor: its shard is too long to be downloaded for a list.
@@ -53,6 +55,21 @@ def test_checkpoints_at_a_url_are_listed_by_their_headers(
     newest = lines_of(capsys, "ls", url)[0]
     assert newest["path"].startswith(f"{url}/step-000000002.")
     assert newest["size_bytes"] > 4 * LENGTH
+
+
+def test_it_is_said_that_storage_does_not_answer(url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(fsspec.filesystem("memory"))
+    fetch, said = kind.get_file, ""
+
+    def get_file(self: Any, *names: Any, **options: Any) -> Any:
+        nonlocal said
+        said = said or wait_until(lambda: capsys.readouterr().err, what="a line about it")
+        return fetch(self, *names, **options)
+
+    monkeypatch.setattr(kind, "get_file", get_file)
+    monkeypatch.setattr(remote, "SAY_AFTER_S", 0.1)
+    assert run(capsys, "ls", url)[0] == 0
+    assert said == f"still reading {url}: it is large, or does not answer\n"
 
 
 def test_one_at_a_url_is_shown_verified_and_converted(url: str, tmp_path: Path, capsys: Capture) -> None:

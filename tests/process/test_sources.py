@@ -128,6 +128,15 @@ def test_urls_are_read_through_fsspec() -> None:
         list(lines("memory://sources/9.txt")(0, 1, 0))
 
 
+@pytest.mark.parametrize("name", ["9.txt", "*.gone", "9.txt.gz"])
+def test_no_secret_of_a_url_is_shown(name: str) -> None:
+    with pytest.raises(SourceError) as raised:
+        list(lines(f"memory://key:sec-ret@sources/{name}?token=to-ken")(0, 1, 0))
+    assert f"memory://sources/{name}" in str(raised.value)
+    assert "sec-ret" not in str(raised.value)
+    assert "to-ken" not in str(raised.value)
+
+
 class Outage:
     """Storage that cannot be read: as often as it is told to, each of these calls of a file system fails."""
 

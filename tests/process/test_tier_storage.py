@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -28,7 +29,6 @@ from torchelastic.checkpoint.store import (
     TierContext,
     TierEntry,
 )
-from torchelastic.checkpoint.store.durable import without_credentials
 
 KINDS = ["memory", "private", "shared", "file", "object", pytest.param("s3", marks=NEEDS_S3)]
 
@@ -239,9 +239,16 @@ def test_what_is_removed_from_durable_storage_loses_its_manifest_first(
     assert (place / name_at(1).folder_name).exists()
 
 
+@NEEDS_S3
+def test_no_bucket_is_made_of_a_misspelt_name() -> None:
+    store, options = bucket()
+    tier = DurableTier(f"{store}s/run", storage_options=options)
+    with pytest.raises(CheckpointError, match=f"write the fence at {store}s/run: FileNotFoundError: .*bucket"):
+        tier.prepare(context_of(tier))
+    assert "buckets" not in fsspec.filesystem("s3", **options).ls("")
+
+
 def test_no_secret_of_a_url_is_shown() -> None:
-    assert without_credentials("s3://key:secret@bucket/a?token=t#f") == "s3://bucket/a"
-    assert without_credentials("/plain/folder") == "/plain/folder"
     with pytest.raises((ValueError, CheckpointError)) as raised:
         DurableTier("nosuch://key:sec-ret@bucket/run?token=to-ken")
     assert "nosuch://bucket/run" in str(raised.value)

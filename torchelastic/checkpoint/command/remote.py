@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,13 +20,16 @@ import tenacity
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
-from torchelastic.checkpoint.command.screen import shown_as
+from torchelastic.checkpoint.command.screen import complain, shown_as
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
-from torchelastic.checkpoint.store.durable import without_credentials, without_secrets
+from torchelastic.text import without_credentials, without_secrets
 
 #: What is no longer is downloaded whole.
 _SMALL_BYTES = 2**20
+
+#: Storage that does not answer can take its package many minutes: so long is nothing said about it.
+SAY_AFTER_S = 10.0
 
 
 class _NothingThereError(CheckpointCommandError):
@@ -75,7 +79,8 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             files, root = fsspec.url_to_fs(url)
             root = str(root).rstrip("/")
             target = Path(folder) / (root.rpartition("/")[2] or "root")
-            _looks()(_copy_all, files, root, target, heads_only=heads_only)
+            with _said_if_slow(where):
+                _looks()(_copy_all, files, root, target, heads_only=heads_only)
         except (FileNotFoundError, _RemovedError):
             raise _NothingThereError(
                 f"{where} holds nothing: give the place of checkpoints, or of one of them"
@@ -84,6 +89,17 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             raise CheckpointCommandError(f"could not read {where}: {without_secrets(error, url)}") from None
         with shown_as(str(target), where.rstrip("/")):
             yield target
+
+
+@contextmanager
+def _said_if_slow(where: str) -> Iterator[None]:
+    timer = threading.Timer(SAY_AFTER_S, complain, [f"still reading {where}: it is large, or does not answer"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
 
@@ -37,28 +36,12 @@ from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_f
 from torchelastic.checkpoint.store.reading import recorded
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
+from torchelastic.text import without_credentials, without_secrets
 
 #: How much is handed over per call; object stores upload parts of at least 5 MiB.
 PART_BYTES = 16 * 2**20
 
-
-def without_credentials(url: str) -> str:
-    """A URL as it may be logged: no user, password or query.
-
-    >>> without_credentials("s3://key:secret@bucket/runs?token=x")
-    's3://bucket/runs'
-    """
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) if parts.scheme else url
-
-
-def without_secrets(error: Exception, url: str) -> str:
-    """An error of the packages behind fsspec as it may be logged: without what `without_credentials` leaves out."""
-    text = f"{type(error).__name__}: {error}".replace(url, without_credentials(url))
-    user = urlsplit(url).netloc.rpartition("@")[0]
-    for secret in filter(None, [user, *user.split(":"), urlsplit(url).query]):
-        text = text.replace(secret, "***")
-    return text
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"}
 
 
 class DurableTier(Tier):
@@ -125,7 +108,7 @@ class DurableTier(Tier):
         if context.rank != 0:
             return
         with self._explained("write the fence"):
-            self._files.makedirs(self._root, exist_ok=True)
+            self._make_folder(self._root)
             written = FenceState(*context.token, context.run_id, "rank 0", socket.gethostname(), os.getpid())
             self._files.pipe_file(f"{self._root}/{FENCE_NAME}", encode_fence(written))
         for name in self._names():
@@ -137,7 +120,7 @@ class DurableTier(Tier):
         record = shard.record
         path = f"{self._folder(shard.name)}/{record.file}"
         with self._explained("upload a shard"):
-            self._files.makedirs(self._folder(shard.name), exist_ok=True)
+            self._make_folder(self._folder(shard.name))
             with self._files.open(path, "wb", block_size=PART_BYTES) as target:
                 for begin in range(0, record.size_bytes, PART_BYTES):
                     target.write(shard.data[begin : begin + PART_BYTES])
@@ -283,6 +266,12 @@ class DurableTier(Tier):
         begins, ends = map(list, zip(*parts, strict=True))
         with self._explained("download a shard", missing_ok=True):
             return b"".join(self._files.cat_ranges([path] * len(begins), begins, ends, on_error="raise"))
+
+    def _make_folder(self, path: str) -> None:
+        """An object store needs none, and its package would make a bucket of a name that is misspelt."""
+        protocols = self._files.protocol
+        if _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols):
+            self._files.makedirs(path, exist_ok=True)
 
     def _exists(self, path: str) -> bool:
         self._files.invalidate_cache()

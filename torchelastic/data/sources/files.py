@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchelastic.data.sources.api import SourceError, fields
-from torchelastic.text import escaped
+from torchelastic.text import escaped, without_credentials, without_secrets
 
 T = TypeVar("T")
 Part = TypeVar("Part")
@@ -38,7 +38,7 @@ class OpenFile:
     """A file that is being read.
 
     Attributes:
-        name: path or URL.
+        name: path or URL, as it may be logged.
         stream: its bytes.
         size: in bytes.
     """
@@ -67,11 +67,12 @@ def found(files: Files, position: Any) -> tuple[str, ...]:
     if not names:
         raise SourceError("the list of files is empty")
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = without_credentials(next(name for name in names if names.count(name) > 1))
         raise SourceError(f"{twice} is named twice: each file is read once, so let only one pattern match it")
     for name in names:
         if name.lower().endswith(_COMPRESSED):
-            raise SourceError(f"{name} is compressed, and nothing can begin in the middle of it: decompress it first")
+            what = "is compressed, and nothing can begin in the middle of it: decompress it first"
+            raise SourceError(f"{without_credentials(name)} {what}")
     return tuple(names)
 
 
@@ -93,7 +94,7 @@ def _matches(pattern: str, is_known: bool) -> list[str]:
     else:
         names = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]  # noqa: PTH207 - `**`
     if not names:
-        raise SourceError(f"no file matches {pattern}")
+        raise SourceError(f"no file matches {without_credentials(pattern)}")
     return sorted(names)
 
 
@@ -110,8 +111,8 @@ def _wait_out(name: str, error: Exception, pauses: Iterator[float]) -> None:
     pause_s = next(pauses, None)
     if pause_s is None:
         raise error
-    text = "%s cannot be read at present, and is asked for again in %g s: %s: %s"
-    logger.warning(text, name, pause_s, type(error).__name__, error)
+    text = "%s cannot be read at present, and is asked for again in %g s: %s"
+    logger.warning(text, without_credentials(name), pause_s, without_secrets(error, name))
     time.sleep(pause_s)
 
 
@@ -139,11 +140,12 @@ def opened_file(name: str) -> Iterator[OpenFile]:
         else:
             raw = Path(name).open("rb", buffering=0)  # noqa: SIM115 - closed with the reader around it
     except FileNotFoundError:
-        raise SourceError(f"{name} is not there: bring it back, or leave it out and start the epoch anew") from None
+        what = "is not there: bring it back, or leave it out and start the epoch anew"
+        raise SourceError(f"{without_credentials(name)} {what}") from None
     with BufferedReader(raw, _BUFFER_BYTES) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
-        yield OpenFile(name, stream, size)
+        yield OpenFile(without_credentials(name), stream, size)
 
 
 class FileIterator(Iterator[T], Generic[T, Part]):
