@@ -39,6 +39,7 @@ def test_who_works_is_named_and_counts_as_busy_from_then_on() -> None:
     assert two.waiting.idle_s() == 3.0
     assert not two.waiting.is_busy(10.0)
     two.busy.give(HERE, works=True)
+    assert two.busy.due.is_set(), "a beat later it may be too late"
     two.exchange()
     two.now_s = 4.0
     assert two.waiting.idle_s() == 1.0

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
-from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.process.s3_server import NEEDS_S3, bucket

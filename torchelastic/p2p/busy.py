@@ -55,9 +55,10 @@ class BusySigns:
     # --- on the watchdog's thread -------------------------------------------------------------------------------------
 
     def give(self, location: HangLocation, *, works: bool) -> None:
-        """This rank is late, at that location, and works or does not move. Published by the next exchange."""
+        """This rank is late, at that location, and works or does not move. Published at once, by an exchange."""
         self._count += 1
         self._own = (_WORKS if works else _STUCK), f"{self._count} {location.encode()}"
+        self.due.set()  # who waits allows it little time
 
     def idle_s(self) -> float:
         """For how long no other rank is known to have been busy, counted from the first call."""
