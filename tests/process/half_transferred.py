@@ -37,6 +37,29 @@ def message(numbers: torch.Tensor) -> None:
         dist.recv(numbers, 0)
 
 
+def reduce_scatter(numbers: torch.Tensor) -> None:
+    """FSDP2's, in each backward pass."""
+    dist.reduce_scatter_single(numbers.new_empty(NUMBERS // 2), numbers)
+
+
+def functional_reduce_scatter(numbers: torch.Tensor) -> None:
+    """DTensor's."""
+    from torch.distributed import _functional_collectives as collectives
+
+    world = dist.group.WORLD
+    assert world is not None
+    (collectives.reduce_scatter_single(numbers, "sum", 0, world) + 0).sum()
+
+
+def all_gather(numbers: torch.Tensor) -> None:
+    """FSDP2's, in each forward pass."""
+    dist.all_gather_single(numbers.new_empty(2 * NUMBERS), numbers)
+
+
+def all_to_all(numbers: torch.Tensor) -> None:
+    dist.all_to_all_single(torch.empty_like(numbers), numbers)
+
+
 def ddp(_numbers: torch.Tensor) -> None:
     """What a user wraps by himself: the wait for the gradients is in torch's C++."""
     module = torch.nn.Linear(4096, 4096, bias=False)
@@ -76,8 +99,9 @@ def reduction(_numbers: torch.Tensor) -> None:
 
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], None]] = {
-    "broadcast": broadcast, "message": message, "ddp": ddp, "functional": functional, "mesh": mesh,
-    "new_group": new_group, "reduction": reduction,
+    "broadcast": broadcast, "reduce_scatter": reduce_scatter, "functional_reduce_scatter": functional_reduce_scatter,
+    "all_gather": all_gather, "all_to_all": all_to_all, "message": message, "ddp": ddp,
+    "functional": functional, "mesh": mesh, "new_group": new_group, "reduction": reduction,
 }  # fmt: skip
 
 

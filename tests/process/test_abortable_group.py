@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tests.process.fork_server import fork_server, started
+from tests.process.forked_ranks import run_ranks, values
 from tests.process.half_transferred import OPERATIONS, TIMEOUT_S, be_rank
 from torchelastic.network.ports import unused_ports
+from torchelastic.p2p.abortable import AbortableGroup
+from torchelastic.p2p.groups import ProcessGroups
 
 #: The target is 50 ms on a quiet machine; gloo alone takes most of TIMEOUT_S.
 FREE_S = 1.0
@@ -31,6 +38,45 @@ def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
     return report
 
 
+def reduce_scatters() -> None:
+    """All forms of it in a group of ours, each compared with what it should be."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore("ours", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    ProcessGroups("gloo", timedelta(seconds=20)).form(store, rank, size)
+    group = dist.group.WORLD
+    assert isinstance(group, AbortableGroup)
+    of_ranks = [torch.arange(4.0 * size).reshape(2 * size, 2) ** (1 + each) for each in range(size)]
+    mine = of_ranks[rank]
+    wanted = torch.stack(of_ranks).sum(0).chunk(size)[rank]
+    for name in ("sum", "avg", "max"):
+        output = torch.empty(2, 2)
+        operation = getattr(dist.ReduceOp, name.upper())
+        dist.reduce_scatter_single(output, mine, op=operation)
+        among = {"sum": wanted, "avg": wanted / size, "max": torch.stack(of_ranks).amax(0).chunk(size)[rank]}
+        torch.testing.assert_close(output, among[name], msg=name)
+    output = torch.empty(2, 2)
+    work = dist.reduce_scatter(output, list(mine.chunk(size)), async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    torch.testing.assert_close(output, wanted)
+    output.zero_()
+    assert work.wait(), "a second wait changes nothing"
+    assert not output.any()
+    pieces = [torch.ones(1 + each) * (1 + rank) for each in range(size)]  # of unequal length
+    output = torch.empty(1 + rank)
+    dist.reduce_scatter(output, pieces)
+    torch.testing.assert_close(output, torch.full((1 + rank,), size * (size + 1) / 2))
+    outputs = [torch.empty(2, 2), torch.empty(1)]
+    group.reduce_scatter_tensor_coalesced(outputs, [mine, torch.arange(1.0 * size)]).wait()
+    torch.testing.assert_close(outputs, [wanted, torch.tensor([1.0 * size * rank])])
+    torch.testing.assert_close(mine, of_ranks[rank])
+
+
+def test_a_reduce_scatter_gives_each_rank_its_part() -> None:
+    values(run_ranks(reduce_scatters, ranks=3))
+
+
 def cases() -> Iterator[Any]:
     """Each operation with a dead and with a stopped peer, one of the two on either rank; the rest is for `slow`.
 
@@ -39,7 +85,9 @@ def cases() -> Iterator[Any]:
     for number, operation in enumerate(OPERATIONS):
         for signal_name in ("SIGKILL", "SIGSTOP"):
             for survivor in (0, 1):
-                is_daily = operation in ("broadcast", "message", "reduction") and signal_name == "SIGKILL"
+                is_daily = (
+                    operation in ("broadcast", "message", "reduce_scatter", "reduction") and signal_name == "SIGKILL"
+                )
                 marks = [] if is_daily else [pytest.mark.long]
                 if survivor != (number + (signal_name == "SIGSTOP")) % 2:
                     marks = [pytest.mark.slow]

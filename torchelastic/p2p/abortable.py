@@ -9,6 +9,8 @@ its waiter stays for the time-out of the collective. So nobody waits in there al
 * A message from rank to rank (send, recv) is waited for in gloo itself, where a time-out would end the whole group. A
   small one is, on the calling thread: it is taken or given by the kernel in one piece. A large one is waited for on a
   thread of the group's own.
+* A reduce-scatter of torch's is an all-reduce of a copy, but its wait has no slices and ends with gloo's. So ours makes
+  that all-reduce itself, a collective like the others, and each rank takes its part of the result.
 * A future of a collective (DDP's own reduction of gradients waits for those, in C++) is one of ours, which the end of
   the operation or the abort completes, whichever comes first.
 
@@ -18,7 +20,7 @@ its waiter stays for the time-out of the collective. So nobody waits in there al
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,10 +38,13 @@ SMALL_MESSAGE_BYTES = 16 * 2**10
 FORGET_AFTER = 32
 
 _COLLECTIVES = (
-    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
     "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced",
-    "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter",
+    "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter",
+)  # fmt: skip
+_REDUCE_SCATTERS = (
+    "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
 )  # fmt: skip
 _MESSAGES = ("recv", "recv_anysource", "send")
 
@@ -168,6 +173,23 @@ class AbortableGroup(dist.ProcessGroup):
                 self._forget_at = max(FORGET_AFTER, 2 * len(self._operations))
             self._operations[id(inner)] = inner, args
         return AbortableWork(self, inner)
+
+    def _begin_reduce_scatter(self, _name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbortableWork:
+        outputs, inputs, *options = *args, *kwargs.values()
+        given: Any = options[0] if options else dist.ReduceScatterOptions()
+        of_each = dist.AllreduceOptions()
+        of_each.reduceOp, of_each.timeout = given.reduceOp, given.timeout
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        parts = [one.chunk(self.size()) if isinstance(one, torch.Tensor) else one for one in inputs]
+        copies = [torch.cat([part.reshape(-1) for part in of_ranks]) for of_ranks in parts]
+        own = [
+            torch.split(copy, [part.numel() for part in of_ranks])[self.rank()].view_as(output)
+            for output, of_ranks, copy in zip(outputs, parts, copies, strict=True)
+        ]
+        return AbortableReduceScatter(
+            self, [self._begin("allreduce", ([copy], of_each), {}) for copy in copies], own, outputs
+        )
 
     def _begin_message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbortableWork:
         if self.is_aborted:
@@ -309,6 +331,49 @@ class NeverBegun(AbortableWork):
         raise GroupAbortedError(_ABORTED)
 
 
+class AbortableReduceScatter(AbortableWork):
+    """An all-reduce, of whose result this rank takes its part when it is waited for. As torch's, it has no future."""
+
+    def __init__(
+        self,
+        group: AbortableGroup,
+        reductions: Sequence[AbortableWork],
+        own: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(group, dist.Work())
+        self._reductions, self._own, self._outputs = reductions, own, outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """As `AbortableWork.wait`."""
+        for reduction in self._reductions:
+            reduction.wait(timeout)
+        for output, part in zip(self._outputs, self._own, strict=False):
+            output.copy_(part)
+        self._own = ()  # a second wait changes nothing
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, without waiting."""
+        return all(reduction.is_completed() for reduction in self._reductions)
+
+    def is_success(self) -> bool:
+        """Whether the operation has succeeded."""
+        return all(reduction.is_success() for reduction in self._reductions)
+
+    def exception(self) -> Any:
+        """Why the operation failed."""
+        return next(filter(None, (reduction.exception() for reduction in self._reductions)), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As torch's, which has none."""
+        return self._inner.get_future()
+
+    def result(self) -> list[torch.Tensor]:
+        """This rank's part, once it was waited for."""
+        return list(self._outputs)
+
+
 class AbortableMessage(AbortableWork):
     """A message to or from one rank. No thread of gloo's works at it: whoever waits for it does."""
 
@@ -372,7 +437,11 @@ def _delegated(name: str, begin: Callable[..., dist.Work]) -> Callable[..., dist
     return operation
 
 
-for _names, _begin in ((_COLLECTIVES, AbortableGroup._begin), (_MESSAGES, AbortableGroup._begin_message)):
+for _names, _begin in (
+    (_COLLECTIVES, AbortableGroup._begin),
+    (_REDUCE_SCATTERS, AbortableGroup._begin_reduce_scatter),
+    (_MESSAGES, AbortableGroup._begin_message),
+):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):  # not in every version of torch
             setattr(AbortableGroup, _name, _delegated(_name, _begin))
