@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
-from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
+from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
-from torchelastic.model.transfer import Packed, all_gathered, message_device, pack, synchronize, unpack
+from torchelastic.model.transfer import all_gathered, message_device, pack, synchronize, unpack
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
@@ -161,7 +161,7 @@ class ModelState(WithCompanions, State):
         """What `apply` needs; in the "commit" mode its cost does not depend on the size of the weights."""
         self._optimizers.begin()
         self._gradients.begin_step()
-        return self._capture(pack(self._weights()).cloned() if self._mode == "full" else None)
+        return self._capture(self._large() if self._mode == "full" else None)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
@@ -169,7 +169,9 @@ class ModelState(WithCompanions, State):
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         self._random_when_failed = (snapshot.step + 1, random_state.capture())
         if snapshot.full is not None:
-            self._load_weights(unpack(snapshot.full))
+            self._load_weights(unpack(snapshot.full.weights))
+            for parameter, gradient in zip(self.module.parameters(), snapshot.full.gradients, strict=True):
+                parameter.grad = gradient
         else:
             if self._optimizers.progress is OptimizerProgress.UNTOUCHED:
                 self._gradients.keep(snapshot.step, self._buffers)
@@ -203,7 +205,11 @@ class ModelState(WithCompanions, State):
     def _trained(self) -> Trained:
         return Trained(self._buffers, self._optimizers, self._schedulers)
 
-    def _capture(self, full: Packed | None) -> Snapshot:
+    def _large(self) -> Large:
+        gradients = (parameter.grad for parameter in self.module.parameters())
+        return Large(pack(self._weights()).cloned(), tuple(None if one is None else one.clone() for one in gradients))
+
+    def _capture(self, full: Large | None) -> Snapshot:
         return self._own.snapshot(self._trained, full=full, replaced=self._replaced)
 
     # --- synchronizing members --------------------------------------------------------------------
