@@ -268,6 +268,7 @@ class ModelState(WithCompanions, State):
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
             self._own.synchronize(self._trained, equals, move)
+            self._replaced += 1  # not before: if a peer is lost until here, all this comes again
         return bool(stale)
 
     def _gather_progress(
@@ -293,8 +294,6 @@ class ModelState(WithCompanions, State):
             "every survivor had completed the optimizer step %d when it failed: it is committed", self._ahead.step
         )
         self._own.restore(self._ahead, self._trained)
-        self._status = StateStatus.COMPLETE
-        self._replaced += 1
 
     def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
         """Whether all really are in sync now; a sample is enough where nothing was sent."""
