@@ -200,6 +200,7 @@ class ModelState(WithCompanions, State):
             self._status = StateStatus.UNCOMMITTED
         else:
             self._status = StateStatus.PARTIAL
+        self._gradients.forget()
 
     @property
     def _trained(self) -> Trained:

@@ -176,10 +176,14 @@ class StepGradients:
         else:  # the second attempt was at a part of the samples only
             self._kept = replace(before, units=units, gradients=gradients)
 
+    def forget(self) -> None:
+        """A step has failed later than that: what this attempt has added to what was kept is not known any more."""
+        self._kept, self._is_brought = None, False
+
     def commit(self, buffers: Sequence[torch.Tensor]) -> None:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
         kept, is_brought = self._kept, self._is_brought
-        self._kept, self._is_brought = None, False
+        self.forget()
         self._source.commit()
         if kept is None or not is_brought or isinstance(self._source, LogicalShards):
             return
