@@ -63,7 +63,8 @@ class ModelState(WithCompanions, State):
             goes through `shards` then. See docs/salvage.md.
         salvage: what becomes of a step in which a worker is lost: "discard" repeats it, "drop" commits what the
             survivors have computed and trains the rest later in the epoch, "recompute" computes the rest at once. The
-            last two need an `ElasticBatchSampler` or an `ElasticStream`.
+            last two need an `ElasticBatchSampler` or an `ElasticStream`, and, without `logical_shards`, steps in which
+            every parameter is used.
 
     Attributes:
         module: the user's module.
