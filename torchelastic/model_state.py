@@ -168,7 +168,8 @@ class ModelState(WithCompanions, State):
         """Undo the step that began with this snapshot."""
         if snapshot.replaced != self._replaced:
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
-        self._random_when_failed = (snapshot.step + 1, random_state.capture())
+        if self._random_when_failed is None:  # else a sync has failed, behind the step
+            self._random_when_failed = (snapshot.step + 1, random_state.capture())
         if snapshot.full is not None:
             self._load_weights(unpack(snapshot.full.weights))
             for parameter, gradient in zip(self.module.parameters(), snapshot.full.gradients, strict=True):
