@@ -70,6 +70,25 @@ def test_gradients_are_those_of_the_global_mean_and_buffers_the_mean_over_the_sh
     assert norm_of(state).num_batches_tracked == torch.tensor(1)
 
 
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.polar(torch.ones(4), torch.arange(4.0)),
+        torch.linspace(0.1, 1.0, 8, dtype=torch.bfloat16),
+        torch.tensor([2**61 + 1]),
+        torch.tensor([[0.1, float("-inf")]]),
+    ],
+    ids=lambda constant: str(constant.dtype),
+)
+def test_a_buffer_that_no_shard_changes_keeps_its_bits(constant: torch.Tensor) -> None:
+    state, loader = make_state(3, batch=7, samples=21)  # of 3, 2 and 2 samples
+    state.module.register_buffer("constant", constant.clone())
+    for _ in range(3):
+        one_step(state, loader)
+    assert torch.equal(dict(state.module.named_buffers())["constant"], constant)
+    assert norm_of(state).num_batches_tracked == torch.tensor(3)
+
+
 def test_a_parameter_that_no_shard_uses_is_left_alone_and_one_that_a_single_shard_uses_is_not() -> None:
     state, loader = make_state(4)
     unused, once = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
