@@ -324,3 +324,25 @@ def test_an_optimizer_that_saves_in_a_form_of_its_own_loads_it() -> None:
     states = [torchelastic.ModelState(module, OwnForm(module.parameters(), lr=lr)) for lr in (0.1, 0.2)]
     states[1].load_state_dict(states[0].state_dict())
     assert states[1].optimizer.param_groups[0]["lr"] == 0.1
+
+
+class OfTheUser(torch.optim.Optimizer):
+    """Has only the settings that its author has thought of."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                steps = self.state[parameter].setdefault("steps", torch.zeros(()))
+                parameter.sub_(parameter.grad, alpha=group["lr"] / float(steps.add_(1)))
+
+
+def test_an_optimizer_of_the_users_own_is_loaded_as_often_as_it_takes() -> None:
+    state, other = make_state(make=OfTheUser), make_state(make=OfTheUser)
+    for _ in range(3):
+        attempt(state, "01")
+        other.load_state_dict(state.state_dict())
+        assert_same(picture(state), picture(other))
