@@ -361,8 +361,12 @@ class ModelState(WithCompanions, State):
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
+        own, given = (
+            [getattr(value, "dtype", None) for value in state.values()]
+            for state in (module_state.state_of(self.module), tree["module"])
+        )
         module_state.load_into(self.module, tree["module"])
-        self._optimizers.load_state_dict(tree["optimizer"])
+        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=own == given)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -346,3 +346,22 @@ def test_an_optimizer_of_the_users_own_is_loaded_as_often_as_it_takes() -> None:
         attempt(state, "01")
         other.load_state_dict(state.state_dict())
         assert_same(picture(state), picture(other))
+
+
+def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_sent_and_undone_with_all_of_them() -> None:
+    def states(**options: Any) -> torchelastic.ModelState:
+        module = torch.nn.Linear(2, 2).bfloat16()
+        state = torchelastic.ModelState(module, OfTheUser(module.parameters()), **options)
+        state.sync()
+        return state
+
+    state, other = states(snapshot="full"), states()
+    state.optimizer.state[state.module.weight] = {"sum": torch.full((2, 2), 1 / 3)}  # float32
+    other.load_state_dict(state.state_dict())
+    assert_same(picture(state), picture(other))
+    state.apply(state.snapshot())
+    assert_same(picture(state), picture(other))
+    wider = torchelastic.ModelState(module := torch.nn.Linear(2, 2), OfTheUser(module.parameters()))
+    wider.optimizer.state[module.weight] = {"sum": torch.full((2, 2), 1 / 3)}
+    other.load_state_dict(wider.state_dict())
+    assert other.optimizer.state[other.module.weight]["sum"].dtype is torch.bfloat16, "as torch does for other types"
