@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, random_state, wrapping
-from torchelastic.model.companions import Companions, Snapshot, Trained, WithCompanions
+from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
-from torchelastic.model.transfer import Packed, all_gathered, message_device, pack, synchronize, unpack
+from torchelastic.model.transfer import all_gathered, message_device, pack, synchronize, unpack
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
@@ -63,7 +63,8 @@ class ModelState(WithCompanions, State):
             goes through `shards` then. See docs/salvage.md.
         salvage: what becomes of a step in which a worker is lost: "discard" repeats it, "drop" commits what the
             survivors have computed and trains the rest later in the epoch, "recompute" computes the rest at once. The
-            last two need an `ElasticBatchSampler` or an `ElasticStream`.
+            last two need an `ElasticBatchSampler` or an `ElasticStream`, and, without `logical_shards`, steps in which
+            every parameter is used.
 
     Attributes:
         module: the user's module.
@@ -161,15 +162,18 @@ class ModelState(WithCompanions, State):
         """What `apply` needs; in the "commit" mode its cost does not depend on the size of the weights."""
         self._optimizers.begin()
         self._gradients.begin_step()
-        return self._capture(pack(self._weights()).cloned() if self._mode == "full" else None)
+        return self._capture(self._large() if self._mode == "full" else None)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
         if snapshot.replaced != self._replaced:
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
-        self._random_when_failed = (snapshot.step + 1, random_state.capture())
+        if self._random_when_failed is None:  # else a sync has failed, behind the step
+            self._random_when_failed = (snapshot.step + 1, random_state.capture())
         if snapshot.full is not None:
-            self._load_weights(unpack(snapshot.full))
+            self._load_weights(unpack(snapshot.full.weights))
+            for parameter, gradient in zip(self.module.parameters(), snapshot.full.gradients, strict=True):
+                parameter.grad = gradient
         else:
             if self._optimizers.progress is OptimizerProgress.UNTOUCHED:
                 self._gradients.keep(snapshot.step, self._buffers)
@@ -198,12 +202,17 @@ class ModelState(WithCompanions, State):
             self._status = StateStatus.UNCOMMITTED
         else:
             self._status = StateStatus.PARTIAL
+        self._gradients.forget()
 
     @property
     def _trained(self) -> Trained:
         return Trained(self._buffers, self._optimizers, self._schedulers)
 
-    def _capture(self, full: Packed | None) -> Snapshot:
+    def _large(self) -> Large:
+        gradients = (parameter.grad for parameter in self.module.parameters())
+        return Large(pack(self._weights()).cloned(), tuple(None if one is None else one.clone() for one in gradients))
+
+    def _capture(self, full: Large | None) -> Snapshot:
         return self._own.snapshot(self._trained, full=full, replaced=self._replaced)
 
     # --- synchronizing members --------------------------------------------------------------------
@@ -262,6 +271,7 @@ class ModelState(WithCompanions, State):
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
             self._own.synchronize(self._trained, equals, move)
+            self._replaced += 1  # not before: if a peer is lost until here, all this comes again
         return bool(stale)
 
     def _gather_progress(
@@ -287,8 +297,6 @@ class ModelState(WithCompanions, State):
             "every survivor had completed the optimizer step %d when it failed: it is committed", self._ahead.step
         )
         self._own.restore(self._ahead, self._trained)
-        self._status = StateStatus.COMPLETE
-        self._replaced += 1
 
     def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
         """Whether all really are in sync now; a sample is enough where nothing was sent."""
@@ -353,8 +361,12 @@ class ModelState(WithCompanions, State):
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
+        own, given = (
+            [getattr(value, "dtype", None) for value in state.values()]
+            for state in (module_state.state_of(self.module), tree["module"])
+        )
         module_state.load_into(self.module, tree["module"])
-        self._optimizers.load_state_dict(tree["optimizer"])
+        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=own == given)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -148,6 +148,15 @@ def test_a_rank_that_fails_where_others_commit_draws_the_same_random_numbers_aft
     assert torch.equal(job.check_identity(finishers=3), undisturbed)
 
 
+@pytest.mark.long
+def test_it_does_so_also_where_the_first_sync_after_that_fails(jobs: MakeJob, undisturbed: torch.Tensor) -> None:
+    faults = [Fault("raise", "optimizer", rank=1, step=7), Fault("raise", "round-2-message-5", rank=0)]
+    job = run_standalone(jobs(faults, chunk_bytes=64, **SAME_BITS))
+    assert_all_struck(job, faults)
+    assert not job.of("synced", round=2)
+    assert torch.equal(job.check_identity(finishers=3), undisturbed)
+
+
 @pytest.mark.slow
 def test_with_full_snapshots_even_a_failure_after_the_optimizer_is_repeated_with_the_same_bits(
     jobs: MakeJob, undisturbed: torch.Tensor

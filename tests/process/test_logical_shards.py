@@ -70,6 +70,25 @@ def test_gradients_are_those_of_the_global_mean_and_buffers_the_mean_over_the_sh
     assert norm_of(state).num_batches_tracked == torch.tensor(1)
 
 
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.polar(torch.ones(4), torch.arange(4.0)),
+        torch.linspace(0.1, 1.0, 8, dtype=torch.bfloat16),
+        torch.tensor([2**61 + 1]),
+        torch.tensor([[0.1, float("-inf")]]),
+    ],
+    ids=lambda constant: str(constant.dtype),
+)
+def test_a_buffer_that_no_shard_changes_keeps_its_bits(constant: torch.Tensor) -> None:
+    state, loader = make_state(3, batch=7, samples=21)  # of 3, 2 and 2 samples
+    state.module.register_buffer("constant", constant.clone())
+    for _ in range(3):
+        one_step(state, loader)
+    assert torch.equal(dict(state.module.named_buffers())["constant"], constant)
+    assert norm_of(state).num_batches_tracked == torch.tensor(3)
+
+
 def test_a_parameter_that_no_shard_uses_is_left_alone_and_one_that_a_single_shard_uses_is_not() -> None:
     state, loader = make_state(4)
     unused, once = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
@@ -104,6 +123,39 @@ def test_a_step_that_does_not_go_through_the_shards_is_told_how() -> None:
     with pytest.raises(torchelastic.NonRetryableException, match=r"for batch in state\.shards"):
         state.optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(before, state.module.parameters(), strict=True))
+
+
+def trained_with_failures(faults: list[tuple[int, Any]]) -> list[torch.Tensor]:
+    """The weights after a run of one worker with two optimizers, whose steps fail there: behind a shard, or between."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    sampler = ElasticBatchSampler(data, 8)
+    loader = ElasticLoader(data, sampler)
+    state = torchelastic.ModelState(model, optimizers, sampler=sampler, logical_shards=4, salvage="recompute")
+
+    def reach(place: Any) -> None:
+        if faults and faults[0] == (state.step, place):
+            faults.pop(0)
+            raise RuntimeError(f"a peer is lost at {place}")
+
+    def train_step(state: torchelastic.ModelState) -> None:
+        for number, (inputs,) in enumerate(state.shards(loader)):
+            state.model(inputs).square().mean().backward()
+            reach(number)
+        optimizers[0].step()
+        reach("between")
+        optimizers[1].step()
+
+    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state)
+    assert not faults
+    return list(model.parameters())
+
+
+def test_a_second_attempt_that_fails_between_two_optimizers_is_repeated_with_the_same_bits() -> None:
+    undisturbed, found = trained_with_failures([]), trained_with_failures([(2, 2), (2, "between")])
+    assert all(torch.equal(one, other) for one, other in zip(undisturbed, found, strict=True))
 
 
 def test_random_numbers_belong_to_the_shard() -> None:

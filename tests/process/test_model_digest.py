@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import pickle
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,26 @@ def a_step_that_stands_beside_a_spare(rank: int) -> dict[str, Any]:
     return {"before": before, "step": state.step, **outcome(state)}
 
 
+def a_step_that_stands_while_a_newcomer_is_killed(folder: Path) -> dict[str, Any]:
+    """Rank 2 is new, and dies when it is to be sent the state of the others, whose step had failed as above."""
+    rank = dist.get_rank()
+    state = make_state(seed=0)
+    if rank < 2:
+        state.load_state_dict(state.state_dict())
+        fail_after_the_optimizer(state, rank)
+    else:
+        vars(torchelastic.model_state)["synchronize"] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    snapshot = state.snapshot()
+    with pytest.raises(RuntimeError):
+        state.sync()
+    state.apply(snapshot)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'two'}", rank=rank, world_size=2)
+    state.sync()
+    rate, averaged = state.optimizer.param_groups[0]["lr"], int(state.extra["ema"].n_averaged)
+    return {"step": state.step, "rate": rate, "averaged": averaged, "text": outcome(state)["text"]}
+
+
 def fail_after_the_optimizer(state: torchelastic.ModelState, rank: int) -> None:
     snapshot = state.snapshot()
     torch.manual_seed(1)
@@ -311,6 +333,15 @@ def test_a_step_that_stands_on_ranks_that_failed_at_different_places_leaves_them
         assert stands["state_status"] is StateStatus.UNCOMMITTED
         assert (stands["step"], stands["rate"], stands["averaged"]) == (1, pytest.approx(0.09), 1)
         assert stands["level"].is_in_sync
+
+
+def test_a_step_that_stands_leaves_them_level_also_when_a_newcomer_dies_in_that_sync(tmp_path: Path) -> None:
+    *survivors, dead = run_ranks(a_step_that_stands_while_a_newcomer_is_killed, tmp_path, ranks=3, others_go_on=True)
+    assert dead.was_killed
+    for survivor in survivors:
+        assert survivor.error is None, survivor.error
+        found = (survivor.value["step"], survivor.value["rate"], survivor.value["averaged"], survivor.value["text"])
+        assert found == (1, pytest.approx(0.09), 1, "all members are in sync")
 
 
 def test_a_whole_state_of_an_older_step_does_not_undo_one_that_stands(results: list[dict[str, Any]]) -> None:

@@ -324,3 +324,44 @@ def test_an_optimizer_that_saves_in_a_form_of_its_own_loads_it() -> None:
     states = [torchelastic.ModelState(module, OwnForm(module.parameters(), lr=lr)) for lr in (0.1, 0.2)]
     states[1].load_state_dict(states[0].state_dict())
     assert states[1].optimizer.param_groups[0]["lr"] == 0.1
+
+
+class OfTheUser(torch.optim.Optimizer):
+    """Has only the settings that its author has thought of."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                steps = self.state[parameter].setdefault("steps", torch.zeros(()))
+                parameter.sub_(parameter.grad, alpha=group["lr"] / float(steps.add_(1)))
+
+
+def test_an_optimizer_of_the_users_own_is_loaded_as_often_as_it_takes() -> None:
+    state, other = make_state(make=OfTheUser), make_state(make=OfTheUser)
+    for _ in range(3):
+        attempt(state, "01")
+        other.load_state_dict(state.state_dict())
+        assert_same(picture(state), picture(other))
+
+
+def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_sent_and_undone_with_all_of_them() -> None:
+    def states(**options: Any) -> torchelastic.ModelState:
+        module = torch.nn.Linear(2, 2).bfloat16()
+        state = torchelastic.ModelState(module, OfTheUser(module.parameters()), **options)
+        state.sync()
+        return state
+
+    state, other = states(snapshot="full"), states()
+    state.optimizer.state[state.module.weight] = {"sum": torch.full((2, 2), 1 / 3)}  # float32
+    other.load_state_dict(state.state_dict())
+    assert_same(picture(state), picture(other))
+    state.apply(state.snapshot())
+    assert_same(picture(state), picture(other))
+    wider = torchelastic.ModelState(module := torch.nn.Linear(2, 2), OfTheUser(module.parameters()))
+    wider.optimizer.state[module.weight] = {"sum": torch.full((2, 2), 1 / 3)}
+    other.load_state_dict(wider.state_dict())
+    assert other.optimizer.state[other.module.weight]["sum"].dtype is torch.bfloat16, "as torch does for other types"

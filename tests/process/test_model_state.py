@@ -123,6 +123,24 @@ def test_a_full_snapshot_undoes_the_optimizer_too() -> None:
     assert state.status is StateStatus.COMPLETE
 
 
+@pytest.mark.parametrize("are_kept", [False, True])
+def test_a_full_snapshot_undoes_what_a_failed_backward_pass_has_added_to_the_gradients(are_kept: bool) -> None:
+    def gradients() -> dict[str, torch.Tensor | None]:
+        return {name: one.grad if one.grad is None else one.grad.clone() for name, one in parameters.items()}
+
+    state = make_state(snapshot="full")
+    state.sync()
+    parameters = dict(state.module.named_parameters())
+    if are_kept:  # accumulation over several steps
+        forward(state).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        state.commit()
+    before = gradients()
+    snapshot = state.snapshot()
+    forward(state).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    state.apply(snapshot)
+    assert_same(before, gradients())
+
+
 def test_a_snapshot_holds_nothing_that_grows_with_the_weights() -> None:
     def size_bytes(width: int) -> int:
         model = torch.nn.Linear(width, width)

@@ -31,6 +31,7 @@ def tree(seed: int) -> dict[str, Any]:
         "other type": {"large": large.double(), "small": torch.ones(2, dtype=torch.float64) * seed},
         "turned": torch.randn(700, 600, generator=generator).t(),
         "pixels": torch.randn(8, 8, 64, 64, generator=generator).to(memory_format=torch.channels_last),
+        "tokens": torch.arange(seed, seed + 9).to(torch.int16),  # gloo has no such type, nor has NCCL
         "small again": torch.randn(5, generator=generator),
         "plain": (seed, "words", None, 2.5, np.float64(seed), Path("a")),
         "array": np.arange(seed, dtype=np.int32),

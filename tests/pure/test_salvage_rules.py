@@ -47,9 +47,20 @@ def test_what_cannot_work_is_refused_with_the_remedy(mode: str, shards: int | No
         check_mode(mode, None, shards)
 
 
-def test_drop_and_logical_shards_contradict_each_other() -> None:
-    class Sampler:
-        def deal_again(self) -> None: ...
+class Sampler:
+    """Can deal a batch out again."""
 
+    def deal_again(self) -> None: ...
+
+
+def test_drop_and_logical_shards_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="'discard' or 'recompute'"):
         check_mode("drop", Sampler(), 4)
+
+
+@pytest.mark.parametrize("mode", ["drop", "recompute"])
+def test_gradients_are_not_kept_of_parameters_that_may_be_unused(mode: str) -> None:
+    with pytest.raises(ValueError, match=r"find_unused_parameters=True.*give logical_shards too"):
+        check_mode(mode, Sampler(), None, find_unused_parameters=True)
+    check_mode("discard", Sampler(), None, find_unused_parameters=True)
+    check_mode("recompute", Sampler(), 4, find_unused_parameters=True)

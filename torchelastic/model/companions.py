@@ -32,6 +32,13 @@ class Trained(NamedTuple):
     schedulers: OneOrMany
 
 
+class Large(NamedTuple):
+    """What else undoes a step where whole snapshots are taken: the weights, and the gradient of each parameter."""
+
+    weights: Packed
+    gradients: tuple[torch.Tensor | None, ...]
+
+
 class Snapshot(NamedTuple):
     """What undoes a step. Its size does not grow with the weights, except for `full`."""
 
@@ -43,7 +50,7 @@ class Snapshot(NamedTuple):
     scheduler: Any
     sampler: Any
     extra: Copied
-    full: Packed | None
+    full: Large | None
     replaced: int
 
 
@@ -106,7 +113,7 @@ class Companions:
 
     # --- undoing a step -------------------------------------------------------------------------------------------
 
-    def snapshot(self, trained: Trained | None, *, full: Packed | None = None, replaced: int = 0) -> Snapshot:
+    def snapshot(self, trained: Trained | None, *, full: Large | None = None, replaced: int = 0) -> Snapshot:
         """What undoes a step, but for large tensors: those are in `full`, or undone otherwise."""
         return Snapshot(
             step=self.step,

@@ -197,12 +197,22 @@ class Optimizers:
         """That of the single optimizer, or a dict by name; the tensors are not copied."""
         return self._all.state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
-        """The inverse. Raises UnfitStateError, before anything is changed, if the state is of other optimizers."""
-        states = zip(self.states_in(state), self.objects, strict=True)
+    def load_state_dict(self, state: Any, *, keeps_types: bool = False) -> None:
+        """The inverse.
+
+        Args:
+            state: as `state_dict` gave it.
+            keeps_types: the parameters are of the types that they had there, so all else is to be, too.
+
+        Raises:
+            UnfitStateError: the state is of other optimizers; nothing has changed.
+        """
+        states = list(zip(self.states_in(state), self.objects, strict=True))
         # one of a user's own may save in another form, which it knows itself
         self._require_fitting([one.get("param_groups", optimizer.param_groups) for one, optimizer in states])
         self._all.load_state_dict(state)
+        for one, optimizer in states if keeps_types else ():
+            _put_types_back(optimizer, one)
 
     def states_in(self, state: Any) -> list[Any]:
         """What a state as `state_dict` gives it has for each optimizer. Raises UnfitStateError if it is of others."""
@@ -287,6 +297,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _put_types_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Torch has cast all to the types of the parameters: of a float32 sum beside one in bfloat16 digits are lost."""
+    numbers = [number for group in saved.get("param_groups", ()) for number in group.get("params", ())]
+    for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
+        loaded = optimizer.state.get(parameter, {})
+        for name, value in saved.get("state", {}).get(number, {}).items():
+            cast = loaded.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
+                loaded[name] = value.to(cast.device)
 
 
 @torch.no_grad()

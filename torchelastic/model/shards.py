@@ -43,6 +43,7 @@ class LogicalShards:
         self._nodes: Nodes = {}
         self._is_summed = False
         self._buffers: list[torch.Tensor] = []
+        self._has_changed: list[float] = []  # for each buffer, in how much of the batch
 
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
@@ -103,14 +104,17 @@ class LogicalShards:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def _slots(self) -> list[torch.Tensor]:
-        """What is summed: gradients, of which parameters there are any, and the buffers.
+        """What is summed: gradients, of which parameters there are any, which buffers have changed, and the buffers.
 
-        Buffers become the mean over the shards (running statistics).
+        Those that have changed become the mean over the shards (running statistics); constants keep their bits.
         """
         wanted = self._wanted()
         slots = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
         slots += [p.new_tensor([q.grad is not None for q in wanted]) for p in wanted[:1]]
-        return slots + [b if b.is_floating_point() else b.double() for b in self._module.buffers()]
+        buffers = list(self._module.buffers())
+        changed = [not torch.equal(*pair) for pair in zip(buffers, self._buffers, strict=True)]
+        slots += [b.new_tensor(changed, dtype=torch.float64) for b in buffers[:1]]
+        return slots + [b.to(_type_of_sum(b)) for b in buffers]
 
     def _flat(self, weight: float) -> Flat:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -140,9 +144,18 @@ class LogicalShards:
             yield parameter, parameter.dtype, partial(setattr, parameter, "grad")
         for first in wanted[:1]:
             yield first.new_empty(len(wanted)), first.dtype, partial(_drop_unused, wanted)
-        for buffer in self._module.buffers():
-            dtype = buffer.dtype if buffer.is_floating_point() else torch.float64
-            yield buffer, dtype, partial(_fill_buffer, buffer)
+        buffers = list(self._module.buffers())
+        for one in buffers[:1]:
+            yield one.new_empty(len(buffers)), torch.float64, self._take_changes
+        for number, buffer in enumerate(buffers):
+            yield buffer, _type_of_sum(buffer), partial(self._fill_buffer, number, buffer)
+
+    def _take_changes(self, in_batch: torch.Tensor) -> None:
+        self._has_changed = in_batch.tolist()
+
+    def _fill_buffer(self, number: int, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        if self._has_changed[number]:
+            buffer.copy_(value if buffer.dtype == value.dtype else value.round())
 
 
 def shard_seed(seed: int, step: int, shard: int) -> int:
@@ -242,8 +255,8 @@ def _drop_unused(parameters: Sequence[torch.nn.Parameter], uses: torch.Tensor) -
             parameter.grad = None
 
 
-def _fill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    buffer.copy_(value if buffer.dtype == value.dtype else value.round())
+def _type_of_sum(buffer: torch.Tensor) -> torch.dtype:
+    return buffer.dtype if buffer.is_floating_point() or buffer.is_complex() else torch.float64
 
 
 def _sum_of_known(left: Any, right: Any) -> Any:

@@ -79,7 +79,7 @@ class StepGradients:
         salvage: str,
         find_unused_parameters: bool,
     ) -> None:
-        check_mode(salvage, sampler, logical_shards)
+        check_mode(salvage, sampler, logical_shards, find_unused_parameters)
         if salvage != "discard" or logical_shards is not None:
             check_parameters(module, logical_shards)
         self._module, self._sampler, self._mode = module, sampler, salvage
@@ -176,10 +176,14 @@ class StepGradients:
         else:  # the second attempt was at a part of the samples only
             self._kept = replace(before, units=units, gradients=gradients)
 
+    def forget(self) -> None:
+        """A step has failed later than that: what this attempt has added to what was kept is not known any more."""
+        self._kept, self._is_brought = None, False
+
     def commit(self, buffers: Sequence[torch.Tensor]) -> None:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
         kept, is_brought = self._kept, self._is_brought
-        self._kept, self._is_brought = None, False
+        self.forget()
         self._source.commit()
         if kept is None or not is_brought or isinstance(self._source, LogicalShards):
             return
@@ -269,7 +273,7 @@ def kind_text(kind: Sequence[int]) -> str:
     return f"logical_shards={shards or None}, salvage={MODES[mode]!r}"
 
 
-def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
+def check_mode(mode: str, sampler: Any, logical_shards: int | None, find_unused_parameters: bool = False) -> None:
     """Raise ValueError for what does not go together."""
     if mode not in MODES:
         raise ValueError(f"salvage={mode!r} is not one of {', '.join(MODES)}")
@@ -278,6 +282,11 @@ def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
         raise ValueError(
             f"{what} needs ModelState(..., sampler=ElasticBatchSampler(...)), or an ElasticStream: it knows which "
             "samples a step has"
+        )
+    if mode != "discard" and logical_shards is None and find_unused_parameters:
+        raise ValueError(
+            f"salvage={mode!r} does not go with find_unused_parameters=True: the gradients kept of a parameter would "
+            "be lost where the rest of the samples does not use it; give logical_shards too, or leave one out"
         )
     if mode == "drop" and logical_shards is not None:
         raise ValueError(

@@ -161,14 +161,15 @@ class _Channel:
         self._source, self._receivers, self._is_source, self._device = source, receivers, is_source, device
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        message = tensor.view(torch.uint8)  # backends do not know all types
         if not self._receivers:
-            dist.broadcast(tensor, src=self._source)
+            dist.broadcast(message, src=self._source)
         elif self._is_source:
-            for work in [dist.isend(tensor, dst=receiver) for receiver in self._receivers]:
+            for work in [dist.isend(message, dst=receiver) for receiver in self._receivers]:
                 if work is not None:
                     work.wait()
         else:
-            dist.recv(tensor, src=self._source)
+            dist.recv(message, src=self._source)
         wait_for_collectives()
         return tensor
 

@@ -80,8 +80,9 @@ def optimizer_faults(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if before and before != sizes:
         return [f"that state's parameter groups hold {before} parameters, and those of this {kind} hold {sizes}"]
-    for group, loaded in zip(saved, _once_loaded(saved, optimizer), strict=True):
-        lacking = sorted(optimizer.defaults.keys() - loaded.keys())
+    for group, own, loaded in zip(saved, optimizer.param_groups, _once_loaded(saved, optimizer), strict=True):
+        # torch adds to the defaults while it loads, and to the groups it does not
+        lacking = sorted((optimizer.defaults.keys() & own.keys()) - loaded.keys())
         if lacking:
             others = sorted(group.keys() - optimizer.param_groups[0].keys())
             has = f", and have {shortlist([repr(name) for name in others], _NAMED)}" if others else ""
