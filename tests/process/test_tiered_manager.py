@@ -23,6 +23,7 @@ from torchelastic.checkpoint.shards import pool
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard, Tier
+from torchelastic.checkpoint.store.fence import OwnedError
 from torchelastic.checkpoint.store.reading import open_checkpoint
 from torchelastic.group.peers import Alone
 
@@ -140,6 +141,23 @@ def test_what_waits_for_a_place_that_hangs_is_given_up_with_its_group(managers: 
 
 def steps_in(tier: Tier) -> list[int]:
     return [entry.name.step for entry in tier.inventory()]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_second_run_is_refused_in_a_folder_of_one_host_that_a_run_uses(
+    managers: Make, tmp_path: Path, kind: str
+) -> None:
+    def make_tier() -> Tier:
+        return MemoryTier(tmp_path) if kind == "memory" else DiskTier(tmp_path, KeepLast(1), shared=False)
+
+    first, tier = managers(make_tier()), make_tier()
+    first.save_step(make_state(1, 1), 1, Alone())
+    assert first.wait(30)
+    second = TieredCheckpointManager([tier], run_id="another")
+    with pytest.raises(OwnedError, match=r"belongs to run 'test' .* give this run a folder of its own"):
+        second.save_step(make_state(2, 2), 2, Alone())
+    second.close()
+    assert steps_in(tier) == [1]
 
 
 def test_the_state_may_change_as_soon_as_save_step_returns(managers: Make, tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ class FolderTier(Tier):
         require_own_folder(self._root, self.kind)
 
     def known_epoch(self, run_id: str) -> int:
-        """See `Tier`."""
+        """See `Tier`; a folder of this host, which no job claims, is held from now on."""
+        if not self.is_shared:
+            self._fence.enter(run_id)
         return self._fence.known_epoch(run_id)
 
     def prepare(self, context: TierContext) -> None:

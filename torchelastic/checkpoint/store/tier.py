@@ -152,7 +152,8 @@ class Tier(ABC):
         Every rank calls it when it starts, once, before `prepare`.
 
         Raises:
-            CheckpointError: the place cannot be read.
+            OwnedError: it is private, and another run that is alive has it.
+            CheckpointError: it cannot be read, or not be used.
         """
 
     def claim(self, run_id: str, owner: str, at_least: int) -> int:  # noqa: ARG002 - a private place is not claimed
