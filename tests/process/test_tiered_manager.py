@@ -25,6 +25,7 @@ from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard, Tier
 from torchelastic.checkpoint.store.fence import OwnedError
 from torchelastic.checkpoint.store.reading import open_checkpoint
+from torchelastic.checkpoint.tiered.finishing import MAX_FAILURES
 from torchelastic.group.peers import Alone
 
 Make = Callable[..., TieredCheckpointManager]
@@ -237,6 +238,17 @@ def test_a_tier_that_fails_is_reported_and_the_others_have_the_checkpoint(
     assert "Traceback" in caplog.text
     assert "checkpoint.failed" in published.names
     assert len(manager.list_checkpoints()) == 1
+
+
+def test_a_commit_of_streams_that_fails_says_so_however_many_have_failed_before(managers: Make, tmp_path: Path) -> None:
+    class Full(DiskTier):
+        def put(self, shard: SealedShard) -> Any:
+            raise CheckpointError(f"no room for {shard.name}")
+
+    manager = managers(Full(tmp_path))
+    for number in range(1, MAX_FAILURES + 3):
+        with pytest.raises(CheckpointError, match=rf"not saved everywhere: .*no room for step-\S+\.g{number}$"):
+            manager.create_checkpoint().commit()
 
 
 def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:

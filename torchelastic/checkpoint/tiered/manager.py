@@ -435,12 +435,16 @@ class TieredCheckpointManager(CheckpointManager):
             )
         newest = next(iter(stored_here(self.tiers)), None)
         step = 0 if newest is None else newest.sequence_id + 1
-        failed_before = len(self.failures)
-        self.save_shard(
+        ended = self.save_shard(
             lambda meta: RecurringLayout().lay_out(streams, {"kind": STREAMS, **meta}), step, self._peers or Alone()
         )
-        if not self._finisher.wait(self._patience_s) or len(self.failures) > failed_before:
-            raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
+        if not self._finisher.wait(self._patience_s):
+            raise CheckpointError(
+                f"the checkpoint is not saved everywhere after {self._patience_s:g} s: does one of these not answer: "
+                f"{self._places}?"
+            )
+        if (error := ended.exception()) is not None:
+            raise CheckpointError(f"the checkpoint was not saved everywhere: {error}") from error
 
 
 def _check(tiers: Sequence[Tier], policy: object) -> None:
