@@ -251,6 +251,24 @@ def test_a_commit_of_streams_that_fails_says_so_however_many_have_failed_before(
             manager.create_checkpoint().commit()
 
 
+def test_an_older_checkpoint_is_not_restored_without_a_word_where_a_place_cannot_be_read(
+    managers: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unreadable(DiskTier):
+        def inventory(self) -> Any:
+            raise CheckpointError("Input/output error")
+
+    rare = DiskTier(tmp_path / "rare", every=EverySteps(2), name="rare")
+    first = managers(DiskTier(tmp_path / "disk"), rare)
+    for step in (2, 3):
+        first.save_step(make_state(step, step), step, Alone())
+        assert first.wait(30)
+    second, again = managers(Unreadable(tmp_path / "disk"), rare), Alone(1)
+    second.enter_group(again)
+    assert second.restore(make_state(9, 1), again) == 2
+    assert "may lie where nothing can be read: rank 0, disk tier: Input/output error" in caplog.text
+
+
 def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:
     manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
     state.extra["what"] = object()

@@ -62,7 +62,8 @@ class Restoring:
         tiers: freshest first, the same on all ranks.
         peers: the group.
         reading: who wants which shard, and what becomes of them.
-        on_damage: called with each checkpoint that is passed over, in words; on every rank alike. None: rank 0 logs it.
+        on_damage: called with each place that cannot be read and each checkpoint that is passed over, in words; on
+            every rank alike. None: rank 0 logs it.
         replicas: of the tier in memory; None: there are none.
     """
 
@@ -95,6 +96,8 @@ class Restoring:
         faults: dict[SaveId, str] = {}
         with ExitStack() as serving:
             inventories, unreadable = self._exchange(serving)
+            for text in unreadable:
+                self._on_damage(f"a newer checkpoint may lie where nothing can be read: {text}")
             restored = newest_readable(candidates(inventories), self.restore_one, self._on_damage, faults)
             if restored is not None and self._replicas is not None:
                 self._replicas.make_again(restored[0], self._peers, self._pull)
