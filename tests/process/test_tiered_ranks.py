@@ -83,6 +83,14 @@ def test_a_rank_whose_disk_is_full_stops_that_checkpoint_for_all_and_no_other(
         assert answer["left"] == []
 
 
+def test_a_rank_without_room_for_a_save_that_has_grown_is_not_waited_for(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_what_outgrows_its_slot_where_memory_is_full, str(tmp_path), ranks=2))
+    for answer in answers:
+        assert answer["waits"] == [False] * 3
+        assert answer["complete"] == [3]
+    assert ["no room" in failure for failure in answers[0]["failures"]] == [True]
+
+
 def test_a_save_that_a_rank_never_joins_is_given_up_when_the_group_changes(crew: Crew, tmp_path: Path) -> None:
     answers = succeeded(crew.run(work.save_where_one_rank_does_not, str(tmp_path), ranks=2))
     assert "the group has ended before rank 1" in answers[0]["failures"][0]

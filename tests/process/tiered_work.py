@@ -181,6 +181,33 @@ def save_where_one_disk_is_full(folder: str, full_rank: int) -> Any:
     return result
 
 
+class SmallMemory(Disk):
+    """Has room for the two slots that a memory tier needs, and for no third."""
+
+    slots = 0
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        self.slots += 1
+        if self.slots > 2:
+            raise CheckpointError("no room")
+        super().allocate(descriptor, size_bytes, path)
+
+
+def save_what_outgrows_its_slot_where_memory_is_full(folder: str) -> Any:
+    """What rank 0 has beside its tensors has grown by step 2, and a larger slot cannot be had."""
+    peers, disk = join(), SmallMemory()
+    manager = TieredCheckpointManager([MemoryTier(Path(folder) / "memory", disk=disk)], run_id="test", patience_s=60.0)
+    waits = []
+    for step in (1, 2, 3):
+        state = make_state(7, step)
+        state.extra["losses"] = [0.5] * (100_000 if step == 2 else 1)
+        manager.save_step(state, step, peers)
+        waits.append(not manager.wait(10.0))
+    result = {"waits": waits, "failures": list(manager.failures), "complete": steps_of(manager)}
+    close(manager)
+    return result
+
+
 class SlowPrune(DiskTier):
     """Removes nothing on rank 1 before a file is there."""
 

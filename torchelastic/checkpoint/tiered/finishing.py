@@ -195,6 +195,7 @@ class Finisher:
             save.failed(error)
             self._failures.add(str(save.name), error)
             save.later = frozenset()
+            self._tell_declined(save.name, save.agreement, f"{type(error).__name__}: {error}")
         if not save.later:
             self._end(save)
             return
@@ -270,13 +271,17 @@ class Finisher:
             log.debug("nobody is there to hear that %s is done: %s", name, error)
 
     def decline(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
-        """This rank takes no part in a save: tell the others, who would wait for it."""
+        """This rank takes no part in a save, which has not begun here."""
+        self._tell_declined(name, agreement, why_not)
+        self._say_done(name, agreement)
+
+    def _tell_declined(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
+        """To the others, who would wait for this rank."""
         with suppress(OutOfStepError):  # the group has ended: nobody waits
             if agreement.context.rank == 0:
                 agreement.choose_tiers(name, [])
             for tier in (*self._first, *self._later):
                 agreement.decline(name, tier.name, why_not)
-        self._say_done(name, agreement)
 
     def _seal(self, save: TieredSave) -> SealedShard:
         save.copy.wait()
