@@ -228,6 +228,16 @@ def test_storage_that_is_silent_holds_up_no_save_in_memory(tmp_path: Path) -> No
     assert [info.name.step for info in list_checkpoints(tmp_path / "store")] == [4, 2]
 
 
+def test_a_place_that_times_out_is_told_apart_from_one_that_does_not_answer(tmp_path: Path) -> None:
+    class TimesOut(DiskTier):
+        def put(self, shard: SealedShard) -> ShardRecord:
+            raise TimeoutError(f"{shard.name} took too long")
+
+    job = Job(tmp_path, tiers=[TimesOut(tmp_path / "disk")], timeout_s=5.0)
+    with pytest.raises(TimeoutError, match="took too long"):
+        job.state.save()
+
+
 def test_names_do_not_depend_on_wrappers(folder: Path) -> None:
     model: Any = jobs.net(0)
     model[3] = torch.compile(model[3])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,9 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from tests.process.s3_server import NEEDS_S3, bucket
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
+from torchelastic.checkpoint import durable_copies
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.shards import read_tree
@@ -246,6 +250,24 @@ def test_no_bucket_is_made_of_a_misspelt_name() -> None:
     with pytest.raises(CheckpointError, match=f"write the fence at {store}s/run: FileNotFoundError: .*bucket"):
         tier.prepare(context_of(tier))
     assert "buckets" not in fsspec.filesystem("s3", **options).ls("")
+
+
+def test_storage_that_is_silent_when_a_job_begins_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+
+    class Silent(DurableTier):
+        def require_own(self) -> None:
+            assert answers.wait(30)
+
+    monkeypatch.setattr(durable_copies, "ANSWER_S", 0.1)
+    # as on Python 3.10: the error of a future is not the builtin one
+    monkeypatch.setattr(concurrent.futures._base, "TimeoutError", type("TimeoutError", (Exception,), {}))
+    copies = durable_copies.DurableCopies(Silent(f"file://{tmp_path}"), Kind.LOCAL)
+    assert copies.known_epoch("run") > 1_000_000_000
+    assert "is silent for 0.1 s" in caplog.text
+    answers.set()
 
 
 def test_no_secret_of_a_url_is_shown() -> None:

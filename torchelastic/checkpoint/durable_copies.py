@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -91,9 +92,10 @@ class DurableCopies:
             self._tier.require_own()
             return self._tier.known_epoch(run_id)
 
-        try:  # training waits
-            return in_background(ask, "durable-epoch").result(ANSWER_S)
-        except TimeoutError:
+        asked = in_background(ask, "durable-epoch")
+        try:
+            if wait([asked], ANSWER_S).done:  # training waits
+                return asked.result()
             log.warning("it is unknown what other jobs have saved: %s is silent for %g s", self._tier.where, ANSWER_S)
         except CheckpointError as error:
             log.warning("it is unknown what other jobs have saved: %s", error)

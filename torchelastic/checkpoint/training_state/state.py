@@ -277,12 +277,11 @@ class BCPState:
 
     def _ended(self, running: Future[None]) -> None:
         """Waits for a save. Raises: CheckpointError."""
-        try:
-            running.result(2 * self._timeout_s)
-        except TimeoutError:
+        if not wait([running], 2 * self._timeout_s).done:
             raise CheckpointError(
                 f"the save before is not done after {2 * self._timeout_s:g} s: the disk does not answer"
-            ) from None
+            )
+        running.result()
 
     def _begin(self, call: str, manager: TieredCheckpointManager, before: BaseException | None) -> Future[None]:
         """Copies what this rank saves; nothing is published if a rank fails."""
