@@ -98,6 +98,12 @@ def test_a_save_that_a_rank_never_joins_is_given_up_when_the_group_changes(crew:
     assert [answer["complete"][0] for answer in answers] == [3, 3]
 
 
+def test_a_rank_that_was_silent_during_one_save_takes_part_in_the_next(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_again_after_rank_1_was_silent, str(tmp_path), ranks=2))
+    assert ["rank 1 gives no sign of life any more" in failure for failure in answers[0]["failures"]] == [True]
+    assert [answer["complete"] for answer in answers] == [[2]] * 2
+
+
 def test_a_save_of_which_rank_0_could_not_tell_all_holds_nobody_up(crew: Crew, tmp_path: Path) -> None:
     answers = succeeded(crew.run(work.save_that_rank_0_tells_to_some, str(tmp_path), ranks=2))
     assert answers == [{"waits": False, "complete": [2]}] * 2

@@ -260,6 +260,30 @@ def save_where_rank_0_is_slower(folder: str) -> Any:
     return result
 
 
+class SlowToStore(MemoryTier):
+    """On rank 1, for longer than the others wait for one that gives no sign of life."""
+
+    def put(self, shard: SealedShard) -> Any:
+        if shard.rank == 1:
+            time.sleep(2.0)
+        return super().put(shard)
+
+
+def save_again_after_rank_1_was_silent(folder: str) -> Any:
+    """Rank 1 seems to be lost while step 1 is waited for, and lives; returns what there is of step 2."""
+    peers, tier = join(), SlowToStore(Path(folder) / "memory")
+    manager = TieredCheckpointManager([tier], run_id="test", patience_s=20.0)
+    with patch.object(peers, "silent_s", lambda: {1: 99.0} if peers.rank == 0 else {}):
+        manager.save_step(make_state(7, 1), 1, peers)
+        manager.wait()
+    dist.barrier()
+    manager.save_step(make_state(7, 2), 2, peers)
+    manager.wait()
+    result = {"failures": list(manager.failures), "complete": steps_of(manager)}
+    close(manager)
+    return result
+
+
 def save_where_one_rank_does_not(folder: str) -> Any:
     """Rank 1 never saves step 2; a new group ends the waiting of the others."""
     peers = join()

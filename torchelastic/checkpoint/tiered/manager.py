@@ -386,6 +386,8 @@ class TieredCheckpointManager(CheckpointManager):
             if self._agreement is not None and self._peers is not None:  # no group follows that would end this one
                 silent_s = self._peers.silent_s()
                 self._agreement.lose([rank for rank in silent_s if silent_s[rank] > SILENT_S])
+        if self._agreement is not None:
+            self._agreement.lose(())  # it was a guess: who was silent may take part in the next save
         return True
 
     def end_run(self) -> None:
