@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchelastic
+from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tiered_work import digest, make_state, steps_of
 from tests.waiting import wait_until
 from torchelastic import metrics
@@ -220,6 +221,22 @@ def test_memory_without_a_memory_tier_is_used_again_and_again(
         manager.save_step(state, step, peers)
         assert manager.wait(30)
     assert len(made) == 1
+
+
+def test_what_has_outgrown_its_slots_is_saved_again_soon_where_memory_has_room_for_two(
+    managers: Make, tmp_path: Path
+) -> None:
+    module = torch.nn.Linear(1024, 1024)  # 4 MiB
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1), extra={"losses": []})
+    with small_tmpfs(tmp_path / "memory", 10 * 2**20) as folder:
+        manager, peers, complete = managers(MemoryTier(folder / "run")), Alone(), []
+        for step in range(1, 8):
+            state.extra["losses"] = [0.5] * (50_000 if step > 2 else 0)
+            manager.save_step(state, step, peers)
+            assert manager.wait(30)
+            complete += steps_of(manager)
+        manager.close()
+    assert complete == [1, 2, 2, 4, 4, 6, 7], "each of the two slots was outgrown once"
 
 
 def test_a_tier_that_fails_is_reported_and_the_others_have_the_checkpoint(

@@ -182,13 +182,13 @@ def save_where_one_disk_is_full(folder: str, full_rank: int) -> Any:
 
 
 class SmallMemory(Disk):
-    """Has room for the two slots that a memory tier needs, and for no third."""
+    """Has room for the two slots that a memory tier needs, and for no third beside them."""
 
     slots = 0
 
     def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
         self.slots += 1
-        if self.slots > 2:
+        if self.slots == 3:
             raise CheckpointError("no room")
         super().allocate(descriptor, size_bytes, path)
 

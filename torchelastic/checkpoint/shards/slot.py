@@ -154,14 +154,16 @@ class Slot:
                 return False
 
     def discard(self) -> None:
-        """As `close`, but anonymous memory goes back at once: whoever still has a view of it reads zeros.
+        """As `close`, but the memory goes back at once: whoever still has a view of it reads zeros.
 
-        For memory that only an operation of a lost peer may still hold: gloo ends those after a long time.
+        For memory that only an operation of a lost peer may still hold (gloo ends those after a long time), or the
+        traceback of an error.
         """
-        memory, is_anonymous = self._map, self.path is None
+        memory, advice = self._map, mmap.MADV_DONTNEED if self.path is None else mmap.MADV_REMOVE
         self.close()
-        if memory is not None and is_anonymous:
-            memory.madvise(mmap.MADV_DONTNEED)
+        if memory is not None:
+            with contextlib.suppress(OSError):  # a file system that has no holes in files
+                memory.madvise(advice)
 
     def close(self) -> None:
         """Gives the memory back as soon as nobody uses a view of it; the file stays."""

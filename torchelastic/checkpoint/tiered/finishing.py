@@ -249,13 +249,20 @@ class Finisher:
                 self._abandon(save, tier)
             save.pool.release(save.stage)
             if not save.is_stage_published:
-                save.pool.give_back(save.stage)
+                self._give_back(save)
             self._say_done(save.name, save.agreement)
             save.end()
             self._keep_warm(save)
         finally:
             self._unfinished.remove(save)
             self._background.give_back()
+
+    def _give_back(self, save: TieredSave) -> None:
+        if save.stage.has_room_for(save.header):
+            save.pool.give_back(save.stage)
+        else:  # it was outgrown, and would be by the saves that follow
+            save.stage.slot.discard()
+            save.pool.drop(save.stage)
 
     def _keep_warm(self, save: TieredSave) -> None:
         if not self._background.is_full:
