@@ -124,6 +124,24 @@ def test_a_place_that_does_not_answer_holds_up_no_save_to_the_memory_of_the_host
         assert digest(restored) == digest(make_state(step, step))
 
 
+def test_two_places_that_do_not_answer_hold_up_no_save_to_the_memory_of_the_host(
+    managers: Make, tmp_path: Path
+) -> None:
+    memory, peers = MemoryTier(tmp_path / "memory"), Alone()
+    odd, even = Held(tmp_path / "odd"), Held(tmp_path / "even")
+    odd.name, odd.every = "odd", EverySteps(2, offset=1)
+    even.name, even.every = "even", EverySteps(2)
+    manager = managers(memory, odd, even, slot_wait_s=1.0)
+    for step in range(1, 9):
+        manager.save_step(make_state(step, step), step, peers)
+        wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
+    odd.go.set()
+    even.go.set()
+    assert manager.wait(30)
+    assert not manager.failures
+    assert (steps_in(odd), steps_in(even)) == ([7, 1], [8, 2])
+
+
 def test_what_waits_for_a_place_that_hangs_is_given_up_with_its_group(managers: Make, tmp_path: Path) -> None:
     memory, disk, peers = MemoryTier(tmp_path / "memory"), Held(tmp_path / "disk"), Alone()
     manager = managers(memory, disk, slot_wait_s=5.0)

@@ -73,7 +73,7 @@ class TieredCheckpointManager(CheckpointManager):
             nobody else can write into the tiers.
         patience_s: how long a save waits for another rank before it is given up.
         grace_s: how long it still waits when the group has changed meanwhile.
-        slot_wait_s: how long `save_step` waits where more saves than there are tiers are not finished.
+        slot_wait_s: how long `save_step` waits where as many saves as may be are not finished.
         end_wait_s: how long the end of the run waits for the last save.
         kind: what the checkpoints are; of other kinds none is loaded or removed.
         monotonic: a clock in seconds that never goes back.
@@ -120,7 +120,8 @@ class TieredCheckpointManager(CheckpointManager):
         self._monotonic = monotonic
         pools = [pool for tier in self.tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
         self._pool = pools[0] if pools else SlotPool(None)
-        self._background = Background(1 + len(self.tiers), monotonic=monotonic)
+        # each place behind the first may be at work on one save and keep another one waiting; and one more comes
+        self._background = Background(max(2, 2 * len(self.tiers) - 1), monotonic=monotonic)
         self._replicas = replicas_of(self.tiers, replicas, host)
         self._finisher = Finisher(self.tiers, self.failures, self._background, monotonic, self._replicas)
         self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
