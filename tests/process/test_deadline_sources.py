@@ -181,6 +181,17 @@ def test_what_is_over_when_the_process_begins_is_left_from_its_last_life(
     assert instance.remaining_s(clocks.now_s) == -2.0
 
 
+def test_a_termination_file_that_comes_later_may_say_that_the_time_is_over(tmp_path: Path, clocks: Clocks) -> None:
+    path = tmp_path / "end"
+    instance = TerminationFile(path, clock=clocks.clock, wall_clock=clocks.wall_clock)
+    instance.poll()
+    replace(path, f"{NOON_S:.0f}")  # `date +%s > end`: whole seconds
+    clocks.now_s += 1.0
+    clocks.wall_s += 1.0
+    instance.poll()
+    assert instance.remaining_s(clocks.now_s) == -1.0
+
+
 def test_a_pod_ends_when_its_hook_has_touched_the_file(tmp_path: Path, clocks: Clocks) -> None:
     path = tmp_path / "bye"
     pod = PreStopFile(path, grace_s=30.0, clock=clocks.clock, wall_clock=clocks.wall_clock)

@@ -122,11 +122,16 @@ class TerminationFile(WatchedFile):
         super().__init__("elastic instance", f"{path} names no end of this instance", path, **clocks)
         self._stale_s = 0.0  # what is over when this process begins is left from an earlier incarnation
 
+    def poll(self) -> float:
+        """See `WatchedFile`; a file that was not there the first time is one that has changed since."""
+        following_s = super().poll()
+        self._stale_s = STALE_S
+        return following_s
+
     def _read(self) -> Notice | None:
         text = self._path.read_text(errors="replace")
         now_s, wall_s = self._clock(), self._wall_clock()
-        stale_s, self._stale_s = self._stale_s, STALE_S
-        end_s = parse_termination(text, path=str(self._path), wall_s=wall_s, stale_s=stale_s)
+        end_s = parse_termination(text, path=str(self._path), wall_s=wall_s, stale_s=self._stale_s)
         if end_s is not None:
             return Notice(self.name, "end", now_s + end_s - wall_s, f"{self._path} says {text.strip()}")
         if text.strip():
