@@ -10,6 +10,7 @@ import pytest
 
 from tests.pure.managed_loops import Job
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.lifetime import STOPPED_EARLY
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +194,19 @@ def test_cleanup_after_a_stop_keeps_what_the_next_life_needs_unless_the_run_is_o
     assert job.manager.should_stop
     job.manager.cleanup()
     assert (folder / "manager_state.json").exists() is stays
+
+
+def test_a_stop_in_the_last_iteration_leaves_it_to_the_next_life(folder: Path) -> None:
+    """What was saved there is what was trained before it; and `exit_code` asks for that life."""
+    short = Job(folder / "short", 20.0)
+    short.run(1.0)
+    job = Job(folder / "job", 20.0, total_iters=short.manager.iter_count)
+    job.run(1.0)
+    job.manager.cleanup()
+    assert job.manager.exit_code == STOPPED_EARLY
+    after = Job(folder / "job", None, total_iters=short.manager.iter_count)
+    after.run(1.0, steps=1)
+    assert after.manager.iter_count == short.manager.iter_count
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_request_and_a_warning_at_the_deadline(

@@ -362,13 +362,13 @@ class IterManager:
     def cleanup(self) -> None:
         """The run is over: `close`, and remove the state file on the first rank, never a checkpoint.
 
-        The file stays if `should_stop` ended the loop before its last iteration.
+        The file stays if `should_stop` ended the loop before its last iteration was trained.
 
         Raises:
             CheckpointError: the file cannot be removed.
         """
         self.close()
-        if self.should_stop and not 0 < self.total_iters <= self._count.begun:
+        if self.should_stop and not 0 < self.total_iters <= self._count.done:
             log.info("the run is not over: %s stays for its next incarnation", self.velastic_state_path)
             return
         self._is_over = True
