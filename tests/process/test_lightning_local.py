@@ -25,7 +25,8 @@ from torchelastic.adapters.lightning import (
     HierarchicalCheckpointIO,
     LocalCheckpointCallback,
 )
-from torchelastic.checkpoint.local import LocalCheckpointManager
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 
 STEPS = 12
 PER_EPOCH = 4
@@ -169,6 +170,26 @@ def test_all_ranks_of_a_distributed_trainer_save_and_load(tmp_path: Path) -> Non
     with crew_of(2) as crew:
         assert succeeded(crew.run(train_distributed, tmp_path, None, 6, ranks=2)) == [[5, 1], [5, 1]]
         assert succeeded(crew.run(train_distributed, tmp_path, LOCAL_CHECKPOINT, 8, ranks=2)) == [[7, 1], [7, 1]]
+
+
+@pytest.mark.long
+def test_the_durable_checkpoint_is_loaded_where_the_newer_local_one_is_that_of_another_number_of_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with crew_of(2) as crew:
+        succeeded(crew.run(save_locally, tmp_path, ranks=2))
+    durable = tmp_path / "durable.ckpt"
+    torch.save({"global_step": 4}, durable)
+    plugin = plugin_of(trainer_at(tmp_path, LocalCheckpointCallback(100)))
+    assert plugin.load_checkpoint(durable)["global_step"] == 4
+    assert "the local checkpoint of step 10 is passed over" in caplog.text
+    with pytest.raises(CheckpointError, match="was saved by 2 rank"):
+        plugin.load_checkpoint(LOCAL_CHECKPOINT)
+
+
+def save_locally(folder: Path) -> None:
+    manager = LocalCheckpointManager(folder / "local", timeout_s=30)
+    manager.save(BasicTensorAwareStateDict({"global_step": 10}), 10)
 
 
 def train_distributed(folder: Path, ckpt_path: str | None, max_steps: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchelastic.adapters.lightning.callback import BatchEndSaving, find_plugin
 from torchelastic.adapters.values import mapped
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict
 
 if TYPE_CHECKING:
@@ -197,14 +198,21 @@ class HierarchicalCheckpointing:
 
         Raises:
             CheckpointError: there is no durable one, and the local one cannot be loaded.
+            OutOfStepError: a rank does not come; names it.
         """
         must_be_local = path == LOCAL_CHECKPOINT
         global_step = -1 if must_be_local else self.get_global_ckpt_iteration_fn(path)
         local_step = self.local_ckpt_manager.find_latest() if self.is_fitting or must_be_local else -1
         if must_be_local or (local_step != -1 and local_step >= global_step):
-            state, ckpt_id = self.local_ckpt_manager.load()
-            log.info("loading the local checkpoint of step %d, not %s", ckpt_id.iteration, path)
-            return self.from_tensor_aware_state_dict(state)
+            try:
+                state, ckpt_id = self.local_ckpt_manager.load()
+            except CheckpointError as error:  # on all ranks alike
+                if must_be_local or isinstance(error, OutOfStepError):
+                    raise
+                log.warning("the local checkpoint of step %d is passed over for %s: %s", local_step, path, error)
+            else:
+                log.info("loading the local checkpoint of step %d, not %s", ckpt_id.iteration, path)
+                return self.from_tensor_aware_state_dict(state)
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded: dict[str, Any] = self.wrapped_checkpoint_io.load_checkpoint(path, map_location=map_location, **options)
         return loaded
