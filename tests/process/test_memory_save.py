@@ -10,6 +10,8 @@ import gc
 import io
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -31,7 +34,7 @@ from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_jobs import EMPTY
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from tests.process.open_files import open_files
-from torchelastic.checkpoint.memory import MemoryStorageReader
+from torchelastic.checkpoint.memory import MemoryStorageReader, StagedItems
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
@@ -335,6 +338,24 @@ def test_a_failed_save_that_is_not_looked_at_holds_up_no_later_one(
     alone.async_save(state_of(3), 3).result(WAIT_S)
     assert alone.latest() == 3
     assert failed[0].exception() is not None
+
+
+def test_a_save_at_once_waits_for_the_one_in_the_background(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that did both at a time would take each other's messages."""
+    write, began = alone.saver.write_data, threading.Event()
+
+    def slowly(staged: StagedItems) -> list[WriteResult]:
+        began.set()
+        time.sleep(0.5)
+        return write(staged)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(alone.saver, "write_data", slowly)
+        future = alone.async_save(state_of(1), 1)
+        began.wait(WAIT_S)
+    alone.save(state_of(2), 2)
+    assert future.done()
+    assert alone.latest() == 2
 
 
 def change_all(state: State) -> None:

@@ -149,11 +149,12 @@ class StagedState(dict[str, Any]):
         self._made_on = threading.current_thread()
         self._written_on: threading.Thread | None = None
 
-    def is_written_here(self) -> None:
-        """This thread writes it, or has another process write it; DCP has a thread of its own for each save."""
+    def is_written_here(self) -> bool:
+        """Whether this thread writes it, or has another process write it; DCP has a thread of its own for each save."""
         thread = threading.current_thread()
         if self._written_on is None and thread is not self._made_on:
             self._written_on = thread
+        return thread is self._written_on
 
     @property
     def is_over(self) -> bool:

@@ -38,8 +38,8 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
     """Saves into memory for `torch.distributed.checkpoint.save` and `async_save`; any planner, any number of ranks.
 
     When `save` returns, every shard has its replicas on other hosts, and the checkpoint is complete on all of them. Its
-    values are those at the call, for `async_save` too; that waits for the `async_save` before it, so that one is under
-    way at a time. All ranks name the same checkpoint, each in the container of the
+    values are those at the call, for `async_save` too; every save waits for the `async_save` before it, so that one is
+    under way at a time. All ranks name the same checkpoint, each in the container of the
     job on its own host: `CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(20))`.
 
     A save for which a host has no memory, or a shard no replica, is left out on all ranks: with a warning and a metric,
@@ -94,13 +94,19 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
     # --- called by DCP ------------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None = None) -> None:
-        """Begins a save on this thread. Raises: ValueError if the id is missing, or not that of a step's container."""
+        """Begins a save on this thread; where that is the one that trains, waits as `stage` does.
+
+        Raises:
+            ValueError: the id is missing, or not that of a step's container.
+            CheckpointError: see `stage`.
+        """
         if checkpoint_id is None:
             raise ValueError("MemoryStorageWriter needs to know where to: give dcp.save a checkpoint_id")
         self._saver.initialize_checkpoint(checkpoint_id)
         last = self._last() if self._last is not None else None
-        if last is not None:
-            last.is_written_here()
+        if last is not None and not last.is_written_here():
+            del last
+            self._wait_for_last()
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
         """Copies a state for `async_save`, in one pass; when this returns, it may change.
@@ -177,7 +183,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
                 )
             if waited_s > _PATIENCE_S and not has_told:
                 has_told = True
-                log.warning("async_save has waited for %d s for the one before it: save less often", waited_s)
+                log.warning("a save has waited for %d s for the async_save before it: save less often", waited_s)
             time.sleep(_POLL_S)
 
     def __getstate__(self) -> dict[str, Any]:
