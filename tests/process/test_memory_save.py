@@ -32,9 +32,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_jobs import EMPTY
-from tests.process.memory_saves import Saving, State, blank, same, saving
+from tests.process.memory_saves import Saving, State, blank, quietly, same, saving
 from tests.process.open_files import open_files
-from torchelastic.checkpoint.memory import MemoryStorageReader, StagedItems
+from torchelastic.checkpoint import CheckpointError, DurableTier, EverySteps, KeepAll
+from torchelastic.checkpoint.memory import (
+    CheckpointObjectManager,
+    DefaultCheckpointSaver,
+    MemoryStorageReader,
+    MemoryStorageWriter,
+    StagedItems,
+)
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
@@ -356,6 +363,24 @@ def test_a_save_at_once_waits_for_the_one_in_the_background(alone: Saving, monke
     alone.save(state_of(2), 2)
     assert future.done()
     assert alone.latest() == 2
+
+
+def test_a_durable_copy_that_was_due_at_a_save_that_failed_is_made_of_the_next(
+    alone: Saving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: StagedItems) -> list[WriteResult]:
+        raise CheckpointError("no room")
+
+    store = DurableTier(f"file://{tmp_path}/store", KeepAll(), EverySteps(3))
+    objects = CheckpointObjectManager(durable=store)
+    writer = MemoryStorageWriter(DefaultCheckpointSaver(ckpt_obj_manager=objects))
+    for step in range(2, 6):
+        with monkeypatch.context() as patched:
+            if step == 3:
+                patched.setattr(writer.checkpoint_saver, "write_data", fail)
+            quietly(save, state_of(step), checkpoint_id=alone.id(step), storage_writer=writer)
+        assert objects.wait_for_durable(WAIT_S)
+    assert [entry.name.step for entry in store.inventory()] == [4]
 
 
 def change_all(state: State) -> None:

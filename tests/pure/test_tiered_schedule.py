@@ -84,6 +84,8 @@ def test_each_tier_takes_part_as_often_as_its_own_policy_says() -> None:
     for step in (5, 10, 12, 20, 24):
         clock.advance(20.0)
         seen[step] = schedules.due(step)
+        assert schedules.due(step) == seen[step], "it was only asked"
+        schedules.began(step, seen[step])
     assert seen == {
         5: ["memory"],
         10: ["memory", "disk"],

@@ -129,6 +129,7 @@ class DurableCopies:
 
     def publish(self, manifest: Manifest) -> None:
         """Makes a copy count when all shards are there. On rank 0, after `take`."""
+        self._schedules.began(manifest.name.step, [self._tier.name])
         self._submit(f"{manifest.name}", partial(self._publish, manifest, time.monotonic()))
 
     def wait(self, timeout_s: float) -> bool:

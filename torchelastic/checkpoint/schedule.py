@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy import FailureRate, SaveCosts, SaveDecision, SaveMoment, SavePolicy
@@ -147,11 +147,15 @@ class TierSchedules:
             schedule.enter_group(step)
 
     def due(self, step: int, *, everywhere: bool = False) -> list[str]:
-        """The names of the tiers that take part in a save after this step; with `everywhere` all do."""
+        """The names of the tiers that are to take part in a save after this step; with `everywhere` all are."""
         due = []
         for name, schedule in self._schedules.items():
             wanted = everywhere or self._policies[name] is None
             if schedule.decide(step, wanted=wanted, saving=False, is_full=False, stop_requested=False):
-                schedule.began(step)
                 due.append(name)
         return due
+
+    def began(self, step: int, tiers: Iterable[str]) -> None:
+        """These tiers take part in a save after this step."""
+        for name in tiers:
+            self._schedules[name].began(step)

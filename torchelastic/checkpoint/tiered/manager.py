@@ -285,6 +285,7 @@ class TieredCheckpointManager(CheckpointManager):
             why = f"{type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.decline(name, agreement, why))
             raise
+        self._schedules.began(step, tiers or ())
         stall_s = self._monotonic() - began_s
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
         save = TieredSave(
