@@ -365,6 +365,23 @@ def test_a_save_at_once_waits_for_the_one_in_the_background(alone: Saving, monke
     assert alone.latest() == 2
 
 
+def test_saves_that_fail_on_another_rank_take_no_more_memory_each_time(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("rank 1: what DCP has instead of `finish` where another rank has failed")
+
+    alone.save(state_of(1), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(alone.writer, "finish", fail)
+        for step in range(2, 6):
+            with pytest.raises(CheckpointException, match="rank 1"):
+                alone.save(state_of(step), step)
+    assert len(alone.inodes()) == 2
+    alone.save(state_of(6), 6)
+    assert alone.latest() == 6
+
+
 def test_a_durable_copy_that_was_due_at_a_save_that_failed_is_made_of_the_next(
     alone: Saving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

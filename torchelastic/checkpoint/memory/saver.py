@@ -153,6 +153,7 @@ class DefaultCheckpointSaver:
         """
         base, step = parts_of(checkpoint_id)
         self._current.save = PlannedSave(CheckpointContainerId(checkpoint_id), step, base)
+        self._current.staged = None  # the save before on this thread is over
 
     def attach(self, name: str, content: bytes) -> None:
         """Adds a file to the checkpoint of this thread's save; see `MemoryStorageWriter.attach`."""
@@ -309,8 +310,8 @@ class DefaultCheckpointSaver:
         """
         save = self.save
         try:
-            save.staged = self.prepare_write_data(plan, planner, with_checksums=True)
-            results = self.write_data(save.staged)
+            self._current.staged = self.prepare_write_data(plan, planner, with_checksums=True)
+            results = self.write_data(self._current.staged)
             self.skipped.publish_held(self._containers.at(save.base).root)
             return results
         except FencedError:
@@ -357,8 +358,8 @@ class DefaultCheckpointSaver:
         save = self._save_of(results)
         failures = [one.storage_data for each in results for one in each if isinstance(one.storage_data, NotSaved)]
         if failures:
-            if save.staged is not None:
-                save.staged.abandon()
+            if (staged := getattr(self._current, "staged", None)) is not None:
+                staged.abandon()
             raise NotSavedError(failures[0])
         decision = save.decision
         if decision is None:

@@ -170,7 +170,6 @@ class PlannedSave:
         rank: among those that save, if DCP tells.
         extras: files that are attached.
         decision: what the coordinator has decided.
-        staged: this rank's share.
     """
 
     id: CheckpointContainerId
@@ -179,7 +178,6 @@ class PlannedSave:
     rank: int | None = None
     extras: dict[str, bytes] = field(default_factory=dict)
     decision: CoordinatorDecision | None = None
-    staged: StagedItems | None = None
 
     @property
     def about(self) -> str:
