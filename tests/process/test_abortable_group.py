@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -38,14 +38,59 @@ def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
     return report
 
 
-def reduce_scatters() -> None:
-    """All forms of it in a group of ours, each compared with what it should be."""
+def our_group() -> tuple[AbortableGroup, PrefixStore]:
+    """In place of the group of the ranks; and a store of theirs."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore("ours", dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
-    ProcessGroups("gloo", timedelta(seconds=20)).form(store, rank, size)
+    ProcessGroups("gloo", timedelta(seconds=20)).form(PrefixStore("ours", store), rank, size)
     group = dist.group.WORLD
     assert isinstance(group, AbortableGroup)
+    return group, PrefixStore("tests", store)
+
+
+def wait_for_a_late_rank() -> None:
+    """Rank 1 takes part in each collective when rank 0 has stopped waiting for it."""
+    group, store = our_group()
+    is_late = dist.get_rank() == 1
+    one, two = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    collectives: dict[str, Callable[[Any], dist.Work]] = {
+        "all_gather_single": lambda group: group.all_gather_single(torch.ones(4), one),
+        "all_gather_single_coalesced": lambda group: group.all_gather_single_coalesced([torch.ones(4)], [one]),
+        "all_to_all_single": lambda group: group.all_to_all_single(one, torch.ones(2), [1, 1], [1, 1]),
+        "allgather": lambda group: group.allgather([two], [one]),
+        "allgather_coalesced": lambda group: group.allgather_coalesced([two[:1], two[1:]], [one]),
+        "allreduce": lambda group: group.allreduce([one]),
+        "allreduce_coalesced": lambda group: group.allreduce_coalesced(two),
+        "alltoall": lambda group: group.alltoall(two, [torch.ones(2), torch.ones(2)]),
+        "barrier": lambda group: group.barrier(),
+        "broadcast": lambda group: group.broadcast([one], dist.BroadcastOptions()),
+        "gather": lambda group: group.gather([] if is_late else [two], [one], dist.GatherOptions()),
+        "reduce": lambda group: group.reduce([one], dist.ReduceOptions()),
+        "reduce_scatter": lambda group: group.reduce_scatter([one], [two]),
+        "reduce_scatter_single": lambda group: group.reduce_scatter_single(one, torch.ones(4)),
+        "scatter": lambda group: group.scatter([one], [] if is_late else [two], dist.ScatterOptions()),
+    }
+    for name, begin in collectives.items():
+        if is_late:
+            store.wait([name])
+        work = begin(group)
+        if not is_late:
+            with pytest.raises(RuntimeError):
+                work.wait(timedelta(milliseconds=20))
+            store.set(name, "is not waited for")
+        assert work.wait(), name
+
+
+def test_the_wait_for_any_collective_can_be_stopped() -> None:
+    """That of torch's reduce-scatter cannot: where torch changes another one, this shows it."""
+    values(run_ranks(wait_for_a_late_rank, ranks=2))
+
+
+def reduce_scatters() -> None:
+    """All forms of it in a group of ours, each compared with what it should be."""
+    group, _ = our_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
     of_ranks = [torch.arange(4.0 * size).reshape(2 * size, 2) ** (1 + each) for each in range(size)]
     mine = of_ranks[rank]
     wanted = torch.stack(of_ranks).sum(0).chunk(size)[rank]
