@@ -196,6 +196,13 @@ def run_on_two(folder: Path, text: str, words: tuple[str, ...], *each: tuple[str
         pytest.param("", 1, id="undisturbed"),
         pytest.param("if rank == 3 and life == 0: os.kill(os.getpid(), signal.SIGKILL)", 2, id="one is killed"),
         pytest.param("if rank == 0 and life == 0: sys.exit('an error')", 2, id="rank 0 fails"),
+        pytest.param(
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+            "if rank == 3 and life == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "if life == 0: time.sleep(60)",
+            2,
+            id="one is killed, and the others take SIGTERM as a notice and end with 0",
+        ),
     ],
 )
 def test_on_two_hosts_all_workers_have_ranks_and_are_started_again_as_one_group(

@@ -139,11 +139,12 @@ class PlainMember:
         while script.poll() is None and not self._is_over(round_):
             self._changed.wait(_LOOK_S)
             self._changed.clear()
-        if script.poll() is not None and script.returncode > 0:
+        if script.poll() is None:
+            self._end_script()  # with 0, if it takes SIGTERM as a notice: it has not finished all the same
+            return None
+        if script.returncode > 0:
             self._wait_for_blame(round_)
-        is_over = self._is_over(round_)
-        self._end_script()
-        return None if is_over and script.returncode != 0 else script.returncode
+        return None if script.returncode != 0 and self._is_over(round_) else script.returncode
 
     def _tell_end(self, script: subprocess.Popen[bytes]) -> None:
         script.wait()
