@@ -56,9 +56,9 @@ class GroupMembership:
         return False
 
     def loop_was_left(self) -> None:
-        """The user's `steps` loop was left, and nobody has ended the run: this worker takes no further part in it.
+        """The loop was left, also by an error, and nobody has ended the run: this worker takes no further part in it.
 
-        Called when the loop's iterator is closed or collected.
+        Called when the loop's iterator is closed or collected, or raises.
         """
 
     def fails_for_good(self) -> None:

@@ -111,8 +111,8 @@ def steps(
                 ...  # a failure in here is rolled back, and the step comes again
 
     The run ends for everybody when any worker raises StopIteration inside the block or calls `step.stop_training()`. A
-    worker that leaves the loop in another way (break, return, `close()`, an error outside the block) has not finished:
-    it takes no further part in the run, and the others go on without it.
+    worker that leaves the loop in another way (break, return, `close()`, an error) has not finished: it takes no
+    further part in the run, and the others go on without it.
     """
     return TrainLoop(coordinator, state, checkpoint, max_failures, lifetime).steps()
 
@@ -173,10 +173,10 @@ class TrainLoop:
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
             has_left = isinstance(stop, DrainedException)
-        except GeneratorExit:
+        except BaseException as error:
             # by break, return or close(), or by an error on its way: a generator cannot know which
-            if step is not None and step.committed and not self.coordinator.run_is_over:
-                self._was_left()
+            if not self.coordinator.run_is_over:
+                self._was_left(is_said=isinstance(error, GeneratorExit) and step is not None and step.committed)
             raise
         finally:
             self.observer.over()
@@ -199,9 +199,10 @@ class TrainLoop:
             log.info("the run is closed for this worker: %s", stop)
         self.coordinator.run_is_over = True
 
-    def _was_left(self) -> None:
+    def _was_left(self, *, is_said: bool) -> None:
+        """What the script does from here on, after an error too, may take long: nobody is to wait for it."""
         self.coordinator.run_is_over = True
-        if self._world_size > 1 and not self.coordinator.should_stop_training():
+        if is_said and self._world_size > 1 and not self.coordinator.should_stop_training():
             log.warning(
                 "rank %d left its steps() loop, which does not end the run: the others go on without this worker; to "
                 "end the run for everybody call step.stop_training(), or raise StopIteration inside the block",

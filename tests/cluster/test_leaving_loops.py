@@ -112,6 +112,43 @@ def test_an_error_outside_the_block_costs_this_worker_only_and_it_is_started_aga
     assert lefts(job) == {(0, 12), (1, 12)}
 
 
+#: Worker 0 raises at step 4, and then its script does not end before the other worker has finished.
+FAILS = """
+import os, pathlib, time, torch, torchelastic
+
+torch.set_num_threads(1)
+FILE = pathlib.Path({folder!r}) / "the other has finished"
+worker, life = int(os.environ["LOCAL_RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+model = torch.nn.Linear(2, 1)
+state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+def train_step(state):
+    if state.step == 4 and worker == 0 and life == 0:
+        raise {error}
+    if state.step == 12:
+        raise StopIteration
+    state.optimizer.zero_grad()
+    state.model(torch.ones(1, 2)).square().sum().backward()
+    state.optimizer.step()
+
+try:
+    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state)
+    FILE.touch()
+finally:
+    deadline_s = time.monotonic() + 6  # less than any hang would take to be noticed
+    while not FILE.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    print("worker", worker, "life", life, "ends; the other has finished:", FILE.exists(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError('on purpose')", pytest.param("SystemExit(3)", marks=pytest.mark.long)])
+def test_nobody_waits_for_what_a_script_does_after_an_error(jobs: MakeJob, tmp_path: Path, error: str) -> None:
+    job = start(jobs, tmp_path, FAILS.format(folder=str(tmp_path), error=error), "--min-workers=1")
+    job.wait()
+    assert "worker 0 life 0 ends; the other has finished: True" in job.output(), job.output()[-3000:]
+
+
 # --- a second train() -------------------------------------------------------------------------------------------------
 
 TWICE = """

@@ -140,6 +140,7 @@ def test_an_exception_of_the_user_keeps_its_type_and_is_not_retried(kind: type[E
         train(coordinator, count_to(5, {3: kind("mine")}), state)
     assert state.applied == []
     assert isinstance(coordinator.errors[0], kind)
+    assert coordinator.calls[-1] == "loop_was_left", "nobody waits for what the script does now"
 
 
 def test_retryable_is_a_runtime_error_and_non_retryable_is_not() -> None:
@@ -270,6 +271,7 @@ def test_non_retryable_from_the_barrier_ends_the_run() -> None:
     coordinator.fail["rendezvous_barrier"] = [torchelastic.NonRetryableException("no group in time")]
     with pytest.raises(torchelastic.NonRetryableException, match="no group in time"):
         train(coordinator, count_to(3), Counter())
+    assert coordinator.calls == ["rendezvous_barrier", "on_error", "loop_was_left"]
 
 
 def test_what_a_step_may_return() -> None:
@@ -315,7 +317,7 @@ def test_a_snapshot_without_apply_is_refused_before_anything_is_trained() -> Non
     coordinator = ScriptedCoordinator()
     with pytest.raises(torchelastic.NonRetryableException, match="apply"):
         train(coordinator, count_to(1), Forgetful())
-    assert coordinator.calls == []
+    assert coordinator.calls == ["loop_was_left"]
 
 
 @pytest.mark.parametrize(

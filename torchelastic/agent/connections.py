@@ -273,6 +273,8 @@ class Connections:
                     raise wire.WireError(f"{message['op']!r} before 'hello'")
                 elif not connection.is_evicted:
                     await self._take(connection, message)
+        except ConnectionError:
+            pass  # it has hung up, or ended, while it was told something
         except (OSError, ValueError) as error:
             log.warning("a worker's connection ends: %s: %s", type(error).__name__, error)
         except Exception:
