@@ -457,6 +457,22 @@ def test_a_worker_gets_its_round_though_it_broke_before_its_thread_could_look(tm
     with_host(tmp_path, scenario)
 
 
+def test_a_worker_whose_agent_missed_the_beginning_of_its_round_waits_no_more(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        client = await client_of(host)
+        joining = asyncio.create_task(asyncio.to_thread(client.join, ASKED))
+        await until(lambda: bool(host.declared))
+        now = Round(1, RoundState.GATHERING, (client.member_id,), "h:1", waiting=1)
+        tell(host, now)
+        assert (await asyncio.wait_for(joining, 5.0)).number == 1
+        assert host.connections.waiting_since_s(client.member_id) is None, "it trains"
+        tell(host, replace(now, state=RoundState.BROKEN))
+        assert len(host.declared) == 1, "it asks itself, with the steps that it has committed"
+        client.close()
+
+    with_host(tmp_path, scenario)
+
+
 @pytest.mark.parametrize("is_broken", [False, True], ids=["runs", "broke at once"])
 def test_a_worker_that_has_finished_takes_the_round_in_which_it_is_needed_once_more(
     tmp_path: Path, is_broken: bool

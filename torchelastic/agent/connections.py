@@ -172,8 +172,8 @@ class Connections:
         self.round = round_
         message = {"op": "round", "round": round_to_dict(round_)}
         for connection in tuple(self.by_member.values()):
-            in_a_group = round_.state is RoundState.RUNNING and connection.member.member_id in round_.members
-            if in_a_group or round_.is_over:
+            is_granted = self._is_in_a_group(connection) and connection.member.ready_for <= round_.number
+            if is_granted or round_.is_over:
                 connection.waiting_since_s = None
             connection.tell(message)
             if self._let_go(connection):
