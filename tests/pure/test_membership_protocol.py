@@ -261,6 +261,15 @@ def test_who_lost_the_last_step_is_brought_level_before_the_run_is_closed() -> N
     assert leader.view.round.state == RoundState.CLOSED
 
 
+def test_too_few_to_train_on_are_enough_to_hand_the_last_step_to_who_lost_it() -> None:
+    leader = running("a", "b", "c", minimum=3)
+    leader.hear(done(leader, "b", 40), ended("c"))
+    leader.hear(at_step(leader, "a", 39))
+    assert (leader.round.number, leader.round.roster) == (2, ("b", "a")), "else all wait, until they give up"
+    leader.hear(done(leader, "a", 40), done(leader, "b", 40))
+    assert leader.round.state is RoundState.CLOSED
+
+
 def test_who_only_rolled_back_a_step_that_nobody_finished_is_not_behind() -> None:
     leader = running("a", "b")
     leader.hear(done(leader, "a", 40)).hear(at_step(leader, "b", 40))

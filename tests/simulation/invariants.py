@@ -159,7 +159,8 @@ class Invariants:
             self.require(now.number == before.number + 1, f"round {now.number} follows {before.number}")
             self.require(now.state is RoundState.RUNNING, f"round {now.number} begins {now.state}")
             size, settings = len(now.roster), self._settings
-            self.require(settings.min_workers <= size <= settings.max_workers, f"a roster of {size}")
+            least = 2 if before.state is RoundState.CLOSING else settings.min_workers  # nobody trains in it
+            self.require(least <= size <= settings.max_workers, f"a roster of {size}")
             self.require(size % settings.multiple_of == 0, f"a roster of {size}, no multiple of {settings.multiple_of}")
             self._require_that_nobody_is_spared_in_vain(before, now)
             self._require_only_the_source_leaves(now)
@@ -249,7 +250,9 @@ def check_invariants(view: View) -> None:
     assert len(set(round_.roster)) == len(round_.roster), f"a member has two ranks: {round_.roster}"
     assert len(round_.roster) <= settings.max_workers, f"{len(round_.roster)} > max {settings.max_workers}"
     if round_.number > 0:
-        assert len(round_.roster) >= settings.min_workers, f"{len(round_.roster)} < min {settings.min_workers}"
+        is_handing_on = any(member.done for member in view.members.values())  # the last step, and nobody trains
+        least = min(2, settings.min_workers) if is_handing_on else settings.min_workers
+        assert len(round_.roster) >= least, f"{len(round_.roster)} < min {settings.min_workers}"
         assert len(round_.roster) % settings.multiple_of == 0, f"{len(round_.roster)} is no multiple"
         assert round_.store_address, "a round without a store address"
         assert 0 not in round_.stale, "rank 0 must be a source"

@@ -19,7 +19,7 @@ The rules (docs/rendezvous.md says what follows from them for a user):
 * Where members have failed for good, and those that are left or may come back are too few, the round is called
   hopeless: nobody waits for others who will not come. What is lost without having failed may be made good by any host.
 * The first member that is done closes the run for all; who lost its last step to a failure at that moment receives
-  it from those who are done, in one more round, before the run is closed.
+  it from those who are done, in one more round, before the run is closed; there `min_workers` does not count.
 * A group commits a step only with all of its members. So it is over for good as soon as one of them has asked for the
   next round or is known to have ended. Of a group that nobody has left and whose hosts are only silent, all may be cut
   off from the store and train on: without one of its members a new one is formed only after `orphan_timeout_s`.
@@ -133,7 +133,7 @@ def _level_at_the_end(view: View, _now_s: float) -> tuple[Action, ...]:
     done = [member for member in live if is_done(member, view.round)]
     ready = [member for member in live if not is_done(member, view.round) and _is_ready(view, member)]
     behind = [member for member in ready if done and member.progress < max(other.progress for other in done)]
-    size = view.settings.usable(len(live))
+    size = view.settings.whole(len(live))  # too few to train may be enough: nobody does in it
     if not behind or len(done) + len(ready) < len(live) or not size:
         return ()
     # where not all fit, one that is in sync with the source loses nothing by staying behind
