@@ -222,6 +222,16 @@ def test_on_two_hosts_all_workers_have_ranks_and_are_started_again_as_one_group(
     assert said.count("this script initialises by the environment (RANK, MASTER_ADDR)") == 2, "once on each host"
 
 
+def test_on_two_hosts_a_script_that_fails_after_the_others_have_finished_is_a_failure_of_its_host(
+    tmp_path: Path, etcd: str
+) -> None:
+    case = "if rank < 3: sys.exit(0)\ntime.sleep(2)\nsys.exit('its part could not be saved')"
+    words = ("--rdzv-endpoint", etcd, "--rdzv-id", "plain", "--nnodes", "2")
+    codes, said = run_on_two(tmp_path, MEETS_ON_TWO.replace("CASE", case), words)
+    assert sorted(codes) == [0, 1], said
+    assert "\nworker 1 failed: exit code 1" in said, "the last word of its launcher"
+
+
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_two_hosts_meet_at_one_of_them_as_with_torchrun(tmp_path: Path, backend: str) -> None:
     (port,) = unused_ports("127.0.0.1")

@@ -312,7 +312,11 @@ class Agent:
             return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
         is_given_up = self.supervisor.too_few.is_set() and not self.membership.host.round.is_over
-        if self.membership.host.round.is_over or (codes <= {0} and not is_given_up):
+        # a script of torchrun's has finished when all of it have, and not with the first of them
+        is_over = self.membership.host.round.is_over and not any(
+            worker.has_stand_in and worker.gave_up for worker in self.supervisor.workers
+        )
+        if is_over or (codes <= {0} and not is_given_up):
             return Outcome(0, _finished_text(self.supervisor))
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
