@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.process.small_tmpfs import small_tmpfs
+from tests.waiting import wait_until
 from torchelastic.agent.worker_log import WorkerLogs
 
 SIZE_BYTES = 2**17
@@ -63,16 +66,35 @@ def test_a_file_says_how_much_it_misses_once_the_disk_has_room_again(
     assert file is not None
     file.write(b"before\n")
     file.write(b"x" * SIZE_BYTES)
+    wait_until(lambda: caplog.records, 10, "the disk is full")
     taken = file.path.stat().st_size
-    file.write(b"this is gone\n")
     filler.unlink()
     file.write(b"after\n")
     file.close()
     file.write(b"of a process that outlived the worker\n")
-    missing = len(b"before\n") + SIZE_BYTES - taken + len(b"this is gone\n")
+    missing = len(b"before\n") + SIZE_BYTES - taken
     note = b"\n[torchelastic: %d bytes could not be written here]\n" % missing
     assert file.path.read_bytes() == b"before\n" + b"x" * (taken - 7) + note + b"after\n"
     assert [record.levelname for record in caplog.records] == ["ERROR"], "once"
+
+
+def test_nobody_waits_for_a_disk_that_does_not_answer_and_the_file_says_how_much_it_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, write = threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data) * answers.wait(60))
+    file = WorkerLogs(tmp_path).opened(0, 0)
+    assert file is not None
+    began_s = time.monotonic()
+    for _ in range(50):
+        file.write(b"x" * 2**17)
+    assert time.monotonic() - began_s < 10
+    answers.set()
+    wait_until(lambda: file.path.stat().st_size >= 2**22, 10, "what has waited is written")
+    file.close()
+    text = file.path.read_bytes()
+    (missing,) = re.findall(rb"\n\[torchelastic: (\d+) bytes could not be written here\]\n$", text)
+    assert text.count(b"x") + int(missing) == 50 * 2**17
 
 
 def test_a_folder_that_cannot_be_made_is_named_and_the_workers_run(tmp_path: Path) -> None:

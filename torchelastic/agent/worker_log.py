@@ -1,6 +1,7 @@
 """What the workers of this host say: line by line to the screen, byte for byte to the files of `--log-dir`.
 
-A disk that is full or gone costs lines of these files, never a worker: it would block on a pipe that nobody empties.
+A disk that is full, gone or silent costs lines of these files, never a worker: it would block on a pipe that nobody
+empties. Nor does it hold up the agent, whose signs of life keep the host in the run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import asyncio
 import codecs
 import logging
 import os
+import queue
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Set
@@ -25,6 +28,10 @@ _MOST_LINE_BYTES = 2**20
 _PIECE_BYTES = 2**16
 #: A line that stays unfinished, because somebody has to answer it or because it is written anew, is shown so often.
 UNFINISHED_S = 0.1
+#: So many bytes may wait for the disk of a worker's file; what comes then is left out.
+_MOST_WAITING_BYTES = 4 * 2**20
+#: A file is waited for so long when its worker has ended.
+_CLOSE_S = 0.5
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
@@ -123,12 +130,14 @@ async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 class WorkerLog:
-    """The file of one worker process. One thread at a time.
+    """The file of one worker process, written on a thread of its own: its storage may be slow, or not answer.
+
+    All methods are for one thread, and wait for nothing but `close` a moment.
 
     Args:
         path: the file.
         descriptor: the file, open for writing; closed by `close`.
-        on_failure: called with each error of writing to it.
+        on_failure: called with each error of writing to it, on that thread.
 
     Attributes:
         path: the file.
@@ -137,15 +146,55 @@ class WorkerLog:
     def __init__(self, path: Path, descriptor: int, on_failure: Callable[[OSError], None]) -> None:
         self.path = path
         self._descriptor, self._on_failure = descriptor, on_failure
-        self._missing_bytes = 0
+        self._queue: queue.SimpleQueue[bytes | int | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._put_bytes = self._left_out_bytes = 0
+        # of the thread
+        self._done_bytes = self._missing_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="torchelastic-worker-log", daemon=True)
+        self._thread.start()
 
     def write(self, text: bytes) -> None:
         """Append; raises nothing. What the disk does not take is left out, and the file says how much that was.
 
         After `close` it does nothing: what a worker has started may outlive it, and still write.
         """
-        if self._descriptor < 0:
+        if self._is_closed:
             return
+        if self._put_bytes - self._done_bytes > _MOST_WAITING_BYTES:
+            self._left_out_bytes += len(text)
+            return
+        self._put_left_out()
+        self._put_bytes += len(text)
+        self._queue.put(text)
+
+    def close(self) -> None:
+        """Close it; raises nothing. To be called once."""
+        self._is_closed = True
+        self._put_left_out()
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _put_left_out(self) -> None:
+        if self._left_out_bytes:
+            self._queue.put(self._left_out_bytes)
+            self._left_out_bytes = 0
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, int):
+                self._missing_bytes += item
+            else:
+                self._append(item)
+                self._done_bytes += len(item)
+        if self._missing_bytes:
+            self._append(b"")  # the disk may have room again for the note
+        try:
+            os.close(self._descriptor)
+        except OSError as error:  # some network file systems report a full disk here
+            self._on_failure(error)
+
+    def _append(self, text: bytes) -> None:
         note = b""
         if self._missing_bytes:
             note = b"\n[torchelastic: %d bytes could not be written here]\n" % self._missing_bytes
@@ -157,16 +206,6 @@ class WorkerLog:
         except OSError as error:
             is_noted = written >= len(note)
             self._missing_bytes = len(data) - written if is_noted else self._missing_bytes + len(text)
-            self._on_failure(error)
-
-    def close(self) -> None:
-        """Close it; raises nothing. To be called once."""
-        if self._missing_bytes:
-            self.write(b"")  # the disk may have room again for the note
-        descriptor, self._descriptor = self._descriptor, -1
-        try:
-            os.close(descriptor)
-        except OSError as error:  # some network file systems report a full disk here
             self._on_failure(error)
 
 
