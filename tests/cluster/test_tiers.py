@@ -261,5 +261,6 @@ def test_a_run_that_is_told_to_stop_is_saved_in_memory_while_durable_storage_doe
     assert saved, job.output()[-4000:]
     kill_all(job)
     run_standalone(job, nproc=WORLD)
-    assert [event["step"] for event in job.of("loaded")] == [KILLED_IN + 1]
+    (loaded,) = job.of("loaded")
+    assert loaded["step"] > KILLED_IN, "or the one behind it, if that was quick enough"
     assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)

@@ -7,6 +7,7 @@ empties. Nor does it hold up the agent, whose signs of life keep the host in the
 from __future__ import annotations
 
 import asyncio
+import atexit
 import codecs
 import logging
 import os
@@ -30,8 +31,8 @@ _PIECE_BYTES = 2**16
 UNFINISHED_S = 0.1
 #: So many bytes may wait for the disk of a worker's file; what comes then is left out.
 _MOST_WAITING_BYTES = 4 * 2**20
-#: A file is waited for so long when its worker has ended.
-_CLOSE_S = 0.5
+#: A file is waited for so long when its worker has ended, and when the launcher ends.
+_CLOSE_S, _EXIT_S = 0.5, 5.0
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
@@ -153,6 +154,7 @@ class WorkerLog:
         self._done_bytes = self._missing_bytes = 0
         self._thread = threading.Thread(target=self._run, name="torchelastic-worker-log", daemon=True)
         self._thread.start()
+        atexit.register(self._thread.join, _EXIT_S)
 
     def write(self, text: bytes) -> None:
         """Append; raises nothing. What the disk does not take is left out, and the file says how much that was.
