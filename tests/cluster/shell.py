@@ -37,7 +37,7 @@ class Shell:
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             try:
-                for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # where the tests run in the background
+                for ignored in (signal.SIGINT, signal.SIGQUIT):  # by a shell that has the tests in its background
                     signal.signal(ignored, signal.SIG_DFL)
                 fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
                 os.chdir(folder)
