@@ -82,8 +82,8 @@ def error_text(error: Exception) -> str:
 def without_credentials(url: str) -> str:
     """A URL as it may be logged: no user, password or query. A path or a pattern of files stays as it is.
 
-    >>> without_credentials("s3://key:secret@bucket/runs?token=x"), without_credentials("s3://bucket/part-?.txt")
-    ('s3://bucket/runs', 's3://bucket/part-?.txt')
+    >>> [without_credentials(url) for url in ("s3://key:secret@bucket/runs?token=x", "s3://bucket/part-?.txt", "a?b")]
+    ['s3://bucket/runs', 's3://bucket/part-?.txt', 'a?b']
     """
     if "://" not in url:
         return url
@@ -93,7 +93,13 @@ def without_credentials(url: str) -> str:
 
 
 def without_secrets(error: Exception, url: str) -> str:
-    """An error about a URL as it may be logged: without what `without_credentials` leaves out."""
+    """An error about a URL as it may be logged: without what `without_credentials` leaves out.
+
+    >>> without_secrets(OSError("secret is no password of key"), "s3://key:secret@bucket/runs")
+    'OSError: *** is no password of ***'
+    >>> without_secrets(OSError("full"), "runs")
+    'OSError: full'
+    """
     text = f"{type(error).__name__}: {error}".replace(url, without_credentials(url))
     if "://" in url:
         user = urlsplit(url).netloc.rpartition("@")[0]
