@@ -62,7 +62,8 @@ def test_a_file_says_how_much_it_misses_once_the_disk_has_room_again(
 ) -> None:
     filler = disk / "filler"
     filler.write_bytes(b"-" * (SIZE_BYTES - 2**14))
-    file = WorkerLogs(disk).opened(0, 0)
+    logs = WorkerLogs(disk)
+    file = logs.opened(0, 0)
     assert file is not None
     file.write(b"before\n")
     file.write(b"x" * SIZE_BYTES)
@@ -71,6 +72,7 @@ def test_a_file_says_how_much_it_misses_once_the_disk_has_room_again(
     filler.unlink()
     file.write(b"after\n")
     file.close()
+    logs.join(10)
     file.write(b"of a process that outlived the worker\n")
     missing = len(b"before\n") + SIZE_BYTES - taken
     note = b"\n[torchelastic: %d bytes could not be written here]\n" % missing
@@ -82,16 +84,19 @@ def test_nobody_waits_for_a_disk_that_does_not_answer_and_the_file_says_how_much
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, write = threading.Event(), os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data) * answers.wait(60))
-    file = WorkerLogs(tmp_path).opened(0, 0)
+    monkeypatch.setattr(os, "write", lambda descriptor, data: answers.wait(60) and write(descriptor, data))
+    logs = WorkerLogs(tmp_path)
+    file = logs.opened(0, 0)
     assert file is not None
     began_s = time.monotonic()
     for _ in range(50):
         file.write(b"x" * 2**17)
-    assert time.monotonic() - began_s < 10
-    answers.set()
-    wait_until(lambda: file.path.stat().st_size >= 2**22, 10, "what has waited is written")
     file.close()
+    logs.join(0.1)
+    assert time.monotonic() - began_s < 10
+    assert not file.path.stat().st_size, "the disk does not answer"
+    answers.set()
+    logs.join(10)
     text = file.path.read_bytes()
     (missing,) = re.findall(rb"\n\[torchelastic: (\d+) bytes could not be written here\]\n$", text)
     assert text.count(b"x") + int(missing) == 50 * 2**17

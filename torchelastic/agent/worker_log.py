@@ -31,8 +31,8 @@ _PIECE_BYTES = 2**16
 UNFINISHED_S = 0.1
 #: So many bytes may wait for the disk of a worker's file; what comes then is left out.
 _MOST_WAITING_BYTES = 4 * 2**20
-#: A file is waited for so long when its worker has ended, and when the launcher ends.
-_CLOSE_S, _EXIT_S = 0.5, 5.0
+#: So long does the launcher's end wait for the disk, once for all files.
+_EXIT_S = 5.0
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
@@ -133,11 +133,11 @@ async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 class WorkerLog:
     """The file of one worker process, written on a thread of its own: its storage may be slow, or not answer.
 
-    All methods are for one thread, and wait for nothing but `close` a moment.
+    All methods are for one thread; none but `join` waits.
 
     Args:
         path: the file.
-        descriptor: the file, open for writing; closed by `close`.
+        descriptor: the file, open for writing; closed after `close`, when all is written.
         on_failure: called with each error of writing to it, on that thread.
 
     Attributes:
@@ -154,7 +154,6 @@ class WorkerLog:
         self._done_bytes = self._missing_bytes = 0
         self._thread = threading.Thread(target=self._run, name="torchelastic-worker-log", daemon=True)
         self._thread.start()
-        atexit.register(self._thread.join, _EXIT_S)
 
     def write(self, text: bytes) -> None:
         """Append; raises nothing. What the disk does not take is left out, and the file says how much that was.
@@ -171,11 +170,15 @@ class WorkerLog:
         self._queue.put(text)
 
     def close(self) -> None:
-        """Close it; raises nothing. To be called once."""
+        """There is no more to write; raises nothing. To be called once."""
         self._is_closed = True
         self._put_left_out()
         self._queue.put(None)
-        self._thread.join(_CLOSE_S)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until a file that was closed is written; false: it is not, after that time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _put_left_out(self) -> None:
         if self._left_out_bytes:
@@ -225,6 +228,13 @@ class WorkerLogs:
         self._folder = folder
         self._ending = ".log"
         self._has_failed = False
+        self._files: list[WorkerLog] = []
+        atexit.register(self.join, _EXIT_S)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the disk, at most so long for all files together that are closed. The end of the process does so."""
+        until_s = time.monotonic() + timeout_s
+        self._files = [file for file in self._files if not file.join(max(0.0, until_s - time.monotonic()))]
 
     def opened(self, local_rank: int, restarts: int) -> WorkerLog | None:
         """A new file for a worker process; None: there can be none, which was logged.
@@ -240,7 +250,9 @@ class WorkerLogs:
         except OSError as error:
             self._failed(error)
             return None
-        return WorkerLog(path, descriptor, self._failed)
+        self.join(0.0)  # whose worker has ended is not kept
+        self._files.append(WorkerLog(path, descriptor, self._failed))
+        return self._files[-1]
 
     def _created(self, name: str) -> tuple[Path, int]:
         path = self._folder / f"{name}{self._ending}"
