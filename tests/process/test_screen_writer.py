@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tests.process.supervised import failures_into
+from tests.waiting import wait_until
 from torchelastic.agent.causes import FailedWorker, report_of
 from torchelastic.agent.screen_writer import ScreenWriter
 from torchelastic.agent.supervisor import Supervisor
@@ -131,7 +132,8 @@ def test_workers_do_not_wait_for_a_screen_that_takes_nothing_and_their_files_are
         writer = ScreenWriter(stream, stream, lost, most_waiting=100_000)
         assert run_workers(script, 1, Terminal(writer.write), tmp_path) == []
     expected = "".join(f"{n} {'x' * 100}\n" for n in range(20_000))
-    assert (tmp_path / "worker_0.0.log").read_text() == expected
+    file = tmp_path / "worker_0.0.log"
+    assert wait_until(lambda: file.read_text() == expected), "the agent does not wait for the disk"
 
 
 def test_screen_and_file_have_every_line_also_the_last_before_a_kill(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ os.kill(os.getpid(), 9)
 """
     shown: list[str] = []
     (killed,) = run_workers(script, 1, Terminal(lambda _stream, text: shown.append(text)), tmp_path)
-    assert (tmp_path / "worker_0.0.log").read_text() == "careful\n" * 500
+    assert wait_until(lambda: (tmp_path / "worker_0.0.log").read_text() == "careful\n" * 500)
     assert "".join(shown) == "[worker 0] careful\n" * 500
     assert (killed.exit_code, killed.lines[-1]) == (-9, "careful")
 
