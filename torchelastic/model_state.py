@@ -189,6 +189,8 @@ class ModelState(WithCompanions, State):
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
+        if self._gradients.have_gone_on:
+            self._optimizers.goes_on()
         progress = self._optimizers.progress
         was_complete = self._status is StateStatus.COMPLETE and self.step == snapshot.step
         if progress is OptimizerProgress.UNTOUCHED:
@@ -236,8 +238,9 @@ class ModelState(WithCompanions, State):
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
-                "no member holds a whole state: the step failed inside the optimizer on every worker. Use "
-                "ModelState(..., snapshot='full'), or give train() a checkpoint manager to go back to"
+                "no member holds a whole state: the step failed inside the optimizer on every worker, or between more "
+                "optimizer steps than any step before it had. Use ModelState(..., snapshot='full'), or give train() a "
+                "checkpoint manager to go back to"
             )
         was_moved = self._synchronize(all_progress, rank, device)
         self._status = StateStatus.COMPLETE

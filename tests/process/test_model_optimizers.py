@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchelastic
+from tests.process.forked_ranks import run_ranks
 from tests.process.test_model_state import assert_same, picture
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.repeated_failures import is_final
@@ -139,6 +143,7 @@ def test_a_step_is_complete_only_when_all_that_usually_step_have_stepped() -> No
     assert status_of(state) is StateStatus.UNCOMMITTED
     state.sync()
     assert (state.step, state.status) == (1, StateStatus.COMPLETE)
+    state = make_state()
     attempt(state, "0001")  # three critic steps for one of the generator
     before = picture(state)
     state.apply(attempt(state, "001", commit=False))
@@ -146,6 +151,64 @@ def test_a_step_is_complete_only_when_all_that_usually_step_have_stepped() -> No
     assert_same(before, picture(state))
     state.apply(attempt(state, "0001", commit=False))
     assert status_of(state) is StateStatus.UNCOMMITTED
+
+
+def test_how_often_one_steps_that_has_stepped_more_often_than_before_is_never_taken_for_known() -> None:
+    state, newcomer = make_state(), make_state()
+    for order in ("01", "0101"):  # epochs over the same samples that end early, or not
+        attempt(state, order)
+    newcomer.load_state_dict(state.state_dict(), with_random=False)
+    for one in (state, newcomer):
+        for order in ("01", "0101", "010101", "0"):
+            before = picture(one)
+            one.apply(attempt(one, order, commit=False))
+            assert one.status is StateStatus.COMPLETE
+            assert_same(before, picture(one))
+
+
+def lost_behind_more_steps(passes_before: list[int]) -> tuple[StateStatus, int, bool]:
+    """The train step is as long as the one before, and goes on: the peer is lost in a further pass."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 2)
+    state = torchelastic.ModelState(module, sgd(module.parameters()))
+    state.sync()
+
+    def one_pass() -> None:
+        state.optimizer.zero_grad()
+        state.model(torch.ones(5, 4)).square().mean().backward()
+
+    for passes in passes_before:
+        state.snapshot()
+        for _ in range(passes):
+            one_pass()
+            state.optimizer.step()
+        state.commit()
+    before, snapshot = module.weight.detach().clone(), state.snapshot()
+    for _ in range(passes_before[-1]):
+        one_pass()
+        state.optimizer.step()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        one_pass()
+    state.apply(snapshot)
+    return state.status, state.step, torch.equal(before, module.weight)
+
+
+@pytest.mark.parametrize(
+    ("passes_before", "left"),
+    [
+        ([1, 1], (StateStatus.PARTIAL, 2, False)),  # nobody could know, and half a step must not count for a whole one
+        ([2, 2], (StateStatus.COMPLETE, 2, True)),
+        ([1, 2], (StateStatus.COMPLETE, 2, True)),
+    ],
+)
+def test_a_step_that_goes_on_behind_its_usual_end_never_counts_half(passes_before: list[int], left: Any) -> None:
+    *survivors, dead = run_ranks(lost_behind_more_steps, passes_before, ranks=3, others_go_on=True)
+    assert dead.was_killed
+    for survivor in survivors:
+        assert survivor.error is None, survivor.error
+        assert survivor.value == left
 
 
 def test_a_step_in_which_one_of_them_rests_is_never_taken_for_a_complete_one() -> None:

@@ -4,7 +4,8 @@ A step in which one optimizer steps once needs no copy: before it nothing has ch
 Where several steps belong to one train step (a discriminator's, then a generator's), a failure between them would leave
 the state half-way on every worker at once. So what all but the last of them change is copied just before, into memory
 that is kept from step to step. An optimizer that is given a closure computes gradients, for which peers are needed, in
-the middle of its step: it is copied always.
+the middle of its step: it is copied always. So is one that has once stepped more often than before (epochs over the
+same samples that end early, as in PPO): which of its steps is the last cannot be known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 Settings = tuple[tuple[dict[str, Any], ...], ...]
 #: Of `Optimizer.step`, itself first, as torch gives them to a hook.
 Arguments = tuple[Any, ...]
+#: Of an optimizer that has stepped more often than in the steps before: it may always have more to do than one knows.
+UNKNOWN_STEPS = 2**31
 
 
 class OptimizerProgress(enum.Enum):
@@ -42,12 +45,12 @@ class OptimizerProgress(enum.Enum):
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Steps of each optimizer: in this train step, and in the fullest one so far. Pure.
+    """Steps of each optimizer: in this train step, and as one can expect them. Pure.
 
     Attributes:
         begun: in this train step.
         done: in this train step.
-        usual: the most in any committed train step; one at first.
+        usual: the most in any committed train step; one at first; `UNKNOWN_STEPS` where one cannot tell.
     """
 
     begun: tuple[int, ...]
@@ -109,10 +112,10 @@ class Optimizers:
         self.names: Sequence[str] = self._all.names
         self._copy_others, self._before_step = copy_others, before_step
         size = len(self.objects)
-        self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
+        self._begun, self._done, self._usual = [0] * size, [0] * size, [0] * size
         self._kept: dict[int, _UndoCopy] = {}
         self._copied: set[int] = set()
-        self._is_uncovered = False
+        self._is_uncovered = self._has_more = False
         self._watch()
 
     # --- a train step -----------------------------------------------------------------------------
@@ -122,30 +125,34 @@ class Optimizers:
         size = len(self.objects)
         self._begun, self._done = [0] * size, [0] * size
         self._copied = set()
-        self._is_uncovered = False
+        self._is_uncovered = self._has_more = False
+
+    def goes_on(self) -> None:
+        """The train step has not ended with the optimizers: what it has done since is to be undone with them."""
+        self._has_more = True
 
     def commit(self) -> None:
         """The train step has succeeded: what it did is what one can be expected to do."""
-        self._usual = [max(pair) for pair in zip(self._usual, self._done, strict=True)]
+        self._usual = [expected_steps(*pair) for pair in zip(self._usual, self._done, strict=True)]
 
     @property
     def counts(self) -> StepCounts:
         """The counts of this train step."""
-        return StepCounts(tuple(self._begun), tuple(self._done), tuple(self._usual))
+        return StepCounts(tuple(self._begun), tuple(self._done), tuple(max(1, count) for count in self._usual))
 
     @property
     def progress(self) -> OptimizerProgress:
         """How far this train step has come."""
         if not any(self._begun):
             return OptimizerProgress.UNTOUCHED
-        if self.counts.are_complete:
+        if self.counts.are_complete and not self._has_more:
             return OptimizerProgress.COMPLETE
         return OptimizerProgress.TORN if self._is_uncovered else OptimizerProgress.UNDOABLE
 
     @property
     def steps_once(self) -> bool:
         """Whether all optimizers together step once in a train step, as far as is known."""
-        return sum(self._usual) == 1
+        return sum(self.counts.usual) == 1
 
     def undo(self) -> None:
         """Put back what was copied; only in the state UNDOABLE."""
@@ -163,7 +170,7 @@ class Optimizers:
 
     @property
     def usual(self) -> list[int]:
-        """Steps of each in a train step; sent to newcomers, who have seen none."""
+        """Steps of each in a train step, 0 before the first; sent to newcomers, who have seen none."""
         return list(self._usual)
 
     @usual.setter
@@ -273,6 +280,17 @@ class Optimizers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._watch()  # a pickled optimizer has lost its hooks
+
+
+def expected_steps(usual: int, done: int) -> int:
+    """How often an optimizer is expected to step in a train step, after one in which it has stepped `done` times.
+
+    >>> expected_steps(0, 3), expected_steps(3, 2)  # the first that it takes part in, and one that stops early
+    (3, 3)
+    >>> expected_steps(3, 5) == expected_steps(UNKNOWN_STEPS, 1) == UNKNOWN_STEPS
+    True
+    """
+    return UNKNOWN_STEPS if 0 < usual < done else max(usual, done)
 
 
 class _Call:

@@ -54,11 +54,12 @@ class Reduction:
         world_size: of the present group.
         ends_early: whether the backward pass ends with the first bucket that has failed; if not, it goes on, and
             `take` has this rank's gradients.
+        has_gone_on: whether gradients were reduced since an optimizer last began in this step.
     """
 
     def __init__(self, module: torch.nn.Module, sampler: Any) -> None:
         self.world_size = 1
-        self.ends_early = False
+        self.ends_early = self.has_gone_on = False
         self._module, self._sampler = module, sampler
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._kept: Sums | None = None
@@ -86,7 +87,7 @@ class Reduction:
         """A step (or another attempt at one) begins."""
         self._running.clear()
         self._begun = self._done = 0
-        self._is_expected = False
+        self._is_expected = self.has_gone_on = False
 
     def watch(self, wrapped: DistributedDataParallel) -> None:
         """Note whether a step calls the wrapper of the present group, so that a backward pass has to be reduced."""
@@ -167,6 +168,7 @@ class Reduction:
 
     def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket; registered with `DistributedDataParallel.register_comm_hook`."""
+        self.has_gone_on = True
         weight = self.weight
         # padding may overflow in half precision, and 0 times infinity is no 0
         buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()

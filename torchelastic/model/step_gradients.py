@@ -129,6 +129,11 @@ class StepGradients:
         """A step (or another attempt at one) begins."""
         self._source.begin_step()
 
+    @property
+    def have_gone_on(self) -> bool:
+        """Whether more of them were reduced since an optimizer last began in this step."""
+        return isinstance(self._source, Reduction) and self._source.has_gone_on
+
     def check_reduced(self, is_first: bool) -> None:
         """Asked before each optimizer of a step begins.
 
@@ -144,6 +149,8 @@ class StepGradients:
                 "parameters require a gradient that did not when this group was formed, and are not averaged: the step "
                 "is repeated in a new group"
             )
+        if isinstance(self._source, Reduction):
+            self._source.has_gone_on = False
         if is_first and (self._wrapped is not None or isinstance(self._source, LogicalShards)):
             self._source.check_reduced(self._rank)
 
