@@ -109,6 +109,7 @@ class ModelState(WithCompanions, State):
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
         self._mode = snapshot
+        self._watch_weights()
         self._status = StateStatus.INITIAL
         self._buffers: list[torch.Tensor] = list(model.buffers())
         self._replaced = 0  # times that this process's state was replaced by another whole one
@@ -186,6 +187,14 @@ class ModelState(WithCompanions, State):
         self._own.count_step()
         self._gradients.commit(self._buffers)
         self._optimizers.commit()
+        if self._mode == "commit" and self._optimizers.has_strayed:
+            self._mode = "full"
+            self._watch_weights()
+            log.warning(
+                "the train step changes weights itself, beside the optimizer: so that a step can be undone, weights "
+                "and optimizer are copied before each one from now on. Say ModelState(..., snapshot='full') to have "
+                "that from the first step on"
+            )
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
@@ -205,6 +214,9 @@ class ModelState(WithCompanions, State):
         else:
             self._status = StateStatus.PARTIAL
         self._gradients.forget()
+
+    def _watch_weights(self) -> None:
+        self._optimizers.watch(self.module.parameters() if self._mode == "commit" else ())  # else all can be undone
 
     @property
     def _trained(self) -> Trained:
@@ -248,6 +260,7 @@ class ModelState(WithCompanions, State):
         self._compare(world_size, device, thorough=was_moved)
         self._own.extras.measure()
         self._buffers = list(self.module.buffers())
+        self._watch_weights()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
         self._gradients.enter_group(offers, self.step, rank, device)

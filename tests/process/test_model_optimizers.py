@@ -428,3 +428,64 @@ def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_sent_and_
     wider.optimizer.state[module.weight] = {"sum": torch.full((2, 2), 1 / 3)}
     other.load_state_dict(wider.state_dict())
     assert other.optimizer.state[other.module.weight]["sum"].dtype is torch.bfloat16, "as torch does for other types"
+
+
+def strayed_step(state: torchelastic.ModelState, when: str) -> None:
+    """A train step that changes weights itself: a momentum encoder, or SAM, before the optimizer, a target after it."""
+
+    weight = state.module.get_parameter("second.weight")
+
+    def change() -> None:
+        if when == "by other memory":
+            weight.data = weight.data * 0.5
+        else:
+            with torch.no_grad():
+                weight.mul_(0.5)
+
+    if when != "after":
+        change()
+    if when != "before, and it fails":
+        state.optimizer.zero_grad()
+        loss: torch.Tensor = state.model(torch.randn(5, 4)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        state.optimizer.step()
+    if when == "after":
+        change()
+
+
+def first_alone() -> torchelastic.ModelState:
+    torch.manual_seed(0)
+    module = Pair()
+    module.second.requires_grad_(False)
+    state = torchelastic.ModelState(module, sgd(module.first.parameters()))
+    state.sync()
+    return state
+
+
+@pytest.mark.parametrize("when", ["before", "before, and it fails", "by other memory", "after"])
+def test_a_failed_step_that_changes_weights_beside_the_optimizer_is_undone(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = first_alone()
+    for _ in range(2):
+        state.snapshot()
+        strayed_step(state, when.partition(",")[0])
+        state.commit()
+    assert caplog.text.count("snapshot='full'") == 1
+    before = picture(state)
+    snapshot = state.snapshot()
+    strayed_step(state, when)
+    state.apply(snapshot)
+    assert state.status is StateStatus.COMPLETE
+    assert_same(before, picture(state))
+
+
+@pytest.mark.parametrize("when", ["before", "before, and it fails", "by other memory", "after"])
+def test_weights_that_the_very_first_step_has_changed_itself_are_not_taken_for_those_before_it(when: str) -> None:
+    state = first_alone()
+    snapshot = state.snapshot()
+    strayed_step(state, when)
+    state.apply(snapshot)
+    assert state.status is StateStatus.PARTIAL
+    with pytest.raises(torchelastic.NonRetryableException, match="snapshot='full'"):
+        state.sync()

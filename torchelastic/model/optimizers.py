@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchelastic.checkpoint.training_state.fitting import optimizer_faults
 from torchelastic.errors import UnfitStateError
@@ -40,7 +41,7 @@ class OptimizerProgress(enum.Enum):
     UNTOUCHED = "no optimizer has begun"
     UNDOABLE = "some have begun, and a copy of what they have changed is there"
     COMPLETE = "all that step in a train step have stepped"
-    TORN = "weights are half-way, and no copy is there"
+    TORN = "weights are half-way, or changed by something else, and no copy is there"
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,15 @@ class Optimizers:
         self._begun, self._done, self._usual = [0] * size, [0] * size, [0] * size
         self._kept: dict[int, _UndoCopy] = {}
         self._copied: set[int] = set()
-        self._is_uncovered = self._has_more = False
+        self._is_uncovered = self._has_more = self._has_strayed = False
+        self._watched: list[torch.Tensor] = []
+        self._marks: list[int] = []
         self._watch()
+
+    def watch(self, weights: Iterable[torch.Tensor]) -> None:
+        """See from now on whether something else changes these."""
+        self._watched = [weight for weight in weights if not (is_lazy(weight) or weight.is_inference())]
+        self._marks = self._marked()
 
     # --- a train step -----------------------------------------------------------------------------
 
@@ -125,7 +133,8 @@ class Optimizers:
         size = len(self.objects)
         self._begun, self._done = [0] * size, [0] * size
         self._copied = set()
-        self._is_uncovered = self._has_more = False
+        self._is_uncovered = self._has_more = self._has_strayed = False
+        self._marks = self._marked()
 
     def goes_on(self) -> None:
         """The train step has not ended with the optimizers: what it has done since is to be undone with them."""
@@ -141,8 +150,16 @@ class Optimizers:
         return StepCounts(tuple(self._begun), tuple(self._done), tuple(max(1, count) for count in self._usual))
 
     @property
+    def has_strayed(self) -> bool:
+        """Whether this train step has changed weights itself, before its first optimizer step or after its last one."""
+        return self._has_strayed or self._marks != self._marked()
+
+    @property
     def progress(self) -> OptimizerProgress:
         """How far this train step has come."""
+        is_midway = any(self._begun) and not self.counts.are_complete  # what has changed since is in the copies
+        if self._has_strayed if is_midway else self.has_strayed:
+            return OptimizerProgress.TORN
         if not any(self._begun):
             return OptimizerProgress.UNTOUCHED
         if self.counts.are_complete and not self._has_more:
@@ -243,6 +260,8 @@ class Optimizers:
 
     def _begins(self, number: int, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]] | None:
         check = partial(self._before_step or _nothing, not any(self._begun))
+        if not any(self._begun):
+            self._has_strayed = self.has_strayed
         optimizer, *given = args
         closure: Any
         closure, *rest = given or (kwargs.get("closure"),)
@@ -273,6 +292,11 @@ class Optimizers:
 
     def _ends(self, number: int, *_: Any) -> None:
         self._done[number] += 1
+        self._marks = self._marked()
+
+    def _marked(self) -> list[int]:
+        """What is another where a weight was changed in place, except through its `.data`, or has other memory."""
+        return [weight._version for weight in self._watched] + [weight.data_ptr() for weight in self._watched]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}, "_copied": set()}
