@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
+from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
 from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
@@ -113,6 +114,54 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
     assert failed > 0
     assert 0 < len(journal.events) <= 1_000 - failed
     assert done.stderr.count("cannot be written") == 1
+
+
+def test_a_disk_that_is_full_when_a_file_begins_costs_the_events_of_that_time_only(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "disk", 64 * 1024) as disk:
+        book, writer = written(disk, 30, max_bytes=4096)
+        rest = os.statvfs(disk)
+        (disk / "filler").write_bytes(b"x" * (rest.f_bavail * rest.f_frsize))
+        for step in range(30, 100):
+            writer.write(straggler(step), book)
+        assert writer.failed > 0, "no file has begun on the full disk"
+        (disk / "filler").unlink()
+        for step in range(100, 130):
+            writer.write(straggler(step), book)
+        writer.close()
+        journal = read_journals(disk)[NAME]
+        assert [event.step for event in journal.events if event.step < 30] == list(range(30))
+        assert [event.step for event in journal.events if event.step >= 100] == list(range(100, 130))
+        assert journal.damaged == 0
+
+
+def test_a_line_that_is_cut_off_by_a_full_disk_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "disk", 64 * 1024) as disk:
+        book, writer = written(disk, 1)
+        step = 1
+        while not writer.failed:
+            writer.write(straggler(step), book)
+            step += 1
+        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+        writer.write(straggler(step), book)
+        writer.close()
+        journal = read_journals(disk)[NAME]
+        assert [event.step for event in journal.events] == [*range(step - 1), step]
+        assert journal.damaged == 0
+
+
+def test_while_the_folder_is_away_no_older_file_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    book, writer = written(folder, 100, max_bytes=4096)
+    files = sorted(path.name for path in folder.iterdir())
+    folder.rename(tmp_path / "away")
+    for step in range(100, 200):
+        writer.write(straggler(step), book)
+    assert writer.failed > 8, "no file has begun meanwhile"
+    (tmp_path / "away").rename(folder)
+    writer.write(straggler(200), book)
+    writer.close()
+    assert sorted(path.name for path in folder.iterdir())[: len(files)] == files
+    assert read_journals(folder)[NAME].events[-1].step == 200
 
 
 class Stuck:

@@ -138,20 +138,29 @@ class JournalWriter:
 
     def _begin(self, book: HostLedger) -> None:
         self.close()
-        self._number += 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor, self._bytes = os.open(self.path, flags, 0o644), 0
         head = {"kind": "head", "version": VERSION, **asdict(self._head), "brought_forward": ledger_to_dict(book)}
-        self._append(_line(head))
-        for number, path in _files(self._folder, self._name):
-            if number <= self._number - self._keep:
-                path.unlink(missing_ok=True)
+        self._number += 1
+        try:
+            # what is there already has no head, since the disk was full
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor, self._bytes = os.open(self.path, flags, 0o644), 0
+            self._append(_line(head))
+        except OSError:
+            self.close()  # the next event tries this file again
+            self._number -= 1
+            raise
+        for _, path in _files(self._folder, self._name)[: -self._keep]:
+            path.unlink(missing_ok=True)
 
     def _append(self, line: bytes) -> None:
-        self._bytes += len(line)
         view = memoryview(line)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError:
+            os.ftruncate(self._descriptor, self._bytes)  # a part of a line would spoil the next one
+            raise
+        self._bytes += len(line)
 
 
 class BackgroundJournal:
