@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from torchelastic.agent.events import MetricsPublished
+from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.metrics.exposition import MetricsRegistry
 
 
@@ -65,3 +67,11 @@ def test_a_name_that_exists_with_another_type_is_refused_and_the_first_one_lives
     with pytest.raises(ValueError, match="exists with another type"):
         registry.record(0, "torchelastic", "metrics_dropped.success", 1)
     assert sample(registry, "g_step_duration_seconds_count", local_rank="0") == 1
+
+
+def test_a_metric_that_is_refused_at_every_step_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = MetricsEndpoint("run", "host")
+    for _ in range(100):
+        endpoint.on_event(MetricsPublished(0, [["g", "work.success", 1], ["g", "work", 0.5], ["g", ["work"], 0.5]]))
+    endpoint.on_event(MetricsPublished(0, [["g", "work.failure", -1]]))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["a metric was refused"] * 3

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from torchelastic.agent.events import Event, MetricsPublished, RoundChanged, WorkerExited
-from torchelastic.metrics.exposition import MetricsRegistry
+from torchelastic.metrics.exposition import MAX_NAMES, MetricsRegistry
 from torchelastic.metrics.pushing import Pushing
 from torchelastic.page.document import About
 from torchelastic.page.listening import PageOptions
@@ -38,6 +38,7 @@ class MetricsEndpoint:
     def __init__(self, run_id: str, host: str) -> None:
         self._run_id, self._host = run_id, host
         self._registry = MetricsRegistry()
+        self._refused: set[str] = set()
         self._stop_endpoint: Callable[[], None] | None = None
         self._pushing: Pushing | None = None
 
@@ -54,11 +55,14 @@ class MetricsEndpoint:
                 self.record("torchelastic", "agent.worker_restarts", total_restarts)
 
     def record(self, group: str, name: str, value: float, local_rank: int | None = None) -> None:
-        """One value; what is wrong with it is logged."""
+        """One value; what is wrong with it is logged, once for each name: it may come with every step."""
         try:
             self._registry.record(local_rank, group, name, value)
         except ValueError as error:
-            log.warning("a metric was refused: %s", error)
+            known = f"{name!r:.80}"
+            if known not in self._refused and len(self._refused) < MAX_NAMES:
+                self._refused.add(known)
+                log.warning("a metric was refused: %s", error)
 
     def add_ledger(self, read: Callable[[], HostSnapshot]) -> None:
         """Serve the ledger too. Call it once, before anything is recorded: its names are its own.
