@@ -136,6 +136,14 @@ def test_a_line_is_shown_once_when_it_has_stayed_as_it_is() -> None:
     assert following.news([line(1.0, "3 workers")]) == [], "too late"
 
 
+def test_two_workers_that_are_lost_in_the_same_millisecond_are_both_shown() -> None:
+    ends = [(10.0, End(at_ns=0, worker=f"a/{rank}", round=1, exit_code=-9)) for rank in range(2)]
+    following, lines = Following(), lines_of("a", ends)
+    assert following.news(lines) == []
+    assert following.news(lines) == list(lines)
+    assert following.news(lines) == []
+
+
 def test_at_the_end_everything_is_shown() -> None:
     following = Following()
     following.news([line(1.0)])

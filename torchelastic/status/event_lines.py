@@ -34,11 +34,12 @@ _LOOK_BACK = 8
 #: Lines of these kinds are dropped first.
 _ROUTINE = (Save.kind, Restore.kind)
 _OF_ALL = (Start, Join, Failure, Restore, ReForm, FirstStep, Save)
+_KINDS_OF_ALL = frozenset(kind.kind for kind in _OF_ALL)
 #: So many lines are remembered for each host that was ever seen: what a host shows is always among its newest.
 _REMEMBERED = 4 * MOST_EVENTS
 
 #: What distinguishes one event from another while the text of its line still grows.
-_Key = tuple[str, str, float, int]
+_Key = tuple[str, str, float, int, str]
 
 
 @dataclass(frozen=True)
@@ -227,4 +228,5 @@ class Following:
 
 
 def _key(line: EventLine) -> _Key:
-    return (line.host, line.kind, line.at_s, line.round)
+    worker = "" if line.kind in _KINDS_OF_ALL else line.worker  # until another one reports the same
+    return (line.host, line.kind, line.at_s, line.round, worker)
