@@ -130,12 +130,33 @@ def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:
     assert values == {f"value {number}": 2.0 if number == 3 else 1.0 for number in range(8)}
 
 
+def test_the_loss_has_a_place_however_many_values_come_before_it() -> None:
+    view = HostView("h", "1")
+    view.published(0, [("mine", f"value {number}", 1.0) for number in range(20)])
+    view.published(0, [("mine", "loss", 0.5)])
+    values = view.status(a_book()).workers[0].values
+    assert values["loss"] == 0.5
+    assert len(values) == 8
+
+
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_any_more_is_not_shown_as_it_was(now: float) -> None:
+    view = HostView("h", "1")
+    view.published(0, [("mine", "loss", 0.5), ("mine", "rate", 0.1)])
+    view.published(0, [("mine", "loss", now)])
+    assert view.status(a_book()).workers[0].values == {"rate": 0.1}
+    view.published(0, [("mine", "loss", now), ("mine", "loss", 0.25)])
+    assert view.status(a_book()).workers[0].values == {"loss": 0.25, "rate": 0.1}
+    view.published(0, [("mine", "loss", 0.25), ("mine", "loss", now)])
+    assert view.status(a_book()).workers[0].values == {"rate": 0.1}
+
+
 @pytest.mark.parametrize(
     "item",
     [
         ("torchelastic", "sync.out_of_sync.parts", 0.0), ("mine", "evaluate.duration.ms", 1.0),
         ("mine", "work.success", 1),
-        ("mine", "loss", float("nan")), ("mine", "loss", float("inf")), ("mine", "loss", "0.5"), ("mine", "loss", True),
+        ("mine", "loss", "0.5"), ("mine", "loss", True),
         ("mine", 5, 1.0), ("mine", "a\nb", 1.0),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ def published_values(items: Sequence[Sequence[Any]]) -> dict[str, float]:
     """
     found = {}
     for group, name, value, *_ in items:
-        if not isinstance(name, str) or type(value) not in (int, float) or not abs(value) < float("inf"):
+        if not isinstance(name, str) or type(value) not in (int, float):
             continue
         is_own = group == _OWN_GROUP and "." in name
         if not is_own and not name.endswith((".ms", ".success", ".failure")) and name.isprintable():
@@ -112,7 +113,12 @@ class HostView:
         """A worker has published (group, name, value) items; None: without the launcher, there is one place."""
         values = self._values.setdefault("p" if local_rank is None else str(local_rank), {})
         for name, value in published_values(items).items():
-            if name in values or len(values) < MOST_VALUES:
+            if not math.isfinite(value):  # the last one that was finite would look like the present one
+                values.pop(name, None)
+            elif name in values or len(values) < MOST_VALUES:
+                values[name] = value
+            elif name == "loss":  # it is shown at more places than others
+                values.popitem()
                 values[name] = value
 
     def ended(self, local_rank: int | None) -> None:
