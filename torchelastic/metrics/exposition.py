@@ -20,7 +20,9 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.registry import Collector
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMES = 1000
 MAX_NAME_LENGTH = 200
+#: For a client of the endpoint that sends no request, or does not take the answer: it would keep a thread and a socket.
+CLIENT_TIMEOUT_S = 10.0
 MAX_LOCAL_RANK = 1023  # every label value is a time series in the server's memory
 
 # From a control-plane call (tens of microseconds) to a checkpoint to slow storage (minutes).
@@ -162,6 +166,7 @@ class MetricsRegistry:
             raise OSError(
                 f"the metrics endpoint cannot listen on {host_port(address, port)} ({error}): choose another"
             ) from error
+        server.RequestHandlerClass = _Client
         stopped = threading.Event()
 
         def stop() -> None:
@@ -206,6 +211,18 @@ class MetricsRegistry:
         if not isinstance(metric, _KINDS[naming.kind]):
             raise ValueError(_collision(naming, group, name))
         return metric
+
+
+class _Client(WSGIRequestHandler):
+    """One scrape. Of a client that has gone, or is silent, nothing is written on standard error, which is the log."""
+
+    def handle(self) -> None:
+        self.connection.settimeout(CLIENT_TIMEOUT_S)
+        with suppress(OSError):
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 _KINDS: dict[str, type[Counter] | type[Gauge] | type[Histogram]] = {
