@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.pure.hostile_json import VALUES, taken, with_field
 from torchelastic.agent.predecessors import ProcessRecord, decode
+from torchelastic.launch.events import clock_text
 from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import (
@@ -27,7 +30,8 @@ from torchelastic.rendezvous.records import (
     round_to_dict,
 )
 from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View
-from torchelastic.status.run_status import HostStatus
+from torchelastic.status.run_status import EventLine, HostStatus, WorkerStatus, combined
+from torchelastic.status.screen import Screen
 from torchelastic.status.status_format import decode_host, encode_host, host_to_plain
 
 KEY = "/t/run/members/m1"
@@ -117,3 +121,26 @@ def test_whatever_a_field_of_a_status_holds(name: str, value: str) -> None:
     if status is None:
         return
     assert encode_host(status)
+    shown_to_people(status)
+
+
+def shown_to_people(status: HostStatus) -> None:
+    run = combined("run", 1e9, Round(), (), [replace(status, at_s=1e9)])
+    Console(file=io.StringIO(), width=120).print(Screen(run))
+    for line in run.events:
+        assert clock_text(line.at_s)
+
+
+EVENT = vars(EventLine(at_s=1.0, kind="end", text="lost"))
+WORKER = {**vars(WorkerStatus(worker="h-3f0a77c1/0.0")), "amounts": [0] * 9}
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [*(("events", name) for name in EVENT), *(("workers", name) for name in WORKER)]
+)
+@given(value=VALUES)
+def test_whatever_a_field_of_an_event_or_a_worker_holds(part: str, name: str, value: str) -> None:
+    fields = with_field(EVENT if part == "events" else WORKER, name, value).decode()
+    status = taken(KEY, lambda: decode_host(KEY, with_field(host_to_plain(STATUS), part, f"[{fields}]")))
+    if status is not None:
+        shown_to_people(status)

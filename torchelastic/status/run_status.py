@@ -25,6 +25,9 @@ MOST_VALUES = 8
 #: No host has more workers than that.
 MOST_WORKERS = 4096
 
+#: A time that calendars have, up to the year 9999.
+UnixSeconds = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
@@ -76,7 +79,7 @@ class EventLine:
         text: one line for people, with cause and durations.
     """
 
-    at_s: Amount
+    at_s: UnixSeconds
     host: Text = ""
     kind: Text
     text: Text
