@@ -15,7 +15,7 @@ import pytest
 from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job
-from tests.pure.status_runs import NOW_S, a_host, a_run
+from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
 from torchelastic.ledger.accounts import STYLES
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
@@ -192,6 +192,28 @@ def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_a
         assert "etcd does not answer since" in notes
         assert tab.problems == []
         own_addresses(tab, shown.url)
+
+    in_a_browser(watch)
+
+
+def test_each_of_two_agents_of_a_host_has_its_own_workers_and_a_published_step_is_not_the_step_of_the_run(
+    show: Callable[..., Shown],
+) -> None:
+    shown = show()
+    first = (a_worker(0, "node-1", worker="node-1-aa/0.0", values={"Step": 77.0}),)
+    second = tuple(a_worker(rank, "node-1", worker=f"node-1-bb/{rank}.0", values={}) for rank in (1, 2))
+    shown.status = a_run(
+        a_host("node-1", incarnation="aa", workers=first), a_host("node-1", incarnation="bb", workers=second)
+    )
+
+    async def watch(tab: Tab) -> None:
+        await tab.open(shown.options.url_to_open)
+        await tab.wait_for(f"{LIVE} && document.querySelectorAll('#hosts-table tbody tr').length == 2")
+        workers = "[...document.querySelectorAll('#hosts-table tbody tr')].map((one) => one.cells[2].textContent)"
+        assert await tab.ask(workers) == ["1", "2"]
+        tiles = "[...document.querySelectorAll('.tile')].map((one) => [one.children[0], one.children[1]])"
+        step = f"{tiles}.filter(([name]) => name.textContent == 'Step').map(([, value]) => value.textContent)"
+        assert await tab.ask(step) == ["1,200", "77"]
 
     in_a_browser(watch)
 

@@ -76,7 +76,7 @@ export function drawTiles(run, history) {
   tiles.push({ name: "Goodput", value: percent(goodput.value), more: bound });
   const costs = `on these hosts ${number(run.seen.lost)} workers lost, ${number(run.seen.undone)} attempts undone`;
   tiles.push({ name: "Failures", value: number(run.seen.failures), more: costs });
-  keyed(byId("tiles"), tiles, (tile) => tile.name,
+  keyed(byId("tiles"), tiles, (tile) => tile.line ?? tile.name,
     (tile) => el("div", { class: "tile" }, el("dt", {}, tile.name), el("dd"), el("dd", { class: "quiet" })),
     (node, tile) => {
       setText(node.children[1], tile.value);
@@ -183,7 +183,7 @@ export function drawHosts(run) {
   const columns = [
     ["host", (one) => one.host],
     ["reported", (one) => (one.at_s ? `${duration(Math.max(0, Math.round(run.at_s - one.at_s)))} ago` : "nothing yet")],
-    ["workers", (one) => workers.filter((worker) => worker.host === one.host).length, "number"],
+    ["workers", (one) => workers.filter((worker) => worker.worker.startsWith(`${one.host}-${one.incarnation}/`)).length, "number"],
     ["etcd", (one) => (one.isSilent ? "silent" : one.is_etcd_away ? "away" : "in sight")],
     ["page", (one) => one.address],
     ["version", (one) => one.version],
