@@ -53,8 +53,8 @@ def in_turn(each: Member, rank: int, function: Any) -> Any:
 # --- pushes -----------------------------------------------------------------------------------------------------------
 
 
-def save_beside_a_deaf_partner(root: str, needs_replicas: bool) -> list[Any]:
-    """The first of three ranks gives its shard to one that does not listen; how that ended, who has which shard."""
+def save_beside_a_deaf_partner(root: str, needs_replicas: bool, steps: int = 1) -> list[Any]:
+    """One of three ranks gives its shard to one that does not listen; how that ended, who has which shard."""
     rank, base = dist.get_rank(), Path(root) / f"host-{dist.get_rank()}" / JOB
     os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{rank}"
     start = ReplicaServer.start
@@ -65,12 +65,14 @@ def save_beside_a_deaf_partner(root: str, needs_replicas: bool) -> list[Any]:
         replication.initialize(objects, 0, ReplicationRetryConfig(max_retries=1, timeout_seconds=5.0), timeout_s=30.0)
         saver = DefaultCheckpointSaver(ckpt_obj_manager=objects, replication_manager=replication)
         writer = MemoryStorageWriter(saver, on_failure="raise", needs_replicas=needs_replicas)
-        id_ = base / CheckpointContainerId.format_version_container(1)
-        try:
-            dcp.save({f"w{rank}": torch.full((9,), rank)}, checkpoint_id=str(id_), storage_writer=writer)
-            ended = "saved"
-        except CheckpointException as error:
-            ended = str(error)
+        for step in range(steps):
+            id_ = base / CheckpointContainerId.format_version_container(step)
+            try:
+                dcp.save({f"w{rank}": torch.full((9,), rank)}, checkpoint_id=str(id_), storage_writer=writer)
+                ended = "saved"
+            except CheckpointException as error:
+                ended = str(error)
+            gc.collect()  # errors hold what they are about
         dist.barrier()
         return [ended, replication.partners, sorted(int(path.name[6:11]) for path in base.glob("step-*/*.shard"))]
     finally:
@@ -92,6 +94,12 @@ def test_a_partner_that_does_not_listen_costs_the_save_or_where_that_is_wanted_i
     holders = [rank for rank, (_, _, shards) in enumerate(told) if gives in shards]
     assert holders == [gives], "its shard is where it was saved, and nowhere else"
     assert all(3 in shards for _, _, shards in (told[0], told[2])), "who listens has the commit"
+
+
+def test_partners_keep_no_replicas_of_saves_that_have_failed(crew: Crew, root: Path) -> None:
+    for ended, _, shards in succeeded(crew.run(save_beside_a_deaf_partner, str(root), True, 5, ranks=3)):
+        assert "has no copy of" in ended
+        assert len(shards) <= 2, "its own and its partner's, of the last save"
 
 
 def drop_and_count(root: str) -> list[int]:

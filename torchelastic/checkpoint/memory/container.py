@@ -27,6 +27,7 @@ import errno
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,12 +73,14 @@ class HeldSlot:
         stage: None once there is nothing left to do about it.
         published: its shard, as far as this process knows.
         is_used: whether a shard is made of the copy of a state in it, so that it is nobody's copy any more.
+        is_over: whether it was given back.
     """
 
     container: Container
     stage: Stage | None
     published: Path | None = None
     is_used: bool = False
+    is_over: bool = False
 
     def publish(self, path: Path) -> None:
         """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""
@@ -89,7 +92,7 @@ class HeldSlot:
 
     def give_back(self) -> None:
         """What is in it is of no worth."""
-        stage, self.stage = self.stage, None
+        stage, self.stage, self.is_over = self.stage, None, True
         if stage is None:
             return
         if self.published is not None:
@@ -118,6 +121,7 @@ class Container(MemoryTier):
         item_layout: of what is written of plans.
         copy_layout: of copies of states.
         finishing: held by the one save that makes its checkpoint complete and removes others.
+        under_way: the slots that this process writes from, by save, as long as anybody has them.
         generation: the highest that this process has given to a save; see `next_generation`.
 
     Raises:
@@ -152,6 +156,7 @@ class Container(MemoryTier):
         self._registry = registry if registry is not None else ContainerRegistry()
         self._registry.add(self.root)
         self.finishing = threading.Lock()
+        self.under_way: weakref.WeakValueDictionary[SaveId, HeldSlot] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()  # one completes checkpoints, or removes them, at a time
         remove_hidden_files(self.root, disk)
 
@@ -239,6 +244,16 @@ class Container(MemoryTier):
         with self._lock:
             self.generation = max(self.generation, newest) + 1
             return self.generation
+
+    def begin(self, save: SaveId) -> None:
+        """Removes what was received here of older saves that are over and have failed: no commit of theirs will."""
+        with self._lock:
+            for older in self.inventory():
+                held = self.under_way.get(older.name)
+                is_over = held is None or held.is_over
+                if is_over and not older.is_committed and older.name < save:
+                    for path, _ in self._shards(older.name):
+                        self.shelf.retire(path)
 
     def publish(self, stage: Stage, header: Header | None, path: Path) -> Path:
         """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.

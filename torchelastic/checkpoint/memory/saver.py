@@ -277,6 +277,7 @@ class DefaultCheckpointSaver:
             raise NotSavedError(decision.skipped)
         container = self._containers.at(save.base)
         container.join(self._group(), decision.save.epoch)
+        container.begin(decision.save)
         copies = self._manager.copies if decision.is_copied else None
         if copies is not None:
             epoch = decision.save.epoch

@@ -210,6 +210,7 @@ def stage_items(
     copied = find_copy([tensor for _, tensor in resolved.tensors])
     placed = _in_copy(resolved, copied, shard, container) if copied is not None else None
     held, header, names = placed or _in_slot(resolved, shard, container, threads, with_checksums=with_checksums)
+    container.under_way[shard.name] = held
     assert held.stage is not None
     assert held.stage.slot.path is not None
     size_of = {entry.name: entry.size_bytes for entry in header.entries}
