@@ -347,7 +347,10 @@ def test_a_failed_save_that_is_not_looked_at_holds_up_no_later_one(
     assert failed[0].exception() is not None
 
 
-def test_a_save_at_once_waits_for_the_one_in_the_background(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_other", [False, True], ids=["one writer", "two writers"])
+def test_a_save_at_once_waits_for_the_one_in_the_background(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch, is_other: bool
+) -> None:
     """Ranks that did both at a time would take each other's messages."""
     write, began = alone.saver.write_data, threading.Event()
 
@@ -360,6 +363,8 @@ def test_a_save_at_once_waits_for_the_one_in_the_background(alone: Saving, monke
         patched.setattr(alone.saver, "write_data", slowly)
         future = alone.async_save(state_of(1), 1)
         began.wait(WAIT_S)
+    if is_other:
+        alone.writer = MemoryStorageWriter(alone.saver)
     alone.save(state_of(2), 2)
     assert future.done()
     assert alone.latest() == 2

@@ -114,6 +114,7 @@ class DefaultCheckpointSaver:
         self._threads = DEFAULT_THREADS
         self._identity = secrets.token_hex(8)
         self.skipped = SkippedSaves()
+        self._last_staged: Callable[[], StagedState | None] = lambda: None
         self._current = threading.local()
         self._saves: dict[SaveId, PlannedSave] = {}
         self._containers = SaverContainers(self._manager)

@@ -38,8 +38,8 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
     """Saves into memory for `torch.distributed.checkpoint.save` and `async_save`; any planner, any number of ranks.
 
     When `save` returns, every shard has its replicas on other hosts, and the checkpoint is complete on all of them. Its
-    values are those at the call, for `async_save` too; every save waits for the `async_save` before it, so that one is
-    under way at a time. All ranks name the same checkpoint, each in the container of the
+    values are those at the call, for `async_save` too; every save waits for the `async_save` before it, so that a saver
+    has one under way at a time. All ranks name the same checkpoint, each in the container of the
     job on its own host: `CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(20))`.
 
     A save for which a host has no memory, or a shard no replica, is left out on all ranks: with a warning and a metric,
@@ -83,7 +83,6 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
             raise ValueError(f"thread_count is {thread_count}: give 1 or more, or None")
         self._saver = checkpoint_saver
         self._on_failure = on_failure
-        self._last: weakref.ref[StagedState] | None = None
         checkpoint_saver.configure(threads=thread_count, allow_pickles=allow_pickles, needs_replicas=needs_replicas)
 
     @property
@@ -103,7 +102,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         if checkpoint_id is None:
             raise ValueError("MemoryStorageWriter needs to know where to: give dcp.save a checkpoint_id")
         self._saver.initialize_checkpoint(checkpoint_id)
-        last = self._last() if self._last is not None else None
+        last = self._saver._last_staged()
         if last is not None and not last.is_written_here():
             del last
             self._wait_for_last()
@@ -120,7 +119,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         self._wait_for_last()
         replace_helpers(self._saver.gather, self._saver._group())
         staged = self._saver.stage_data(None, state_dict)
-        self._last = weakref.ref(staged)
+        self._saver._last_staged = weakref.ref(staged)
         return staged
 
     def synchronize_staging(self) -> None:
@@ -174,7 +173,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
 
     def _wait_for_last(self) -> None:
         began_s, has_told = time.monotonic(), False
-        while self._last is not None and (last := self._last()) is not None and not last.is_over:
+        while (last := self._saver._last_staged()) is not None and not last.is_over:
             del last  # nobody else may have it any more
             waited_s = time.monotonic() - began_s
             if waited_s > _LONGEST_S:
@@ -185,9 +184,6 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
                 has_told = True
                 log.warning("a save has waited for %d s for the async_save before it: save less often", waited_s)
             time.sleep(_POLL_S)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
