@@ -218,6 +218,26 @@ def test_failed_saves_leave_nothing_behind(root: Path) -> None:
         assert is_kept(one, 2)
 
 
+def test_a_save_that_is_complete_does_not_fail_where_what_it_replaces_cannot_be_removed(root: Path) -> None:
+    disk = FaultyDisk()
+    with saving(root, disk=disk, on_failure="raise") as one:
+        one.save(state_of(1), 1)
+        disk.calls.clear()
+        one.save(state_of(2), 2)
+        calls = list(disk.calls)
+        for step, number in enumerate(range(calls.index("sync_folder"), len(calls)), start=3):
+            disk.calls.clear()
+            disk.struck.clear()
+            disk._faults[:] = [fail_at(number, errno.EIO)]
+            try:
+                one.save(state_of(step), step)
+            except CheckpointException:
+                assert step not in one.steps()
+            else:
+                assert is_kept(one, step)
+        disk._faults.clear()
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -339,7 +340,8 @@ class Container(MemoryTier):
             check()
             raise
         finally:
-            remove_folder(self.root, name.staging_name, self.disk)
+            with suppress(CheckpointError):  # a left-over, as of a process that was killed
+                remove_folder(self.root, name.staging_name, self.disk)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

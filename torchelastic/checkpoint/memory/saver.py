@@ -389,7 +389,10 @@ class DefaultCheckpointSaver:
             if self._manager.copies is not None and decision.is_copied:
                 self._manager.copies.take(commit.shard, ShardReader(path))
                 self._manager.copies.publish(commit.manifest(record_in(path, commit.shard.rank)))
-            container.tidy()
+            try:
+                container.tidy()
+            except CheckpointError as error:  # what is saved is saved
+                log.warning("what %s has replaced is not removed: %s", save.id, error)
         return commit
 
     def finalize_checkpoint(
