@@ -262,13 +262,15 @@ def test_several_optimizers_tied_weights_and_a_finer_dtype_come_back(folder: Pat
         model(torch.ones(2, 4).bfloat16()).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-    optimizers[0].state[model[0].weight]["momentum_buffer"] = torch.full((4, 4), 1 / 3)  # float32 beside bfloat16
+    finer = {"momentum_buffer": torch.full((4, 4), 1 / 3), "history": [{"sum": torch.full((3,), 1 / 3)}]}
+    optimizers[0].state[model[0].weight].update(finer)  # float32 beside bfloat16
     BCPState(model, optimizers, "ddp", None, folder).save()
     again, their = make(1)
     BCPState(again, their, "ddp", None, folder).load()
     assert again[1].weight is again[0].weight
     assert torch.equal(again[0].weight, model[0].weight)
     assert torch.equal(their[0].state[again[0].weight]["momentum_buffer"], torch.full((4, 4), 1 / 3))
+    assert torch.equal(their[0].state[again[0].weight]["history"][0]["sum"], torch.full((3,), 1 / 3))
     assert their[1].param_groups[0]["lr"] == torch.tensor(0.25)
     kept, loaded = optimizers[1].state[model[2].weight], their[1].state[again[2].weight]
     assert kept.keys() == loaded.keys()

@@ -419,7 +419,8 @@ def test_what_an_optimizer_keeps_in_more_digits_than_its_parameters_is_sent_and_
         return state
 
     state, other = states(snapshot="full"), states()
-    state.optimizer.state[state.module.weight] = {"sum": torch.full((2, 2), 1 / 3)}  # float32
+    finer = {"sum": torch.full((2, 2), 1 / 3), "history": [{"sum": torch.full((3,), 1 / 3)}]}  # float32
+    state.optimizer.state[state.module.weight] = finer
     other.load_state_dict(state.state_dict())
     assert_same(picture(state), picture(other))
     state.apply(state.snapshot())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchelastic.checkpoint.training_state.fitting import optimizer_faults
+from torchelastic.checkpoint.training_state.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
@@ -236,7 +236,7 @@ class Optimizers:
         self._require_fitting([one.get("param_groups", optimizer.param_groups) for one, optimizer in states])
         self._all.load_state_dict(state)
         for one, optimizer in states if keeps_types else ():
-            _put_types_back(optimizer, one)
+            put_types_back(optimizer, one)
 
     def states_in(self, state: Any) -> list[Any]:
         """What a state as `state_dict` gives it has for each optimizer. Raises UnfitStateError if it is of others."""
@@ -339,17 +339,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _put_types_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Torch has cast all to the types of the parameters: of a float32 sum beside one in bfloat16 digits are lost."""
-    numbers = [number for group in saved.get("param_groups", ()) for number in group.get("params", ())]
-    for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
-        loaded = optimizer.state.get(parameter, {})
-        for name, value in saved.get("state", {}).get(number, {}).items():
-            cast = loaded.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
-                loaded[name] = value.to(cast.device)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import shortlist
@@ -91,6 +92,28 @@ def optimizer_faults(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.
                 f"{kind} needs{has}: it is of another kind of optimizer"
             ]
     return []
+
+
+def put_types_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Torch has cast what it loaded to the types of the parameters: digits are lost of a float32 sum beside bfloat16.
+
+    Args:
+        optimizer: with the same parameters, of the same types, as where it was saved.
+        saved: its `state_dict` that was loaded.
+    """
+    numbers = [number for group in saved.get("param_groups", ()) for number in group.get("params", ())]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        loaded, kept = optimizer.state.get(parameter, {}), saved.get("state", {}).get(number, {})
+        for name in loaded.keys() & kept.keys():
+            (now, form), (before, saved_form) = tree_flatten(loaded[name]), tree_flatten(kept[name])
+            if form == saved_form:  # lists and dicts of tensors, too
+                loaded[name] = tree_unflatten([_of_type(*pair) for pair in zip(now, before, strict=True)], form)
+
+
+def _of_type(cast: Any, value: Any) -> Any:
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor)
+    return value.to(cast.device) if are_tensors and cast.dtype != value.dtype else cast
 
 
 def _once_loaded(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

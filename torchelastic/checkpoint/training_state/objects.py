@@ -19,10 +19,16 @@ import xxhash
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from torchelastic.checkpoint.shards.tensors import ShardOf, contiguous, encode_leaf, memory_of
-from torchelastic.checkpoint.training_state.fitting import Form, GroupNames, optimizer_faults, require_fitting
+from torchelastic.checkpoint.training_state.fitting import (
+    Form,
+    GroupNames,
+    optimizer_faults,
+    put_types_back,
+    require_fitting,
+)
 
 FRAMEWORKS = ("ddp", "fsdp", "fsdp2")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -132,7 +138,7 @@ class TrainingObjects:
         optimizers = [
             {
                 "state": {
-                    name: {key: _room(value, live[name]) for key, value in state.items()}
+                    name: tree_map_only(torch.Tensor, partial(_room, parameter=live[name]), state)
                     for name, state in optimizer["state"].items()
                 },
                 "param_groups": tree_map_only(torch.Tensor, room, optimizer["param_groups"]),
@@ -161,7 +167,7 @@ class TrainingObjects:
         for number, optimizer in enumerate(self.optimizers):
             read, looks = loaded["optimizers"][number], saved["optimizers"][number]["state"]
             state = {
-                name: {key: _as_live(value, looks[name][key], live[name]) for key, value in kept.items()}
+                name: tree_map(partial(_as_live, parameter=live[name]), kept, looks[name])
                 for name, kept in read["state"].items()
             }
             _apply_to(optimizer, names[number], state, read["param_groups"])
@@ -350,11 +356,6 @@ def _apply_to(
     param_groups = [
         {**kept, "params": [numbers[name] for name in group]} for kept, group in zip(saved_groups, groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, kept in state.items():
-        here = optimizer.state[parameters[number]]
-        for key, value in kept.items():
-            now = here.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                here[key] = value.to(now.device)  # torch casts what it loads to the dtype of the parameter
+    loaded = {"state": state, "param_groups": param_groups}
+    optimizer.load_state_dict(loaded)
+    put_types_back(optimizer, loaded)
