@@ -130,7 +130,7 @@ def test_a_process_does_not_grow_with_the_changes_of_its_group(crew: Crew) -> No
 
 
 def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy from a GPU may still be running then: another rank would be given what is not there yet."""
     waited: list[threading.Thread] = []
@@ -148,6 +148,8 @@ def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete
     copies.begin(Version(1, 3, 7), layout, {"w": torch.ones(4)}, b"")
     with pytest.raises(RuntimeError, match="lost"):
         copies.wait_until_received()
+    assert [copies.finished, copies.finished] == [0, 0]
+    assert [record.message.count("no new copy") for record in caplog.records] == [1], "where the group goes on"
     copies.leave_group()
     assert threading.main_thread() in waited
     assert [held.version for held in copies.held] == [Version(1, 3, 7)]

@@ -176,7 +176,7 @@ class Copies:
         self._exchange: _Exchange | None = None
         #: of which state the copy is that was begun last in this group
         self.newest: Version | None = None
-        self._started = self._whole = 0
+        self._started = self._whole = self._has_told = 0
         # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
         self._own: SlotPool | None = None
         self._others = SlotPool(None, discards=True)
@@ -196,7 +196,7 @@ class Copies:
             self.held.append(self._exchange.own)
             self._exchange = None
         self._partners = self.newest = None
-        self._started = self._whole = 0
+        self._started = self._whole = self._has_told = 0
 
     def keep_only(self, versions: Collection[Version | None]) -> None:
         """Give up the copies of all other states, and their memory: room for the parts of a new group."""
@@ -229,8 +229,14 @@ class Copies:
 
     @property
     def finished(self) -> int:
-        """How many of them are whole here: this rank has all that it was to get."""
-        return self._started if self._exchange is None or self._is_received() else self._started - 1
+        """How many of them are whole here: this rank has all that it was to get. Says if the last one never will be."""
+        if self._exchange is None or self._is_received():
+            return self._started
+        if self._exchange.received.done() and self._started != self._has_told:
+            self._has_told, error = self._started, self._exchange.received.exception()
+            text = "the parts of this worker have no new copy, nor will there be one before the next group: %s"
+            log.warning(text, str(error) or type(error).__name__)
+        return self._started - 1
 
     def begin(self, version: Version, layout: Layout, tensors: Mapping[str, torch.Tensor], companions: bytes) -> None:
         """Copy this rank's parts and begin to send them; every rank calls it at the same step.
