@@ -106,6 +106,16 @@ def test_verify_names_a_damaged_commit(base: Path, capsys: Capture) -> None:
     assert (code, str(commit) in out) == (1, True)
 
 
+def test_verify_names_an_attached_file_that_was_changed_or_is_missing(base: Path, capsys: Capture) -> None:
+    attached = left_by_a_killed_job(base, 20) / "common.pt"
+    assert run(capsys, "verify", base)[0] == 0
+    flip(attached, 3)
+    for _ in range(2):
+        code, out, _ = run(capsys, "verify", base)
+        assert (code, str(attached) in out) == (1, True)
+        attached.unlink(missing_ok=True)
+
+
 def test_the_container_itself_may_be_given_to_be_pruned(base: Path, capsys: Capture) -> None:
     left_by_a_killed_job(base, 20)
     code, out, _ = run(capsys, "prune", "--dead", base, "--yes")

@@ -22,7 +22,10 @@ from torchelastic.checkpoint import durable_copies
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.restore_plan import Candidate, candidates
+from torchelastic.checkpoint.replication.client import Transferred
+from torchelastic.checkpoint.replication.receive import Destination
+from torchelastic.checkpoint.restore import fetch
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates
 from torchelastic.checkpoint.shards import read_tree
 from torchelastic.checkpoint.store import (
     DiskTier,
@@ -33,6 +36,7 @@ from torchelastic.checkpoint.store import (
     TierContext,
     TierEntry,
 )
+from torchelastic.checkpoint.store.save_id import ShardId
 
 KINDS = ["memory", "private", "shared", "file", "object", pytest.param("s3", marks=NEEDS_S3)]
 
@@ -201,6 +205,21 @@ def test_a_replica_that_is_damaged_or_unwanted_is_not_taken(place: Path) -> None
             tier.shelf.destination(wrong, 10)
     assert tier.inventory() == []
     tier.close()
+
+
+def test_a_holder_that_gives_another_shard_is_passed_over(place: Path) -> None:
+    """Both are whole: a file that has got another name is served under that."""
+    tier, wanted = MemoryTier(place), ShardId(name_at(5), 0, 2)
+
+    def pull(_: ShardId, source: ShardSource, destination: Destination) -> Transferred:
+        given = sealed(name_at(5), 1 - source.rank, 2).data
+        memoryview(destination(given.nbytes))[:] = given
+        return Transferred(given.nbytes, "", given.nbytes)
+
+    fetch(tier, wanted, [ShardSource(0), ShardSource(1)], pull)
+    with tier.open(wanted.name, 0) as shard:
+        assert shard.header.meta["rank"] == 0
+    close([tier])
 
 
 def test_a_durable_shard_that_was_changed_is_found_when_it_is_opened_or_read(place: Path) -> None:

@@ -54,6 +54,11 @@ def test_a_host_that_is_gone_or_whose_shard_is_damaged_is_replaced_by_its_replic
     assert answers[0]["digest"] == saved[0]["digest"]
 
 
+def test_replicas_that_a_former_group_still_sends_are_refused(crew: Crew, tmp_path: Path) -> None:
+    told = succeeded(crew.run(work.push_what_the_group_before_has_begun, str(tmp_path), ranks=2))
+    assert told == [["OutdatedRoundError", "taken"]] * 2
+
+
 def test_a_place_that_hangs_on_one_host_stops_no_training_there(crew: Crew, tmp_path: Path) -> None:
     answers = succeeded(crew.run(work.save_where_the_disk_of_rank_1_hangs, str(tmp_path), ranks=2))
     assert [answer["failures"] for answer in answers] == [[]] * 2

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import torchelastic
+from tests.process.tier_saves import sealed
 from tests.pure.worlds_of_one import World
 from tests.waiting import wait_until
 from torchelastic.checkpoint import EverySteps, TieredCheckpointManager
@@ -123,6 +124,29 @@ def save(kinds: str, folder: str, steps: int = 3, replicas: int = 0) -> Any:
     result = {"digest": digest(state), "failures": list(manager.failures), "sizes": sizes}
     close(manager)
     return result
+
+
+def push_what_the_group_before_has_begun(folder: str) -> Any:
+    """How a late replica of a former group fares with the partner, and one of this group."""
+    manager = TieredCheckpointManager(
+        make_tiers("hosts", folder), run_id="test", replicas=1, host=f"host-{dist.get_rank()}"
+    )
+    told = []
+    for round_number in (1, 2):
+        manager.enter_group(peers := join(round_number))
+        manager.wait()
+    peers.barrier()
+    replicas = manager._replicas
+    assert replicas is not None
+    for number in (1, 2):
+        try:
+            replicas.push(sealed(SaveId(1, number, 1, 1), peers.rank, peers.world_size))
+            told.append("taken")
+        except CheckpointError as error:
+            told.append(type(error).__name__)
+    peers.barrier()
+    close(manager)
+    return told
 
 
 def restore(kinds: str, folder: str, run_id: str = "test") -> Any:
