@@ -176,6 +176,25 @@ def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> Non
         state.sync()
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_failed_step_that_has_changed_weights_itself_leaves_nothing_to_go_on_from(has_stepped: bool) -> None:
+    """The others' copies of the state before the step do."""
+    state = ShardedState(build())
+    state.sync()
+    train(state, 2)
+    snapshot = state.snapshot()
+    state.model(torch.ones(4, 3)).sum().backward()
+    if has_stepped:
+        state.optimizer.step()
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.mul_(0.5)
+    state.apply(snapshot)
+    assert state.status is StateStatus.INITIAL
+    with pytest.raises(RetryableException, match="any part of the model: trying to load a checkpoint"):
+        state.sync()
+
+
 def first_layer_only(mesh: DeviceMesh) -> tuple[Any, ...]:
     model = model_of()
     fully_shard(model[0], mesh=mesh)

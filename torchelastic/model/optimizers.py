@@ -118,12 +118,15 @@ class Optimizers:
         self._copied: set[int] = set()
         self._is_uncovered = self._has_more = self._has_strayed = False
         self._watched: list[torch.Tensor] = []
+        self._in_own_memory: list[torch.Tensor] = []
         self._marks: list[int] = []
         self._watch()
 
     def watch(self, weights: Iterable[torch.Tensor]) -> None:
         """See from now on whether something else changes these."""
         self._watched = [weight for weight in weights if not (is_lazy(weight) or weight.is_inference())]
+        # a DTensor's is another one from the first forward pass of FSDP2 on
+        self._in_own_memory = [weight for weight in self._watched if not hasattr(weight, "device_mesh")]
         self._marks = self._marked()
 
     # --- a train step -----------------------------------------------------------------------------
@@ -296,7 +299,7 @@ class Optimizers:
 
     def _marked(self) -> list[int]:
         """What is another where a weight was changed in place, except through its `.data`, or has other memory."""
-        return [weight._version for weight in self._watched] + [weight.data_ptr() for weight in self._watched]
+        return [weight._version for weight in self._watched] + [weight.data_ptr() for weight in self._in_own_memory]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}, "_copied": set()}

@@ -68,6 +68,7 @@ class Built:
         self.optimizers = Optimizers(
             self.optimizer, lambda: None, lambda is_first: before_first() if is_first else None
         )
+        self.optimizers.watch(self.parameters.values())
         self.schedulers = OneOrMany("scheduler", self.scheduler)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._optimized: list[list[tuple[str, torch.Tensor]]] = [
