@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,17 @@ def test_a_page_has_a_token_a_new_one_or_that_of_a_file(tmp_path: Path, at: str)
     assert "token" not in first.url_to_open, "who has the file knows it"
     for one in (seen, first, second):
         one.socket.close()
+
+
+def test_of_two_agents_that_begin_at_once_the_second_takes_the_token_that_the_first_is_writing(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    first = threading.Timer(0.2, path.write_text, [f"{TOKEN}\n"])
+    first.start()
+    second = listening("0", path)
+    first.join()
+    assert second.token == TOKEN
+    second.socket.close()
 
 
 def test_a_token_that_everybody_may_read_or_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:

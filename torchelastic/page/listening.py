@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from torchelastic.page.access import Access, checked_token, new_token
 from torchelastic.text import host_port
 
 LOOPBACK = "127.0.0.1"
+#: So long a file without a token may be one that another agent has just made, and is about to write.
+MAKING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,15 +114,21 @@ def _read_or_make(path: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    with path.open("rb") as file:
-        if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:
-            raise ValueError(f"every user of this host may use {path}, which holds a token: chmod 600 {path}")
-        content = file.read(4096)
+    until_s = time.monotonic() + MAKING_S
+    while not (content := _content(path)) and time.monotonic() < until_s:
+        time.sleep(0.02)
     try:
         return checked_token(content.decode("ascii"))
     except ValueError as error:  # a UnicodeDecodeError is one, too, and shows what was there
         why = "it is not ASCII" if isinstance(error, UnicodeDecodeError) else str(error)
         raise ValueError(f"{path} holds no token: {why}; without the file one is made") from None
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:
+            raise ValueError(f"every user of this host may use {path}, which holds a token: chmod 600 {path}")
+        return file.read(4096)
 
 
 def _bound(host: str, port: int) -> socket.socket:
