@@ -209,6 +209,26 @@ def test_saves_of_all_workers_are_one_row_and_outages_drains_and_stragglers_are_
     assert report.incidents == ()
 
 
+def test_of_a_state_that_counts_no_steps_each_checkpoint_is_a_row_and_no_step_is_named() -> None:
+    host = Host("a")
+    workers = [Worker(host, f"{place}.0") for place in (0, 1)]
+    group_of(workers, 0, 1, -1)
+    steps(workers, 10, 1)
+    for at_ms in (130, 230):
+        for worker in workers:
+            worker.saves(at_ms, 20, "disk")
+    workers[1].drains(300)
+    workers[1].ends(310)
+    workers[0].ends(320, -9)
+    report = report_of(journals_of([host]))
+    check(report)
+    assert [(save.at_ns // MS, save.step, save.workers) for save in report.saves] == [(130, -1, 2), (230, -1, 2)]
+    assert [mark.text for mark in report.marks if mark.kind in ("drain", "loss")] == [
+        "a/1.0 left in order", "a/0.0 killed by SIGKILL",
+    ]  # fmt: skip
+    assert "step -1" not in html_page(report)
+
+
 # --- what lacks -------------------------------------------------------------------------------------------------------
 
 

@@ -197,11 +197,14 @@ def _detected(book: HostLedger) -> dict[tuple[str, int], int]:
 
 def _saves(events: Iterable[RunEvent]) -> tuple[SaveRow, ...]:
     """What several workers did for one checkpoint is one row."""
-    together: dict[tuple[int, int, str], list[tuple[int, Save]]] = {}
+    together: dict[tuple[int, int, str, int], list[tuple[int, Save]]] = {}
+    before: Counter[tuple[int, int, str, str]] = Counter()
     for one in events:
         if isinstance(one.event, Save):
             save = one.event
-            together.setdefault((save.round, save.step, save.tier), []).append((one.at_ns, save))
+            mine = (save.round, save.step, save.tier, save.worker)
+            together.setdefault((save.round, save.step, save.tier, before[mine]), []).append((one.at_ns, save))
+            before[mine] += 1  # of a state that counts no steps all saves are at -1
     rows = [
         SaveRow(
             at_ns=max(at_ns for at_ns, _ in saves),
@@ -211,7 +214,7 @@ def _saves(events: Iterable[RunEvent]) -> tuple[SaveRow, ...]:
             mean_ns=sum(save.stall_ns for _, save in saves) // len(saves),
             longest_ns=max(save.stall_ns for _, save in saves),
         )
-        for (_round, step, tier), saves in together.items()
+        for (_round, step, tier, _number), saves in together.items()
     ]
     return tuple(sorted(rows, key=lambda row: row.at_ns))
 
@@ -248,9 +251,10 @@ def _mark(one: RunEvent) -> Iterator[Mark]:
         yield _at(one, "join", f"joins round {event.round}{rank} of {event.world_size}")
     elif isinstance(event, End):
         how = event.cause or ("lost" if event.is_loss else "ended")
-        yield _at(one, "loss" if event.is_loss else "end", f"{how}, after step {event.step}")
+        after = f", after step {event.step}" if event.step >= 0 else ""
+        yield _at(one, "loss" if event.is_loss else "end", f"{how}{after}")
     elif isinstance(event, Drain):
-        yield _at(one, "drain", f"left in order after step {event.step}")
+        yield _at(one, "drain", "left in order" + (f" after step {event.step}" if event.step >= 0 else ""))
     elif isinstance(event, Straggler):
         yield _at(one, "straggler", f"slow: {event.relative_percent:.0f} % of the best")
     elif isinstance(event, Restore) and event.source == "checkpoint":

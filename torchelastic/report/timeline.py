@@ -11,7 +11,7 @@ from torchelastic.report.charts import MOST_FLAGS, failure_line
 from torchelastic.report.model import LifeRow, Mark, Report, SaveRow
 from torchelastic.report.segments import Segment
 from torchelastic.report.svg import Scale, node, number, rounded, time_ticks
-from torchelastic.text import duration
+from torchelastic.text import counted, duration
 
 _WIDTH, _LEFT, _RIGHT = 1120.0, 128.0, 1108.0
 _IN_GROUP_TOP, _IN_GROUP_HEIGHT = 30.0, 34.0
@@ -158,9 +158,10 @@ def _saves(saves: Sequence[SaveRow], scale: Scale, top: float) -> Iterator[Eleme
     for save in saves:
         columns[int(scale.place(save.at_ns) / 2)].append(save)
     for column, here in columns.items():
-        steps = f"step {here[0].step}" if len(here) == 1 else f"{len(here)} saves, steps {here[0].step}-{here[-1].step}"
+        ends = dict.fromkeys(str(save.step) for save in (here[0], here[-1]) if save.step >= 0)
+        after = f" after step {'-'.join(ends)}" if ends else ""
         longest_ns = max(save.longest_ns for save in here)
-        about = f"saved {steps}, training stopped for {duration(longest_ns)} at most"
+        about = f"{counted(len(here), 'save')}{after}, training stopped for {duration(longest_ns)} at most"
         x = column * 2 + 1
         yield node("line", node("title", about), class_="save", x1=x, x2=x, y1=top, y2=top + 11)
 
@@ -169,7 +170,8 @@ def _failures(report: Report, scale: Scale, bottom: float) -> Iterator[Element]:
     is_numbered = len(report.incidents) <= MOST_FLAGS
     for one in report.incidents:
         who = one.who or "; ".join(one.causes[:1]) or "a group broke"
-        about = f"after {duration(one.at_ns)}, step {one.step}: {who}"
+        step = f", step {one.step}" if one.step >= 0 else ""
+        about = f"after {duration(one.at_ns)}{step}: {who}"
         x = scale.place(one.at_ns)
         yield failure_line(one, about, x, _IN_GROUP_TOP - 15, bottom, is_numbered=is_numbered)
 

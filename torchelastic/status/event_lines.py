@@ -172,7 +172,8 @@ def _text(event: LedgerEvent) -> str:
         case Restore():
             has_received = event.source and event.from_step != event.step  # else it kept its own state
             source = f" from a {event.source}" if has_received else ""
-            return f"in sync at step {event.step}{source}, {duration(event.took_ns)}"
+            at = f" at step {event.step}" if event.step >= 0 else ""
+            return f"in sync{at}{source}, {duration(event.took_ns)}"
         case ReForm():
             phases = ", ".join(f"{name} {duration(ns)}" for name, ns in event.phases_ns.items())
             return f"trains again after {duration(_took_ns(event))}" + (f" ({phases})" if phases else "")
@@ -180,9 +181,11 @@ def _text(event: LedgerEvent) -> str:
             return "committed its first step"
         case Save():
             tier = f" to {event.tier}" if event.tier else ""
-            return f"saved step {event.step}{tier}, training stopped for {duration(event.stall_ns)}"
+            step = f" step {event.step}" if event.step >= 0 else ""
+            return f"saved{step}{tier}, training stopped for {duration(event.stall_ns)}"
         case Drain():
-            return "left the run in order" + (f" after step {event.step}" if event.step >= 0 else ", in no group yet")
+            where = f" after step {event.step}" if event.step >= 0 else ", in no group yet" if event.round < 0 else ""
+            return f"left the run in order{where}"
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
         case StoreOutage():
