@@ -84,6 +84,21 @@ def test_a_torn_line_a_damaged_line_and_one_of_a_later_version_are_said_and_the_
     assert document["is_over"] is False
 
 
+def test_what_lacks_of_another_run_in_the_folder_is_not_said_of_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = written(tmp_path, killed_run())
+    (other,) = killed_run("run-2")[:1]
+    other.name = "gamma"
+    written(tmp_path, [other])
+    path = file_of(logs, "gamma")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert "gamma" not in lacks(reported(capsys, logs, "--run-id", "run-1"))
+    assert "The last line of ledger-gamma-a1 is torn" in lacks(reported(capsys, logs, "--run-id", "run-2"))
+    assert main(["events", "--journal", str(logs), "--rdzv-id", "run-1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("damage", ["later version", "no head", "no book"])
 def test_a_journal_that_cannot_be_read_is_named_and_the_others_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str

@@ -12,7 +12,7 @@ from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.report.building import NoRunError, report_of
+from torchelastic.report.building import NoRunError, of_one_run, report_of
 from torchelastic.report.model import Report
 from torchelastic.report.page import html_page
 from torchelastic.report.segments import Segment
@@ -271,16 +271,16 @@ def test_an_agent_that_was_lost_with_its_workers_is_a_failure_too() -> None:
 
 def test_no_journal_several_runs_or_none_that_has_begun_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(NoRunError, match="--log-dir"):
-        report_of({})
+        of_one_run({}, None, "--run-id")
     with pytest.raises(NoRunError, match="no worker has started"):
         report_of({"a": Host("a").journal()})
     both = {**journals_of(killed_run("one")), "other": killed_run("two")[0].journal()}
-    with pytest.raises(NoRunError, match=r"--run-id .*: one, two"):
-        report_of(both)
-    assert report_of(both, run_id="one").run_id == "one"
-    assert len(report_of(both, run_id="one").lives) == 5
+    with pytest.raises(NoRunError, match="--run-id: one, two"):
+        of_one_run(both, None, "--run-id")
+    report = report_of(of_one_run(both, "one", "--run-id"))
+    assert (report.run_id, len(report.lives)) == ("one", 5)
     with pytest.raises(NoRunError, match="no journal of the run three"):
-        report_of(both, run_id="three")
+        of_one_run(both, "three", "--run-id")
 
 
 def test_what_a_rotated_journal_brings_forward_is_in_the_sums() -> None:

@@ -97,15 +97,17 @@ def _from_journals(paths: Sequence[Path], run_id: str | None, *, as_json: bool) 
         found = find_journals(paths)
     except OSError as error:
         raise CommandError(error_text(error)) from error
-    for lack in found.lacks:
-        _note(lack)
     if not found.journals:
         where = ", ".join(map(str, paths))
-        raise CommandError(f"there is no journal in {where}: give the --log-dir of `torchelastic run`")
+        none = f"there is no journal in {where}: give the --log-dir of `torchelastic run`"
+        raise CommandError(" ".join([none, *found.lacks_of(())]))
     try:
-        journals = of_one_run(found.journals, run_id, "--rdzv-id").values()
+        chosen = of_one_run(found.journals, run_id, "--rdzv-id")
     except NoRunError as error:
         raise CommandError(str(error)) from error
+    for lack in found.lacks_of(chosen):
+        _note(lack)
+    journals = chosen.values()
     if not as_json:
         _show(sorted((line for one in journals for line in _lines(one)), key=lambda line: line.at_s), as_json=False)
         return

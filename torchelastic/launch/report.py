@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchelastic.report.building import NoRunError, report_of
+from torchelastic.report.building import NoRunError, of_one_run, report_of
 from torchelastic.report.comparing import compared
 from torchelastic.report.losses import LossFileError, read_losses
 from torchelastic.report.model import Report
@@ -61,10 +61,11 @@ def _report(paths: Sequence[Path], run_id: str | None, loss: Path | None) -> Rep
     found = find_journals(paths)
     losses = None if loss is None else read_losses(loss)
     try:
-        return report_of(found.journals, run_id=run_id, lacks=found.lacks, losses=losses)
+        journals = of_one_run(found.journals, run_id, "--run-id (of --compare: --compare-run-id)")
+        return report_of(journals, lacks=found.lacks_of(journals), losses=losses)
     except NoRunError as error:
         where = ", ".join(map(str, paths))
-        raise NoRunError(" ".join([f"{where}: {error}", *found.lacks])) from error
+        raise NoRunError(" ".join([f"{where}: {error}", *found.lacks_of(found.journals)])) from error
 
 
 def _publish(output: Path, text: str) -> None:

@@ -33,23 +33,20 @@ class NoRunError(ValueError):
 def report_of(
     journals: Mapping[str, Journal],
     *,
-    run_id: str | None = None,
     lacks: Sequence[str] = (),
     losses: LossCurve | None = None,
 ) -> Report:
     """The report of a run.
 
     Args:
-        journals: of all its agents, by name.
-        run_id: of which run, where there are journals of several; None: there is only one.
+        journals: of all its agents, by name; see `of_one_run`.
         lacks: what is known to be missing, as sentences.
         losses: the loss curve.
 
     Raises:
-        NoRunError: there is no journal of it, or of several runs, or none has a worker.
+        NoRunError: none has a worker.
     """
-    chosen = of_one_run(journals, run_id, "--run-id (of --compare: --compare-run-id)")
-    nonempty = {name: one for name, one in chosen.items() if one.events or one.before.counts.first_ns is not None}
+    nonempty = {name: one for name, one in journals.items() if one.events or one.before.counts.first_ns is not None}
     parts, began_ns = parts_of(nonempty)
     if not parts:
         raise NoRunError("no worker has started yet, according to the journals")
@@ -60,7 +57,7 @@ def report_of(
     events = sorted(_events(parts), key=lambda one: one.at_ns)
     incidents = incidents_of(events, workers)
     run = _seen(parts, until_ns, incidents)
-    silent = [f"The journal {name} contains no worker." for name in chosen if name not in {one.name for one in parts}]
+    silent = [f"The journal {name} contains no worker." for name in journals if name not in {one.name for one in parts}]
     return Report(
         run_id=parts[0].journal.head.run_id,
         began_ns=began_ns,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +19,15 @@ class Found:
 
     Attributes:
         journals: those that could be read, by name.
-        lacks: what is missing of them, or could not be read, as sentences.
+        lacks: (of which journal, what is missing of it or why it could not be read, as a sentence).
     """
 
     journals: Mapping[str, Journal] = field(default_factory=dict)
-    lacks: tuple[str, ...] = ()
+    lacks: tuple[tuple[str, str], ...] = ()
+
+    def lacks_of(self, journals: Container[str]) -> tuple[str, ...]:
+        """What is missing of these journals; and which could not be read, as nobody knows of which run they are."""
+        return tuple(lack for name, lack in self.lacks if name in journals or name not in self.journals)
 
 
 def find_journals(paths: Sequence[Path]) -> Found:
@@ -36,7 +40,7 @@ def find_journals(paths: Sequence[Path]) -> Found:
         OSError: a path is not there, or a folder cannot be read.
     """
     journals: dict[str, Journal] = {}
-    lacks: list[str] = []
+    lacks: list[tuple[str, str]] = []
     read: set[tuple[Path, ...]] = set()
     for path in paths:
         for name, files in _files_at(path).items():
@@ -46,17 +50,17 @@ def find_journals(paths: Sequence[Path]) -> Found:
             try:
                 journal = read_journal(files)
             except (LedgerFormatError, OSError) as error:
-                lacks.append(f"The journal {name} is left out: {error}.")
+                lacks.append((name, f"The journal {name} is left out: {error}."))
                 continue
             known = journals.get(name)
             if known is not None and known.head == journal.head:
-                lacks.append(f"{name} was given twice, as copies: the longer one is used.")
+                lacks.append((name, f"{name} was given twice, as copies: the longer one is used."))
                 if len(journal.events) <= len(known.events):
                     continue
             elif known is not None:
                 name = str(files[0].parent / name)
             journals[name] = journal
-            lacks += _lacks(name, files, journal)
+            lacks += [(name, lack) for lack in _lacks(name, files, journal)]
     return Found(journals, tuple(lacks))
 
 
