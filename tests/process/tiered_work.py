@@ -23,6 +23,7 @@ from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
+from torchelastic.group.peers import Alone
 from torchelastic.p2p.peers import GroupPeers
 
 STREAM_BYTES = 5000
@@ -114,10 +115,9 @@ def save(kinds: str, folder: str, steps: int = 3, replicas: int = 0) -> Any:
         state = make_state(7, step)
         manager.save_step(state, step, peers)
         manager.wait()
-    name = SaveId(1, 1, 2, steps)
     sizes = {}
     for tier in manager.tiers:
-        with tier.open(name, peers.rank) as shard:
+        with tier.open(tier.inventory()[0].name, peers.rank) as shard:
             entries = shard.header.entries
             shared = sum(e.size_bytes for e in entries if e.name.startswith(("module/", "optimizer/")))
             sizes[tier.name] = {"shared": shared, "all": sum(entry.size_bytes for entry in shard.header.entries)}
@@ -166,6 +166,48 @@ def restore(kinds: str, folder: str, run_id: str = "test") -> Any:
     result = {"step": step, "digest": digest(state), "newest": str(newest), "failures": list(manager.failures)}
     manager.close()
     return result
+
+
+def _own_manager(folder: str, host: str) -> TieredCheckpointManager:
+    return TieredCheckpointManager([MemoryTier(Path(folder) / host)], run_id="test", patience_s=20.0)
+
+
+def save_with_a_host_of_an_earlier_job(folder: str) -> Any:
+    """Rank 1 was not there when this job of the run began, and brings what one before it had saved in later rounds."""
+    rank = dist.get_rank()
+    if rank == 1:
+        earlier = _own_manager(folder, "host-1")
+        earlier.save_step(make_state(1, 10), 10, Alone(7))
+        close(earlier)
+    manager = _own_manager(folder, f"host-{rank}")
+    if rank == 0:
+        manager.save_step(make_state(7, 1), 1, Alone(1))
+        manager.wait()
+    peers = join(2)
+    manager.save_step(make_state(7, 2), 2, peers)
+    close(manager)
+    return _restored(folder, f"host-{rank}")
+
+
+def restore_of_two_jobs(folder: str) -> Any:
+    """Two jobs of a run have saved alike, each on hosts of its own; one host of each is left."""
+    rank = dist.get_rank()
+    for hosts, seed in (("ab", 1), ("cd", 7)):
+        manager, peers = _own_manager(folder, hosts[rank]), join()
+        manager.save_step(make_state(seed, 2), 2, peers)
+        close(manager)
+    return _restored(folder, "ad"[rank])
+
+
+def _restored(folder: str, host: str) -> Any:
+    manager, peers = _own_manager(folder, host), join()
+    manager.enter_group(peers)
+    try:
+        return manager.restore(make_state(3, 1), peers)
+    except CheckpointError as error:
+        return type(error).__name__
+    finally:
+        manager.close()
 
 
 class FullDisk(DiskTier):

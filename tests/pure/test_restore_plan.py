@@ -97,16 +97,15 @@ def test_each_reader_is_told_every_source_of_what_it_wants_its_own_first(
 # --- tiers ------------------------------------------------------------------------------------------------------------
 
 
-@given(st.none() | st.integers(0, 50), st.lists(st.integers(0, 50)))
+@given(st.none() | st.integers(1, 50), st.lists(st.integers(0, 50)))
 def test_an_agreed_epoch_is_above_what_a_new_job_finds_and_never_goes_back(
     current: int | None, known: list[int]
 ) -> None:
     epoch = agree_epoch(current, known)
-    if current is None:
-        assert all(epoch > other for other in known)
-        assert epoch >= 1
-    else:
-        assert epoch == max([current, *known])
+    assert all(epoch > other for other in known)
+    assert epoch >= (current or 1)
+    if current and all(other < current for other in known):
+        assert epoch == current
 
 
 def test_the_own_folder_is_nearest_then_another_ranks_and_then_a_place_of_all() -> None:

@@ -258,10 +258,11 @@ def agree_epoch(current: int | None, known: Iterable[int]) -> int:
 
     Args:
         current: the epoch that members of the group have agreed on before; None if none of them has one.
-        known: what `Tier.known_epoch` returned: of all tiers, on all ranks that are new to the group.
+        known: what `Tier.known_epoch` returned: of all tiers, on all ranks that are new to the group. Who joins may
+            bring what another job of the run has saved in this epoch, in later rounds: then it is one above all that.
 
-    >>> agree_epoch(None, [0, 3]), agree_epoch(4, [0, 3]), agree_epoch(4, [9])
-    (4, 4, 9)
+    >>> agree_epoch(None, [0, 3]), agree_epoch(4, [0, 3]), agree_epoch(4, [4]), agree_epoch(4, [9])
+    (4, 4, 5, 10)
     """
     highest = max(known, default=0)
-    return highest + 1 if current is None else max(current, highest)
+    return highest + 1 if current is None or highest >= current else current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from torchelastic.group.rank_group import run_with_peers
 
 def agree_on_epoch(
     tiers: Sequence[Tier], peers: Peers, run_id: str, epoch: int | None, generation: int
-) -> tuple[int, int]:
+) -> tuple[int, int, str]:
     """Agrees on the epoch of a group, and takes shared places for a new job. Every rank calls it when a group begins.
 
     Args:
@@ -25,7 +26,8 @@ def agree_on_epoch(
         generation: how many saves this rank has counted.
 
     Returns:
-        The epoch, and the highest generation.
+        The epoch, the highest generation, and the nonce for names. It is empty where a shared place counts the epochs
+        of all jobs; else two jobs of the run may count alike, each on hosts of its own.
 
     Raises:
         ForeignCheckpointsError: a place holds only what something else has saved; on the ranks that see it.
@@ -34,7 +36,7 @@ def agree_on_epoch(
             it.
         RuntimeError: a peer is lost, or cannot use its places.
     """
-    epochs, generations = zip(*peers.all_gather([epoch, generation]), strict=True)
+    epochs, generations, nonces = zip(*peers.all_gather([epoch, generation, secrets.token_hex(4)]), strict=True)
     current = max((one for one in epochs if one is not None), default=None)
     # of a shared place its own group knows already, and goes on while that does not answer
     unknown = [tier for tier in tiers if epoch is None and not (tier.is_shared and current is not None)]
@@ -68,4 +70,4 @@ def agree_on_epoch(
 
     if current is None:
         agreed = run_with_peers(peers, "claiming the tiers", claim)[0]
-    return agreed, max(generations)
+    return agreed, max(generations), "" if any(tier.is_shared for tier in tiers) else str(nonces[0])

@@ -127,7 +127,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._epoch: int | None = None
-        self._generation = 0
+        self._generation, self._nonce = 0, ""
         self._peers: Peers | None = None
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
@@ -145,7 +145,9 @@ class TieredCheckpointManager(CheckpointManager):
         """
         if self._agreement is not None:
             self._agreement.end(self._grace_s)
-        epoch, self._generation = agree_on_epoch(self.tiers, peers, self._run_id, self._epoch, self._generation)
+        epoch, self._generation, self._nonce = agree_on_epoch(
+            self.tiers, peers, self._run_id, self._epoch, self._generation
+        )
         if self._replicas is not None:
             self._replicas.enter_group(peers, self._grace_s)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
@@ -320,7 +322,7 @@ class TieredCheckpointManager(CheckpointManager):
     def _next_save(self, step: int, peers: Peers) -> tuple[SaveAgreement, SaveId]:
         agreement = self.join(peers)
         self._generation += 1  # on every rank, whatever happens to this one now
-        return agreement, SaveId(*agreement.context.token, self._generation, step)
+        return agreement, SaveId(*agreement.context.token, self._generation, step, self._nonce)
 
     def join(self, peers: Peers) -> SaveAgreement:
         """`enter_group`, unless this is the group of the last one."""
