@@ -90,6 +90,8 @@ CHANGES: dict[str, Callable[[Tree], None]] = {
     "a sign of zero": set_at("optimizer", "lr", -0.0),
     "to nan": set_at("optimizer", "lr", float("nan")),
     "a string": set_at("progress", 1, (2.5, "step", None)),
+    "a number that JSON cannot hold": set_at("progress", 0, 2**70),
+    "half a character": set_at("progress", 1, (2.5, "\udcff", None)),
     "a dtype": set_at("progress", 2, 1, torch.bfloat16),
     "another tensor": set_at("model", "bias", torch.zeros(3, dtype=torch.bfloat16)),
     "another shape": set_at("model", "bias", torch.zeros(4, dtype=torch.bfloat16)),

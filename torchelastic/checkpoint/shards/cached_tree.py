@@ -8,7 +8,6 @@ kept in between, so a tensor that was replaced by another one is simply found.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.shards.tensors import asks_for_gradients
-from torchelastic.checkpoint.shards.tree import Flat, Plain, flatten, metadata_of, tensor_names
+from torchelastic.checkpoint.shards.tree import Flat, Plain, encode_plain, flatten, metadata_of, tensor_names
 
-_PLAIN = (bool, int, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 #: What must be equal for a tensor to have the same recipe as last time: shape, strides, dtype, device.
@@ -125,8 +124,10 @@ class _Walk:
         kind = type(value)
         if kind in _TENSORS:
             return self._leaf(node, value)
-        if type(node) in (*_PLAIN, float):
-            if kind in _PLAIN or (kind is float and math.isfinite(value)):
+        if type(node) in _PLAIN:
+            if kind in (int, str, float):
+                return encode_plain(value)
+            if value is None or kind is bool:
                 return value
         elif kind in (dict, OrderedDict):
             return self._dict(node, value, "dict" if kind is dict else "ordered")

@@ -104,6 +104,15 @@ def unflatten(
         raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
 
 
+def encode_plain(value: float | str) -> Plain:
+    """A number or a text; a few of them JSON cannot hold."""
+    if isinstance(value, int):
+        return value if -_JSON_INT < value < _JSON_INT else {"int": hex(value)}
+    if isinstance(value, str):
+        return value if _is_text(value) else {"text": base64.b64encode(_surrogates_as_bytes(value)).decode()}
+    return value if math.isfinite(value) else {"float": repr(value)}
+
+
 def metadata_of(ordered: OrderedDict[Any, Any]) -> Any:
     """What `Module.state_dict()` attaches to its result: the modules' versions, by which old states are mended."""
     return getattr(ordered, "_metadata", None)
@@ -146,12 +155,8 @@ class _Flattening:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        if kind is int:
-            return value if -_JSON_INT < value < _JSON_INT else {"int": hex(value)}
-        if kind is str:
-            return value if _is_text(value) else {"text": base64.b64encode(_surrogates_as_bytes(value)).decode()}
-        if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind in (int, str, float):
+            return encode_plain(value)
         plain = self._scalar(value, path)
         return plain if plain is not None else self._container(value, path)
 
