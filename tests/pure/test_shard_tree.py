@@ -263,6 +263,7 @@ UNSUPPORTED = {
     "a sparse part": ShardOf(torch.eye(2).to_sparse(), (4, 2), (0, 0)),
     "a nested tensor": nested_tensor(),
     "a freed tensor": freed_tensor(),
+    "a tensor of bits": torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
     "a tensor made of another": Wrapper(torch.zeros(2)),
     "a storage": torch.zeros(1).untyped_storage(),
     "a generator of random numbers": torch.Generator(),

@@ -27,7 +27,7 @@ from msgspec import structs
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.regions import Length, Region
-from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
+from torchelastic.checkpoint.shards.tensors import NOT_STORED, dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor
 
 PAGE_BYTES = 4096
@@ -257,7 +257,7 @@ def _check(header: Header, preamble: Preamble) -> None:
     for entry in header.entries:
         dtype = dtype_named(entry.dtype)
         expected = entry.region.numel * dtype.itemsize
-        if entry.dtype.startswith(("q", "bits")) or math.prod(filter(None, entry.shape)) >= _MOST_ELEMENTS:
+        if dtype in NOT_STORED or math.prod(filter(None, entry.shape)) >= _MOST_ELEMENTS:
             raise ValueError(f"no tensor {entry.dtype} of shape {entry.shape} is stored as {entry.name!r}")
         if entry.size_bytes != expected or not entry.region.fits_into(entry.shape):
             raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.region} of {entry.shape}")

@@ -30,6 +30,8 @@ _DTYPES = {
 _WITHOUT_KERNEL = frozenset(
     _DTYPES[name] for bits in range(1, 8) for name in (f"int{bits}", f"uint{bits}") if name in _DTYPES
 )
+#: What only quantised tensors have, whose parts are stored, and what has no values that anybody knows of.
+NOT_STORED = frozenset(value for name, value in _DTYPES.items() if name.startswith(("q", "bits")))
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32})
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -244,6 +246,8 @@ def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.is_nested:
         raise TypeError(f"the tensor {name!r} is nested: save the tensors it is made of, or a padded one")
+    if tensor.dtype in NOT_STORED and not tensor.is_quantized:
+        raise TypeError(f"the tensor {name!r} is of the type {tensor.dtype}: save a view of it as torch.uint8")
     return tensor.detach()
 
 
