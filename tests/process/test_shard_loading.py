@@ -200,6 +200,14 @@ def test_everything_that_does_not_fit_is_named_at_once() -> None:
     assert bits(target) == before
 
 
+def test_a_state_of_which_elements_share_memory_is_refused_untouched() -> None:
+    with saved({"first": torch.ones(3), "then": torch.ones(3)}) as shards:
+        first = torch.zeros(3)
+        with pytest.raises(CheckpointError, match=r"'then' is expanded"):
+            read_into(shards, {"first": first, "then": torch.zeros(1).expand(3)})
+        assert not first.any()
+
+
 def test_quantised_and_sparse_tensors_are_returned() -> None:
     def kinds(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)

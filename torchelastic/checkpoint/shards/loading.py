@@ -186,6 +186,8 @@ def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) 
                     f"{named.name!r} is a {entry.dtype} of shape {entry.shape} in the checkpoint, and a {dtype} of "
                     f"shape {named.shape} in the state"
                 )
+            if 0 in named.tensor.stride() and torch._debug_has_internal_overlap(named.tensor) == 1:
+                faults.append(f"{named.name!r} is expanded in the state: several of its elements are one in memory")
     if faults:
         shown = faults[:MAX_NAMED] + ([f"and {len(faults) - MAX_NAMED} more"] if len(faults) > MAX_NAMED else [])
         raise CheckpointError(
