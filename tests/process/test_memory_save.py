@@ -43,6 +43,7 @@ from torchelastic.checkpoint.memory import (
     StagedItems,
 )
 from torchelastic.checkpoint.memory.room import Free
+from torchelastic.checkpoint.store import SaveId
 from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
@@ -423,6 +424,24 @@ def test_a_durable_copy_that_was_due_at_a_save_that_failed_is_made_of_the_next(
             quietly(save, state_of(step), checkpoint_id=alone.id(step), storage_writer=writer)
         assert objects.wait_for_durable(WAIT_S)
     assert [entry.name.step for entry in store.inventory()] == [4]
+
+
+class NothingGoes(DurableTier):
+    def prune(self) -> list[SaveId]:
+        raise CheckpointError("nothing can be removed here")
+
+
+def test_a_durable_copy_is_there_where_older_ones_cannot_be_removed(
+    alone: Saving, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = NothingGoes(f"file://{tmp_path}/store")
+    objects = CheckpointObjectManager(durable=store)
+    writer = MemoryStorageWriter(DefaultCheckpointSaver(ckpt_obj_manager=objects))
+    quietly(save, state_of(1), checkpoint_id=alone.id(1), storage_writer=writer)
+    assert objects.wait_for_durable(WAIT_S)
+    assert [entry.is_committed for entry in store.inventory()] == [True]
+    assert "nothing can be removed here" in caplog.text
+    assert "has no durable copy" not in caplog.text
 
 
 def change_all(state: State) -> None:

@@ -213,7 +213,10 @@ class DurableCopies:
         tier, copied_s = self._tier, time.monotonic() - began_s
         publish_metric("torchelastic", f"checkpoint.durable.{tier.name}.duration.ms", 1000 * copied_s)
         log.info("%s is durable in the %s tier after %.2f s", manifest.name, tier.name, copied_s)
-        tier.prune()
+        try:
+            tier.prune()
+        except CheckpointError as error:  # what is saved is saved
+            log.warning("what %s has replaced is not removed: %s", manifest.name, error)
 
     # --- restoring ----------------------------------------------------------------------------------------------------
 
