@@ -192,6 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hang-floor-s", type=float, default=HangPolicy.floor_s)
     parser.add_argument("--end-after-s", type=float)
     parser.add_argument("--skip-at", type=int, help="a step with one more collective, which rank 1 skips once")
+    parser.add_argument("--after-errors", choices=["skip", "step"], help="of a backward pass: what the step does then")
     parser.add_argument("--slow-section-at", type=int, help="a step that begins with one")
     parser.add_argument("--slow-worker", type=int, help="reports half the progress of the others, every fifth step")
     parser.add_argument("--remove-stragglers", action="store_true")
@@ -350,7 +351,14 @@ def main() -> None:
         for inputs, targets in shards:
             loss = torch.nn.functional.mse_loss(state.model(inputs.to(options.device)), targets.to(options.device))
             plan.reach("backward", step, rank)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            except RuntimeError:
+                if options.after_errors is None:
+                    raise
+                log("caught", step=step)
+                if options.after_errors == "skip":
+                    return None
         plan.reach("optimizer", step, rank)
         optimizer.step()
         has_tail = options.tail_all_reduce and coordinator.world_size > 1

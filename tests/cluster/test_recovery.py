@@ -55,6 +55,16 @@ def test_each_worker_killed_in_turn_costs_no_sample_and_no_newcomer_overwrites_t
     assert all(newcomers[pid] < number for number, pid in ranks_zero.items() if number > 1), "a newcomer was the source"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("then", ["skip", "step"])
+def test_a_step_that_catches_the_error_of_a_lost_peer_does_not_count(jobs: MakeJob, then: str) -> None:
+    kills = [Fault("kill", "backward", rank=1, step=6)]
+    job = run_standalone(jobs(kills, after_errors=then, **SAME_BITS | {"dropout": 0.0}))
+    assert_all_struck(job, kills)
+    assert {event["step"] for event in job.of("caught")} == {6}
+    job.check_identity(finishers=None)
+
+
 @pytest.mark.slow
 def test_two_workers_killed_in_the_same_step_leave_one_that_goes_on(jobs: MakeJob) -> None:
     kills = [Fault("kill", "backward", rank=rank, step=6) for rank in (0, 2)]

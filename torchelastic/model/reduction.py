@@ -133,8 +133,14 @@ class Reduction:
 
         Raises:
             UnfitError: the backward pass has not reached all parameters, for which DDP waits.
-            RetryableException: nothing was reduced, other than usual, or parameters were frozen in this group.
+            RetryableException: nothing was reduced, other than usual, a reduction has failed, or parameters were frozen
+                in this group.
         """
+        if self._begun > self._done:
+            raise RetryableException(
+                f"rank {rank} steps its optimizer, though the reduction of gradients has failed: the step has caught "
+                "that error"
+            )
         if self._begun:
             return
         if self._is_expected:

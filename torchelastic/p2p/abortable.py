@@ -63,6 +63,9 @@ class AbortableGroup(dist.ProcessGroup):
         store: of the group alone.
         rank: of this process in the group.
         size: of the group.
+
+    Attributes:
+        has_failed: whether somebody was told that an operation has failed, or was given up.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -77,6 +80,7 @@ class AbortableGroup(dist.ProcessGroup):
         self._waiters: list[Waiter] = []
         self._free_waiters: list[Waiter] = []
         self._has_large_messages = False
+        self.has_failed = False
 
     @property
     def is_aborted(self) -> bool:
@@ -209,13 +213,21 @@ class AbortableGroup(dist.ProcessGroup):
 
     def _raise_if_aborted(self) -> None:
         if self._aborted.is_set():
+            self.has_failed = True
             raise GroupAbortedError(_ABORTED)
+
+    def _noting_failure(self, wait: Callable[[], Any]) -> Any:
+        try:
+            return wait()
+        except RuntimeError:
+            self.has_failed = True
+            raise
 
     def _future_of(self, inner: dist.Work) -> torch.futures.Future[Any]:
         """A future that the end of an operation completes, or the abort of the group."""
         first: torch.futures.Future[Any] = torch.futures.Future()
         # errors reach waiters in C++ only as those of a callback: an exception that Python sets is a value there
-        result = first.then(_value_or_raise)
+        result = first.then(lambda future: self._noting_failure(lambda: _value_or_raise(future)))
         with self._lock:
             is_aborted = self._aborted.is_set()
             if not is_aborted:
@@ -270,7 +282,7 @@ class AbortableWork(dist.Work):
             except RuntimeError:
                 if inner.is_completed():  # failed, or ended just after the slice
                     self._group._forget(inner)
-                    return inner.wait()
+                    return bool(self._group._noting_failure(inner.wait))
                 self._group._raise_if_aborted()
                 if left is not None:
                     left -= SLICE
@@ -328,7 +340,8 @@ class NeverBegun(AbortableWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 - as torch's
         """Raises GroupAbortedError."""
-        raise GroupAbortedError(_ABORTED)
+        self._group._raise_if_aborted()
+        return False
 
 
 class AbortableReduceScatter(AbortableWork):
@@ -384,9 +397,9 @@ class AbortableMessage(AbortableWork):
         if not self._has_ended:
             self._group._raise_if_aborted()
             if self._group._has_large_messages:
-                self._group._on_waiter(lambda: self._inner.wait(timeout))
+                self._group._noting_failure(lambda: self._group._on_waiter(lambda: self._inner.wait(timeout)))
             else:
-                self._inner.wait(timeout)
+                self._group._noting_failure(lambda: self._inner.wait(timeout))
             self._has_ended = True
         return True
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.coordinator import Coordinator
-from torchelastic.errors import DrainedException, NonRetryableException, StopException
+from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.ledger.meter import this_worker
@@ -237,8 +237,11 @@ class CoordinatorP2P(Coordinator):
         """False where this host was without contact to etcd for so long that another group may be training by now.
 
         Where the group is NCCL's, waits for the GPU, and raises RetryableException if its results cannot be trusted.
+        So it does if a collective has failed, and the step has caught the error.
         """
         wait_for_collectives()
+        if self._groups.has_failed:
+            raise RetryableException("a collective has failed, and the step has caught that error: it is repeated")
         return self.rendezvous.may_commit()
 
     def step_committed(self) -> None:

@@ -95,6 +95,11 @@ class ProcessGroups:
         is_client_of_ours = self._is_foreign(int(connection.getsockname()[1]))
         return not is_client_of_ours and (waits_are_bounded(connection) or not self._knows_gloo_sockets)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective of the present groups has failed on this rank."""
+        return any(group.has_failed for group in _abortable_groups())
+
     def abort(self) -> int:
         """Make every operation of the present groups fail: here, and at the peers through the closed connections.
 
