@@ -59,7 +59,8 @@ def agree_on_epoch(
             raise
         # whose places are unusable ends by it; the others go on without that worker
         raise RetryableException(f"a worker that joins cannot use its places for checkpoints: {error}") from error
-    agreed = agree_epoch(current, [number for each in known for number in each])
+    is_counted = any(tier.is_shared for tier in tiers)  # each job has claimed another epoch, so an equal one is ours
+    agreed = agree_epoch(current, [one for each in known for one in each if not (is_counted and one == current)])
 
     def claim() -> int:
         claimed = agreed
@@ -70,4 +71,4 @@ def agree_on_epoch(
 
     if current is None:
         agreed = run_with_peers(peers, "claiming the tiers", claim)[0]
-    return agreed, max(generations), "" if any(tier.is_shared for tier in tiers) else str(nonces[0])
+    return agreed, max(generations), "" if is_counted else str(nonces[0])
