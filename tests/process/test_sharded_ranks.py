@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.process.local_ranks import Crew, succeeded
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.copying import Pending
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.regions import Region
@@ -98,6 +99,22 @@ def test_a_live_state_that_is_not_gone_on_from_is_given_up_before_the_parts_come
         assert reached == 3
         assert after == before, "the weights are not those of the copy"
         assert found == [[0, 0]] * (1 + fails_once), "the live state was held while the parts came"
+
+
+def handed_over_without_memory() -> int:
+    """The copies that are made because a rank leaves fail; returns the step that both can go on from."""
+    state = ShardedState(build, replicas=1, every=100)
+    state.sync()
+    for _ in range(2):
+        step(state)
+        state.commit()
+    with mock.patch("torchelastic.sharded.copies._exchanged", side_effect=CheckpointError("there is no memory")):
+        state.hand_over(leaving=dist.get_rank() == 0)
+    return state.step
+
+
+def test_where_copies_have_no_memory_a_rank_that_leaves_does_not_end_the_others(crew: Crew) -> None:
+    assert succeeded(crew.run(handed_over_without_memory, ranks=2)) == [2, 2]
 
 
 def grown_bytes(changes: int) -> tuple[int, int]:

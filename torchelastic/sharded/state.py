@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.tiered.reading import StoredParts
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.group.communicators import wait_for_collectives
@@ -188,8 +189,8 @@ class ShardedState(WithCompanions, State):
             dist.all_reduce(somebody, op=dist.ReduceOp.MAX, group=self._control)
             if int(somebody):
                 self._copy_all()
-        except RuntimeError as error:
-            log.info("the group is no more, and what each worker holds has to be enough: %s", error)
+        except (RuntimeError, CheckpointError) as error:  # a peer is lost, or there is no memory for copies
+            log.warning("the newest state is not copied, and what each worker holds has to be enough: %s", error)
 
     def _copy_all(self) -> None:
         """Copies of the state of now that are whole on every rank."""
