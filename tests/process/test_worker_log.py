@@ -64,9 +64,10 @@ def test_a_file_says_how_much_it_misses_once_the_disk_has_room_again(
     filler.write_bytes(b"-" * (SIZE_BYTES - 2**14))
     logs = WorkerLogs(disk)
     file = logs.opened(0, 0)
-    assert file is not None
     file.write(b"before\n")
     file.write(b"x" * SIZE_BYTES)
+    wait_until(lambda: file.path, 10, "the file is there")
+    assert file.path is not None
     wait_until(lambda: caplog.records, 10, "the disk is full")
     taken = file.path.stat().st_size
     filler.unlink()
@@ -80,23 +81,24 @@ def test_a_file_says_how_much_it_misses_once_the_disk_has_room_again(
     assert [record.levelname for record in caplog.records] == ["ERROR"], "once"
 
 
+@pytest.mark.parametrize("name", ["open", "write"])
 def test_nobody_waits_for_a_disk_that_does_not_answer_and_the_file_says_how_much_it_misses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    answers, write = threading.Event(), os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: answers.wait(60) and write(descriptor, data))
+    answers, call = threading.Event(), getattr(os, name)
+    monkeypatch.setattr(os, name, lambda *arguments: answers.wait(30) and call(*arguments))
     logs = WorkerLogs(tmp_path)
     file = logs.opened(0, 0)
-    assert file is not None
     began_s = time.monotonic()
     for _ in range(50):
         file.write(b"x" * 2**17)
     file.close()
     logs.join(0.1)
     assert time.monotonic() - began_s < 10
-    assert not file.path.stat().st_size, "the disk does not answer"
+    assert not sum(path.stat().st_size for path in tmp_path.iterdir()), "the disk does not answer"
     answers.set()
     logs.join(10)
+    assert file.path is not None
     text = file.path.read_bytes()
     (missing,) = re.findall(rb"\n\[torchelastic: (\d+) bytes could not be written here\]\n$", text)
     assert text.count(b"x") + int(missing) == 50 * 2**17

@@ -234,7 +234,8 @@ class Supervisor:
         worker.is_hung, worker.position, worker.traceback_s = False, NOWHERE, None
         worker.started_s, worker.asked_s = time.monotonic(), None
         worker.has_finished = worker.fails_for_good = False
-        file = self._open_log(worker)
+        file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
+        worker.log_file = file
         assert worker.process.stdout is not None
         assert worker.process.stderr is not None
         readers = [
@@ -245,11 +246,6 @@ class Supervisor:
         ]
         watch = self._or_give_up(worker, self._watch(worker, worker.process, readers, file))
         self._watches[worker.local_rank] = self._task(watch)
-
-    def _open_log(self, worker: Worker) -> WorkerLog | None:
-        file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
-        worker.log_path = None if file is None else file.path
-        return file
 
     async def _or_give_up(self, worker: Worker, watch: collections.abc.Coroutine[None, None, None]) -> None:
         try:

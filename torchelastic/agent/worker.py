@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchelastic.agent.causes import FailedWorker, begins_traceback, failed_at_s
+from torchelastic.agent.worker_log import WorkerLog
 from torchelastic.log_lines import NOWHERE, Position
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Worker:
         ended_s: when its last process ended.
         tail: the last lines of its standard error.
         has_stand_in: a member of the run stands in for its script, see `plain_member`.
-        log_path: where the output of its last process was written to; None: to no file.
+        log_file: takes the output of its last process; None: nothing does.
     """
 
     local_rank: int
@@ -73,7 +74,7 @@ class Worker:
     ended_s: float = 0.0
     has_stand_in: bool = False
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
-    log_path: Path | None = None
+    log_file: WorkerLog | None = None
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +99,7 @@ class Worker:
             is_hang=self.is_hung,
             had_finished=self.has_finished,
             lines=tuple(self.tail),
-            log=str(self.log_path or ""),
+            log="" if self.log_file is None else str(self.log_file.path or ""),
         )
 
     def signal(self, number: int, *, is_for_all: bool = True) -> None:

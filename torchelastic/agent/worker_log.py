@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Set
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -136,21 +137,22 @@ class WorkerLog:
     All methods are for one thread; none but `join` waits.
 
     Args:
-        path: the file.
-        descriptor: the file, open for writing; closed after `close`, when all is written.
-        on_failure: called with each error of writing to it, on that thread.
+        opens: makes the file, on that thread, and returns its path and a descriptor for writing; it is closed after
+            `close`, when all is written.
+        on_failure: called with each error of making it and of writing to it, on that thread.
 
     Attributes:
-        path: the file.
+        path: the file; None: there is none yet, or none can be made.
     """
 
-    def __init__(self, path: Path, descriptor: int, on_failure: Callable[[OSError], None]) -> None:
-        self.path = path
-        self._descriptor, self._on_failure = descriptor, on_failure
+    def __init__(self, opens: Callable[[], tuple[Path, int]], on_failure: Callable[[OSError], None]) -> None:
+        self.path: Path | None = None
+        self._opens, self._on_failure = opens, on_failure
         self._queue: queue.SimpleQueue[bytes | int | None] = queue.SimpleQueue()
         self._is_closed = False
         self._put_bytes = self._left_out_bytes = 0
         # of the thread
+        self._descriptor = -1
         self._done_bytes = self._missing_bytes = 0
         self._thread = threading.Thread(target=self._run, name="torchelastic-worker-log", daemon=True)
         self._thread.start()
@@ -186,6 +188,12 @@ class WorkerLog:
             self._left_out_bytes = 0
 
     def _run(self) -> None:
+        try:
+            self.path, self._descriptor = self._opens()
+        except OSError as error:
+            self._is_closed = True  # nothing is kept for it
+            self._on_failure(error)
+            return
         while (item := self._queue.get()) is not None:
             if isinstance(item, int):
                 self._missing_bytes += item
@@ -228,6 +236,7 @@ class WorkerLogs:
         self._folder = folder
         self._ending = ".log"
         self._has_failed = False
+        self._creating = threading.Lock()  # of all files' threads: one ending for all
         self._files: list[WorkerLog] = []
         atexit.register(self.join, _EXIT_S)
 
@@ -236,23 +245,21 @@ class WorkerLogs:
         until_s = time.monotonic() + timeout_s
         self._files = [file for file in self._files if not file.join(max(0.0, until_s - time.monotonic()))]
 
-    def opened(self, local_rank: int, restarts: int) -> WorkerLog | None:
-        """A new file for a worker process; None: there can be none, which was logged.
+    def opened(self, local_rank: int, restarts: int) -> WorkerLog:
+        """A new file for a worker process. If there can be none, that is logged, and nothing is written.
 
         Args:
             local_rank: the worker's number on this host.
             restarts: how often its process has been started again.
         """
-        name = f"worker_{local_rank}.{restarts}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path, descriptor = self._created(name)
-        except OSError as error:
-            self._failed(error)
-            return None
         self.join(0.0)  # whose worker has ended is not kept
-        self._files.append(WorkerLog(path, descriptor, self._failed))
+        self._files.append(WorkerLog(partial(self._made, f"worker_{local_rank}.{restarts}"), self._failed))
         return self._files[-1]
+
+    def _made(self, name: str) -> tuple[Path, int]:
+        with self._creating:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return self._created(name)
 
     def _created(self, name: str) -> tuple[Path, int]:
         path = self._folder / f"{name}{self._ending}"
