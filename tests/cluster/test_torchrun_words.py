@@ -63,6 +63,12 @@ def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(tmp_pa
 
 
 @pytest.mark.long
+def test_workers_have_the_protobuf_that_the_user_has_chosen(tmp_path: Path) -> None:
+    name = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+    (tmp_path / "train.py").write_text(f"import os\nprint(os.environ[{name!r}])\n")
+    assert run("train.py", cwd=tmp_path, **{name: "python"}).stdout == "[worker 0] python\n"
+
+
 def test_large_tensors_of_workers_are_in_huge_pages_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not policy.is_file() or "[madvise]" not in policy.read_text():

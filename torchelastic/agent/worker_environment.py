@@ -16,8 +16,6 @@ from torchelastic.rendezvous import wire
 def worker_environment(options: AgentOptions, nproc: int, size: os.terminal_size | None = None) -> dict[str, str]:
     """What the workers of this host see; `size` as for `terminal_variables`."""
     environment = dict(os.environ)
-    # set for this process alone, so that etcd3 can be imported; the user's protobuf is the user's
-    environment.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
     return (
         environment
         | terminal_variables(environment, nproc, size)
