@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
+from torchelastic.agent.worker import catches
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.topology import own_address
 from torchelastic.launch.run_options import chosen_network
@@ -83,6 +86,28 @@ def test_an_etcd_whose_name_nobody_knows_is_waited_for_and_then_named(tmp_path: 
     assert "Traceback" not in done.stderr
     assert "nowhere.invalid:2379" in done.stderr
     assert "the run was not started" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_launcher_that_waits_for_etcd_heeds_a_signal_and_nothing_of_it_stays(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    words = ["run", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", str(tmp_path / "train.py")]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "torchelastic.launch", *words],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGHUP)],
+    )
+    try:
+        status = Path(f"/proc/{launcher.pid}/status")
+        wait_until(lambda: catches(status.read_text(), signal.SIGUSR1), 30, "it heeds signals")
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=15)  # to the end of what it has started, too
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + number, said
+    assert said.decode().endswith(f"\nstopped by {number.name}\n")
 
 
 def test_the_way_to_the_first_endpoint_that_can_be_found_counts() -> None:

@@ -118,11 +118,14 @@ class Agent:
     async def run(self) -> Outcome:
         """Do everything; the event loop must run in the main thread."""
         self._build()
+        self._heed_signals()
         await self.connections.start()
         try:
             address = self._options.address or chosen_address()
             self._metrics.listen(self._options.metrics_address)
-            await self.membership.start(self._options.url.connect_timeout_s)
+            if not await self._has_started():
+                await self.connections.stop()
+                return self._stopped()
             # not before: until etcd has answered, its name may be known to nobody yet
             self.connections.address = address or address_towards(self._options.url.endpoints)
         except (StoreError, InterfaceError, OSError) as error:
@@ -136,11 +139,6 @@ class Agent:
         self._status.start()
         if self._page is not None:
             self._page.start()
-        for number in (*DRAIN_SIGNALS, signal.SIGINT):
-            if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        for number in NOTICE_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
         finally:
@@ -153,6 +151,26 @@ class Agent:
                 await self._recorder.stop()
             self._failures.close()
             await self._metrics.stop()
+
+    def _heed_signals(self) -> None:
+        for number in (*DRAIN_SIGNALS, signal.SIGINT):
+            if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        for number in NOTICE_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
+
+    async def _has_started(self) -> bool:
+        """Find the store and take part; false: a signal came before. Raises StoreError."""
+        starting = asyncio.ensure_future(self.membership.start(self._options.url.connect_timeout_s))
+        signals = [asyncio.ensure_future(one.wait()) for one in (self._draining, self._interrupted)]
+        await asyncio.wait((starting, *signals), return_when=asyncio.FIRST_COMPLETED)
+        for task in signals:
+            task.cancel()
+        if not starting.done():
+            starting.cancel()
+            return False
+        starting.result()
+        return True
 
     def _look_at_address(self) -> None:
         """Warn of one that no other host reaches, where others are expected."""
@@ -266,6 +284,10 @@ class Agent:
         self._stop_signal = number
         (self._draining if is_first and number in DRAIN_SIGNALS else self._interrupted).set()
 
+    def _stopped(self) -> Outcome:
+        assert self._stop_signal is not None
+        return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
+
     def _on_notice(self, number: signal.Signals) -> None:
         workers = [] if self.supervisor is None else self.supervisor.workers
         forward(number, [worker.process.pid for worker in workers if worker.process is not None])
@@ -305,7 +327,7 @@ class Agent:
         if self._stop_signal is not None:
             await self.supervisor.stop(KILL_GRACE_S)
             await self._leave_in_order(self._options.url.timeout_s)
-            return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
+            return self._stopped()
         await self._leave_in_order(self._options.url.timeout_s)
         failed = self._failures.after_end(self.membership.host.round)
         if failed is not None:
