@@ -278,6 +278,8 @@ class ModelState(WithCompanions, State):
         if stale:
             tree = {**self.state_dict(), "frozen": module_state.frozen(self.module)} if rank == source else None
             received = move(tree, stale=stale)
+            if fresh and tree is not None:
+                unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)

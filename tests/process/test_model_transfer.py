@@ -82,8 +82,24 @@ def test_a_copy_of_a_state_shares_nothing_that_can_change() -> None:
 
 def test_what_a_newcomer_will_not_run_is_named() -> None:
     sent = pack({"extra": {"fine": 1, "day": datetime.date(2026, 1, 2)}})
-    with pytest.raises(CheckpointError, match="extra/day of the state that a peer has sent"):
+    with pytest.raises(CheckpointError, match="extra/day of the state that workers send each other"):
         unpack(sent)
+
+
+def begun_with_a_date() -> str:
+    model = torch.nn.Linear(2, 1)
+    day = datetime.date(2026, 1, 1)
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"day": day})
+    try:
+        state.sync()
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_run_does_not_begin_with_the_one_worker_that_has_nothing_to_receive() -> None:
+    messages = values(run_ranks(begun_with_a_date, ranks=2))
+    assert all(message.startswith("extra/day of the state") for message in messages), messages
 
 
 def unfrozen_later() -> list[list[float]]:

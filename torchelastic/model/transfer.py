@@ -76,8 +76,8 @@ def unpack(packed: Packed) -> Any:
         if not refused:
             raise
         raise CheckpointError(
-            f"{shortlist(refused)} of the state that a peer has sent is no plain value or tensor, and foreign code is "
-            "not run: keep plain values there, or an object whose state_dict() gives such"
+            f"{shortlist(refused)} of the state that workers send each other is no plain value or tensor, and foreign "
+            "code is not run: keep plain values there, or an object whose state_dict() gives such"
         ) from error
 
 
