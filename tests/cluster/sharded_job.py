@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint-dir", type=Path)
     parser.add_argument("--checkpoint-every", type=int, default=4)
     parser.add_argument("--stop-at", type=int, help="the step before which this run ends")
+    parser.add_argument("--perturbs", action="store_true", help="changes weights itself for a moment, as SAM does")
     parser.add_argument("--gates", type=int, nargs="*", default=[], help="steps that wait for a file gate-STEP")
     parser.add_argument("--wait-for-newcomer-at", type=int, nargs="*", default=[], help="steps")
     parser.add_argument("--full-world", type=int, default=3)
@@ -235,6 +236,11 @@ def main() -> None:
         )  # fmt: skip
         plan.reach("drawn", step, rank)
         time.sleep(options.step_ms / 1000)
+        for change in (1.0, -1.0) if options.perturbs else ():
+            with torch.no_grad():
+                for parameter in state.model.parameters():
+                    parameter.add_(change)
+            plan.reach("perturbed", step, rank)
         loss = torch.nn.functional.mse_loss(state.model(inputs.to(options.device)), targets.to(options.device))
         plan.reach("forward", step, rank)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here

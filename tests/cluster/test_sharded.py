@@ -210,6 +210,16 @@ def test_other_optimizers(jobs: list[ShardedJob], tmp_path: Path, optimizer: str
 
 
 @pytest.mark.long
+def test_a_failed_step_that_has_changed_weights_itself_goes_on_from_the_copies(
+    jobs: list[ShardedJob], tmp_path: Path
+) -> None:
+    faults = [Fault("raise", "perturbed", rank=1, step=4), Fault("kill", "perturbed", rank=2, step=9)]
+    job = start(jobs, tmp_path, *faults, perturbs=True)
+    job.run()
+    job.check()
+
+
+@pytest.mark.long
 def test_a_step_that_fails_without_a_loss_loses_nothing(jobs: list[ShardedJob], tmp_path: Path) -> None:
     """Each phase on two ranks. What fails in "optimizer" has stepped already: the others complete it, and it stands."""
     cases = [(phase, rank) for phase in ("step", "forward", "backward", "optimizer", "tail") for rank in (1, 0)]
