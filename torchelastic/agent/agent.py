@@ -326,7 +326,7 @@ class Agent:
             await self._drain()
         if self._stop_signal is not None:
             await self.supervisor.stop(KILL_GRACE_S)
-            await self._leave_in_order(self._options.url.timeout_s)
+            await self._leave_in_order(KILL_GRACE_S)  # who stops it does not wait for a long step of the others
             return self._stopped()
         await self._leave_in_order(self._options.url.timeout_s)
         failed = self._failures.after_end(self.membership.host.round)
