@@ -15,11 +15,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+import torchelastic
 from tests.process.forked_ranks import run_ranks
 from tests.waiting import pause, wait_until
-from torchelastic.data import ElasticBatchSampler, ElasticLoader, EpochLoader
+from torchelastic.data import ElasticBatchSampler, ElasticLoader, ElasticStream, EpochLoader
 from torchelastic.data.shares import SecondDeal
 from torchelastic.data.worker_processes import MAX_DEATHS
 
@@ -375,3 +376,39 @@ def test_a_sampler_that_is_in_no_state_is_said_once_where_there_are_several_rank
         assert end.error is None
         (line,) = end.value
         assert line.startswith("each of the 2 ranks loads every sample, and a restart begins with the first: this Elas")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_train_step_that_swallows_the_end_of_the_data_is_named_and_the_run_ends(is_stream: bool) -> None:
+    """`for` takes all batches and the StopIteration behind them, so no step would ever end the run."""
+    model = torch.nn.Linear(1, 1)
+    stream = ElasticStream(lambda shard, _of, at: iter(range(5 * shard + at, 5 * shard + 5)), 2, global_batch_size=4)
+    sampler = ElasticBatchSampler(10, 4)
+    source: Any = stream if is_stream else ElasticLoader(Numbers(10), sampler)
+    state = torchelastic.ModelState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=stream if is_stream else sampler
+    )
+    drawn: list[list[int]] = []
+
+    def train_step(_state: torchelastic.ModelState) -> None:
+        drawn.append([number for batch in source for number in batch.tolist()])
+
+    with pytest.raises(torchelastic.NonRetryableException, match=r"write `batch = next\(loader\)`"):
+        torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state)
+    assert [len(numbers) for numbers in drawn] == [10, 0, 0]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_loader_of_ones_own_that_counts_no_batch_is_named(counts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, sampler = torch.nn.Linear(1, 1), ElasticBatchSampler(40, 4)
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=sampler)
+    batches = iter(DataLoader(Numbers(40), batch_sampler=sampler))
+
+    def train_step(_state: torchelastic.ModelState) -> None:
+        next(batches)
+        if counts:
+            sampler.consume()
+
+    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state)
+    said = [record.message for record in caplog.records if "sampler.consume()" in record.message]
+    assert len(said) == (0 if counts else 1)

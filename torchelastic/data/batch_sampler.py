@@ -10,6 +10,7 @@ leaves out come back in batches of their own at the end of the epoch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,9 @@ from torchelastic.data.shares import (
 )
 from torchelastic.errors import UnfitStateError
 
+log = logging.getLogger(__name__)
+
+_UNCOUNTED_STEPS = 3  # of which nothing was counted, before that is said
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
 
 
@@ -96,6 +100,8 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         self._next: Position = (0, 0)  # of the first global batch that is not consumed
         self._orders: dict[int, torch.Tensor] = {}
         self._logical_shards: int | None = None
+        self._is_taken = self._is_counted = False  # whether a batch was, by iterating over this and by `consume`
+        self._uncounted_steps = 0
 
     # Where we are
 
@@ -215,7 +221,14 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
 
         The position and the world are those of this call; a running iterator does not notice later changes.
         """
-        return self._loads(self._progress.position, (min(self.epoch + 1, self.epochs), 0))
+        loads = self._loads(self._progress.position, (min(self.epoch + 1, self.epochs), 0))
+
+        def taken() -> Iterator[list[int]]:
+            for load in loads:
+                self._is_taken = True
+                yield load
+
+        return taken()
 
     def upcoming(self) -> Iterator[list[int]]:
         """Like iterating, but from `position` (behind the pending batches) and on to the end of the last epoch."""
@@ -297,28 +310,39 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
 
         Raises:
             StopIteration: the last epoch has been consumed.
+            NonRetryableException: so it had been in the steps before, which drew nothing and went on.
         """
         if self._next[0] >= self.epochs:
-            raise StopIteration
+            self._tell_end()
         counted = self._share(self._next).counted
         self._pending += (counted,)
+        self._is_counted = True
         self._next = self._progress.following(self._next)
         return counted
 
     def commit(self) -> None:
         """The step succeeded: move the cursor past all that was consumed, over the ends of epochs as needed."""
         left_out: tuple[int, ...] = ()
+        if self._is_taken and not self._is_counted:
+            self._uncounted_steps += 1
+            if self._uncounted_steps == _UNCOUNTED_STEPS:
+                log.error(
+                    "%d train steps have succeeded, and none of the batches that were taken from this sampler is "
+                    "counted, so after a failure or a restart others are lost or come again: use ElasticLoader("
+                    "dataset, sampler), or call sampler.consume() for each batch that your DataLoader hands out",
+                    self._uncounted_steps,
+                )
         if self._reassignment is not None and self._pending:
             left_out = self._of(self._batch(self._progress.position), self._reassignment.postponed)
             self._reassignment = None
         self._progress = self._progress.advanced(self._next, left_out)
         self._next = self._progress.position
-        self._pending = ()
+        self._step_is_over(committed=True)
 
     def rollback(self) -> None:
         """The step failed: forget what was consumed since the last commit, so that it is drawn again."""
         self._next = self._progress.position
-        self._pending = ()
+        self._step_is_over(committed=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what it depends on, as plain integers; nothing of a running step."""

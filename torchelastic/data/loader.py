@@ -91,7 +91,7 @@ class ElasticLoader(Iterator[Any]):
     def __next__(self) -> Any:
         if self.sampler.position[0] >= self.sampler.epochs:
             self.close()
-            raise StopIteration
+            self.sampler.consume()  # raises
         try:
             batch = self._processes.surviving(self._draw, self.close)
         except BaseException as error:

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+from torchelastic.errors import NonRetryableException
 
 #: How many samples a rank without any of its own loads while a step is salvaged: two, because a batch of one has no
 #: variance, which layers like BatchNorm1d refuse.
 PADDING_SAMPLES = 2
 
 MODES = ("discard", "drop", "recompute")
+
+#: So many steps in a row that were told of the end of the data, drew nothing and succeeded, are no accident.
+STEPS_PAST_THE_END = 2
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class BatchSharing(Generic[ShareT]):
         self._pending: tuple[ShareT, ...] = ()
         self._reassignment: SecondDeal | None = None
         self._deals = 0
+        self._has_told_end, self._steps_past_end = False, 0
 
     @property
     def rank(self) -> int:
@@ -139,6 +145,23 @@ class BatchSharing(Generic[ShareT]):
         if not self._pending:
             return 1.0 / self._world_size
         return sum(share.local_samples for share in self._pending) / sum(s.global_samples for s in self._pending)
+
+    def _tell_end(self) -> NoReturn:
+        """Raise StopIteration: the last epoch is over. Raises NonRetryableException: the train steps swallow that."""
+        if self._steps_past_end >= STEPS_PAST_THE_END:
+            raise NonRetryableException(
+                f"the last epoch is over, and the last {self._steps_past_end} train steps had no batch and went on, so "
+                "the run would never end: `for batch in loader` inside a train step takes all batches and swallows the "
+                "StopIteration that ends the run; write `batch = next(loader)`"
+            )
+        self._has_told_end = True
+        raise StopIteration
+
+    def _step_is_over(self, *, committed: bool) -> None:
+        """Forget what was drawn."""
+        if committed:
+            self._steps_past_end = self._steps_past_end + 1 if self._has_told_end and not self._pending else 0
+        self._has_told_end, self._pending = False, ()
 
     @property
     def deals(self) -> int:

@@ -209,7 +209,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         progress = self._next
         if self.epochs is not None and progress.epoch >= self.epochs:
             self.close()
-            raise StopIteration
+            self._tell_end()
         say_if_all_load_all(self)
         deal = None if self._pending else self._reassignment
         shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
@@ -259,12 +259,12 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         """The step succeeded: move past all that was drawn."""
         if self._pending:
             self._progress, self._attempt, self._reassignment = self._next, None, None
-        self._pending = ()
+        self._step_is_over(committed=True)
 
     def rollback(self) -> None:
         """The step failed: forget what was drawn since the last commit, so that it is drawn again."""
         self._next = self._progress
-        self._pending = ()
+        self._step_is_over(committed=False)
 
     def state_dict(self) -> dict[str, int | str]:
         """The committed place of all logical shards, as plain values; the same on every rank."""
