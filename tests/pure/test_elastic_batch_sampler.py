@@ -173,6 +173,13 @@ def test_after_the_last_epoch_there_is_nothing_to_consume() -> None:
     assert (sampler.finished, sampler.epoch, sampler.cursor, len(sampler), list(sampler)) == (True, 1, 0, 0, [])
 
 
+def test_the_size_of_batches_cannot_be_changed_without_an_effect() -> None:
+    sampler = ElasticBatchSampler(40, 4)
+    with pytest.raises(AttributeError, match="global_batch_size"):
+        sampler.global_batch_size = 8  # type: ignore[misc]  # that is what is tested
+    assert (len(sampler), sampler.global_batch_size) == (10, 4)
+
+
 def test_the_state_is_plain_integers_and_resumes_in_another_world() -> None:
     sampler = ElasticBatchSampler(100, 8, epochs=3, seed=5)
     for _ in range(15):

@@ -79,7 +79,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
                 "or use ElasticStream, which takes data without an index"
             )
         self.dataset_size = dataset_size if isinstance(dataset_size, int) else len(dataset_size)
-        self.global_batch_size = global_batch_size
+        self._global_batch_size = global_batch_size
         self.epochs = epochs
         self.shuffle = shuffle
         self.seed = seed
@@ -102,6 +102,11 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         self._logical_shards: int | None = None
         self._is_taken = self._is_counted = False  # whether a batch was, by iterating over this and by `consume`
         self._uncounted_steps = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per batch over all ranks. It cannot be changed: epochs are cut by it, and positions count in it."""
+        return self._global_batch_size
 
     # Where we are
 

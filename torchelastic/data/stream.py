@@ -112,7 +112,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
             )
         _check(logical_shards, global_batch_size, epochs, num_workers, prefetch_batches)
         self.logical_shards = logical_shards
-        self.global_batch_size = global_batch_size
+        self._global_batch_size = global_batch_size
         self.epochs = epochs
         self.seed = seed
         self._make_iterator = make_iterator
@@ -132,6 +132,11 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         # the places behind the first batch after `_progress`, since it was first drawn: also when that step has failed
         self._attempt: tuple[ShardPlace, ...] | None = None
         self._padding: list[Any] = []
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a batch over all ranks. It cannot be changed in a run, whose batches are read ahead."""
+        return self._global_batch_size
 
     # Where we are
 
