@@ -254,6 +254,36 @@ def test_a_time_out_that_ended_the_work_of_another_rank_grows_if_nobody_has_chos
     assert dog.came_back([]).total_seconds() == later_s
 
 
+@pytest.mark.parametrize(("timeout_s", "later_s"), [(DEFAULT_TIMEOUT_MS / 1000, 100.0), (11.0, 11.0)])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_time_out_that_ended_the_sleep_of_a_rank_that_came_back_grows_too_and_what_to_write_is_said(
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture, is_lost: bool, timeout_s: float, later_s: float
+) -> None:
+    dog, _ = dogs(timeout_s=timeout_s)
+    dog._ran, dog._step_timed_out = HangLocation(0, 10, "train.py:41 upload"), True
+    lost = [MissedProgress("host-0-1")] if is_lost else []
+    assert dog.came_back(lost).total_seconds() == (timeout_s if is_lost else later_s)
+    said = "while rank 0 only waited, in train.py:41 upload, and came back: put `with coordinator.slow_section():`"
+    assert (said in caplog.text) is not is_lost
+    assert dog.came_back([]).total_seconds() == (timeout_s if is_lost else later_s), "each step is counted once"
+
+
+def test_who_may_take_long_tells_a_newcomer_with_the_default_time_out_in_time_that_it_is_late(dogs: MakeDog) -> None:
+    dog, _ = dogs(timeout_s=100.0, floor_s=60.0)
+    store, newcomer = HashStore(), BusySigns(0, time.monotonic)
+    dog.enter("forming the group", Heartbeat(store, 1, 2))
+    dog.begin(1, 2, 7)
+    for _ in range(WARM_UP_STEPS + 1):
+        dog.step_ended()
+    newcomer.idle_s()
+
+    def has_heard() -> bool:
+        newcomer.exchange(store)
+        return newcomer.stuck is not None
+
+    wait_until(has_heard, timeout_s=DEFAULT_TIMEOUT_MS / 1000 - 1.0)
+
+
 def test_how_long_steps_may_take_is_handed_on_by_rank_0_of_the_next_group(dogs: MakeDog) -> None:
     store = HashStore()
     old, new = dogs()[0], dogs()[0]

@@ -115,6 +115,8 @@ class BatchSharing(Generic[ShareT]):
         #: `set_world` was called
         self._has_place = False
         self._pending: tuple[ShareT, ...] = ()
+        #: the thread that has drawn what is pending
+        self._drawn_on = 0
         self._reassignment: SecondDeal | None = None
         self._deals = 0
         self._has_told_end, self._steps_past_end = False, 0

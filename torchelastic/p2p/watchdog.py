@@ -48,11 +48,17 @@ log = logging.getLogger(__name__)
 
 #: The exit code of a worker that its own watchdog has ended.
 EXIT_CODE = 70
+#: Others may have the default time-out (new processes do), so who is late says so well before that is over.
+_LONGEST_UNSEEN_S = DEFAULT_TIMEOUT_MS / 1000
 #: Least pause between two samples, however short the bound.
 MIN_PAUSE_S = 0.02
 _TOO_BUSY = (
     "collectives have timed out while the others waited for %s: give CoordinatorP2P a process_group_timeout (in "
     "milliseconds) that is longer than this work takes; it is %g s"
+)
+_ONLY_WAITED = (
+    "collectives have timed out after %g s while rank %d only waited, in %s, and came back: put `with "
+    "coordinator.slow_section():` around that, or give CoordinatorP2P a longer process_group_timeout (in milliseconds)"
 )
 _MAY_BE_MISTAKEN = (
     "rank %d was ended while its process still ran, in %s: if it was only slow, put `with coordinator.slow_section():` "
@@ -109,7 +115,8 @@ class Watchdog:
         self._done = Act.NOTHING
         # of the step that was given up: who of the others still ran in its own code
         self._ran: HangLocation | None = None
-        self._has_timed_out = self._has_timed_out_work = False
+        # of the step: a collective has timed out: noticed here, or at all; while another rank worked
+        self._has_timed_out = self._step_timed_out = self._has_timed_out_work = False
         # between steps
         self._phase: tuple[str, float] | None = None
         self._heartbeat: Heartbeat | None = None
@@ -186,7 +193,8 @@ class Watchdog:
         signs = self._signs()
         if signs is not None:
             self._ran = signs.works or signs.stuck
-            self._has_timed_out_work = (self._has_timed_out or is_time_out(error)) and self._others_are_busy()
+            self._step_timed_out = self._has_timed_out or is_time_out(error)
+            self._has_timed_out_work = self._step_timed_out and self._others_are_busy()
             if self._has_timed_out_work:
                 log.warning(_TOO_BUSY, signs.who(), self._timeout_s)
         self._step.failed()
@@ -203,16 +211,21 @@ class Watchdog:
             The time-out of collectives from now on.
         """
         members = [loss for loss in lost if loss.member]
-        nobody_was_lost, ran = not members, self._ran
+        nobody_was_lost, ran, worked = not members, self._ran, self._has_timed_out_work
         may_be_mistaken = ran is not None and all(isinstance(loss, MissedProgress) for loss in members)
         self._step.counts_failure(nobody_was_lost or may_be_mistaken)
-        if self._has_timed_out_work and (nobody_was_lost or may_be_mistaken) and not self._was_chosen:
+        waited = ran if self._step_timed_out and nobody_was_lost and not worked else None
+        if waited is not None:
+            log.warning(_ONLY_WAITED, self._timeout_s, waited.rank, waited.where or "its own code")
+        was_too_short = waited is not None or (worked and (nobody_was_lost or may_be_mistaken))
+        if was_too_short and not self._was_chosen:
             self._timeout_s = self.policy.longer_timeout_s(self._timeout_s)
             log.warning("in this process collectives time out after %g s from now on", self._timeout_s)
         if members and ran is not None and may_be_mistaken:
             bound_s = self.policy.bound_s(self._step.slowest_s, self._timeout_s)
             log.warning(_MAY_BE_MISTAKEN, ran.rank, ran.where or "its own code", bound_s)
-        self._ran, self._has_timed_out, self._has_timed_out_work = None, False, False
+        self._ran = None
+        self._has_timed_out = self._step_timed_out = self._has_timed_out_work = False
         if self._has_cut_phase and nobody_was_lost:  # who was silent was only busy
             self._silence_bound_s = min(2 * self._silence_bound_s, self._timeout_s)
         self._has_cut_phase = False
@@ -301,7 +314,7 @@ class Watchdog:
         if self._step.began_s is None:
             return None
         shortest_s = self.policy.bound_s(self._step.slowest_s or 0.0, self._timeout_s)
-        return max(MIN_PAUSE_S, SAMPLE_FRACTION * shortest_s)
+        return max(MIN_PAUSE_S, SAMPLE_FRACTION * min(shortest_s, _LONGEST_UNSEEN_S))
 
     def _watch(self) -> None:
         signs = self._signs()
@@ -309,7 +322,7 @@ class Watchdog:
             self._step.learn(signs.slowest_s)
         began_s = self._step.began_s
         bound_s = self.bound_s
-        if began_s is None or time.monotonic() - began_s < SAMPLE_FRACTION * bound_s:
+        if began_s is None or time.monotonic() - began_s < SAMPLE_FRACTION * min(bound_s, _LONGEST_UNSEEN_S):
             if signs is not None:
                 signs.rest()
             return
