@@ -6,6 +6,7 @@ import collections
 import datetime
 import io
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,18 @@ def test_accumulated_batches_of_which_a_rank_has_unequal_parts_are_warned_of_onc
     (record,) = [record for record in caplog.records if "unequal parts" in record.getMessage()]
     assert "step 2" in record.getMessage()
     assert "(2 of 8, 0 of 2 samples)" in record.getMessage()
+
+
+def test_batches_that_another_thread_has_drawn_ahead_of_the_step_are_not_counted_with_it() -> None:
+    model, sampler = torch.nn.Linear(2, 1), ElasticBatchSampler(8, 2, epochs=1)
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=sampler)
+    state.sync()
+    reader = threading.Thread(target=sampler.consume)
+    reader.start()
+    reader.join()
+    with pytest.raises(torchelastic.NonRetryableException, match=r"call next\(\) in the step"):
+        state.commit()
+    assert (state.step, sampler.cursor) == (0, 0)
 
 
 def test_what_is_saved_is_what_is_loaded() -> None:

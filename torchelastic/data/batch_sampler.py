@@ -100,7 +100,7 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         self._next: Position = (0, 0)  # of the first global batch that is not consumed
         self._orders: dict[int, torch.Tensor] = {}
         self._logical_shards: int | None = None
-        self._is_taken = self._is_counted = False  # whether a batch was, by iterating over this and by `consume`
+        self._is_taken = False  # whether a batch was, by iterating over this
         self._uncounted_steps = 0
 
     @property
@@ -320,15 +320,19 @@ class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
         if self._next[0] >= self.epochs:
             self._tell_end()
         counted = self._share(self._next).counted
-        self._pending += (counted,)
-        self._is_counted = True
+        self._count(counted)
         self._next = self._progress.following(self._next)
         return counted
 
     def commit(self) -> None:
-        """The step succeeded: move the cursor past all that was consumed, over the ends of epochs as needed."""
+        """The step succeeded: move the cursor past all that was consumed, over the ends of epochs as needed.
+
+        Raises:
+            NonRetryableException: it was consumed on another thread, and so ahead of the step.
+        """
+        self._require_drawn_here()
         left_out: tuple[int, ...] = ()
-        if self._is_taken and not self._is_counted:
+        if self._is_taken and not self._has_drawn:
             self._uncounted_steps += 1
             if self._uncounted_steps == _UNCOUNTED_STEPS:
                 log.error(

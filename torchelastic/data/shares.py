@@ -9,6 +9,7 @@ And who computes what of a step in which a worker was lost, in three modes (docs
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -115,8 +116,7 @@ class BatchSharing(Generic[ShareT]):
         #: `set_world` was called
         self._has_place = False
         self._pending: tuple[ShareT, ...] = ()
-        #: the thread that has drawn what is pending
-        self._drawn_on = 0
+        self._drawn_on: int | None = None  # the thread that has drawn last
         self._reassignment: SecondDeal | None = None
         self._deals = 0
         self._has_told_end, self._steps_past_end = False, 0
@@ -147,6 +147,24 @@ class BatchSharing(Generic[ShareT]):
         if not self._pending:
             return 1.0 / self._world_size
         return sum(share.local_samples for share in self._pending) / sum(s.global_samples for s in self._pending)
+
+    @property
+    def _has_drawn(self) -> bool:
+        return self._drawn_on is not None
+
+    def _require_drawn_here(self) -> None:
+        """Raise NonRetryableException if what is pending was drawn on another thread, and so ahead of the step."""
+        if self._pending and self._drawn_on != threading.get_ident():
+            raise NonRetryableException(
+                "next() of the loader or stream was called on another thread than the training's: what is drawn ahead "
+                "of a step is counted with it, and lost or trained twice when a step fails; call next() in the step, "
+                "and let the loader read ahead: num_workers=2"
+            )
+
+    def _count(self, share: ShareT) -> None:
+        """A batch was drawn in this step."""
+        self._pending += (share,)
+        self._drawn_on = threading.get_ident()
 
     def _tell_end(self) -> NoReturn:
         """Raise StopIteration: the last epoch is over. Raises NonRetryableException: the train steps swallow that."""

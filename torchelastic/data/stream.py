@@ -237,7 +237,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
         batch = self._batch(drawn) if share.pieces else self._padding_batch(progress, places)
         if not self._pending:
             self._attempt = places
-        self._pending += (share,)
+        self._count(share)
         self._next = progress.advanced(places)
         return batch
 
@@ -261,7 +261,8 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
     # What happened
 
     def commit(self) -> None:
-        """The step succeeded: move past all that was drawn."""
+        """The step succeeded: move past all that was drawn. Raises NonRetryableException: on another thread."""
+        self._require_drawn_here()
         if self._pending:
             self._progress, self._attempt, self._reassignment = self._next, None, None
         self._step_is_over(committed=True)

@@ -87,12 +87,13 @@ class Companions:
 
     def count_step(self) -> None:
         """A step has succeeded."""
-        self.step += 1
-        self._warn_of_unequal_batches()
+        step = self.step + 1
+        self._warn_of_unequal_batches(step)
         if hasattr(self.sampler, "commit"):
             self.sampler.commit()
+        self.step = step
 
-    def _warn_of_unequal_batches(self) -> None:
+    def _warn_of_unequal_batches(self, step: int) -> None:
         """Gradients that were accumulated are weighted as one: right only where this rank's parts are equally large."""
         if self._has_warned or not isinstance(self.sampler, BatchSharing):
             return
@@ -104,7 +105,7 @@ class Companions:
                 "step %d has accumulated the gradients of global batches of which this rank had unequal parts (%s "
                 "samples): at another world size their samples would count differently. Give the sampler "
                 "drop_last=True, or draw one global batch in a step and cut it into micro batches (docs/state.md)",
-                self.step, parts,
+                step, parts,
             )  # fmt: skip
 
     def sampler_state(self) -> Any:
