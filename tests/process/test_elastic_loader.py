@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import torchelastic
 from tests.process.forked_ranks import run_ranks
@@ -396,19 +396,3 @@ def test_a_train_step_that_swallows_the_end_of_the_data_is_named_and_the_run_end
     with pytest.raises(torchelastic.NonRetryableException, match=r"write `batch = next\(loader\)`"):
         torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state)
     assert [len(numbers) for numbers in drawn] == [10, 0, 0]
-
-
-@pytest.mark.parametrize("counts", [False, True])
-def test_a_loader_of_ones_own_that_counts_no_batch_is_named(counts: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model, sampler = torch.nn.Linear(1, 1), ElasticBatchSampler(40, 4)
-    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=sampler)
-    batches = iter(DataLoader(Numbers(40), batch_sampler=sampler))
-
-    def train_step(_state: torchelastic.ModelState) -> None:
-        next(batches)
-        if counts:
-            sampler.consume()
-
-    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state)
-    said = [record.message for record in caplog.records if "sampler.consume()" in record.message]
-    assert len(said) == (0 if counts else 1)

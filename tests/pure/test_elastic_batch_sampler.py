@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections import defaultdict
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
+from torchelastic.errors import NonRetryableException
 
 # One event of a run: a step that draws some batches and commits; a step in which each rank fails after having drawn a
 # different number; one that some ranks had committed when the others failed; a resize.
@@ -171,6 +173,43 @@ def test_after_the_last_epoch_there_is_nothing_to_consume() -> None:
         sampler.consume()
     sampler.commit()
     assert (sampler.finished, sampler.epoch, sampler.cursor, len(sampler), list(sampler)) == (True, 1, 0, 0, [])
+
+
+def test_steps_that_go_on_behind_the_end_of_the_data_are_an_error_but_one_that_drew_its_rest_is_not() -> None:
+    sampler = ElasticBatchSampler(4, 4)
+    sampler.consume()
+    for _ in range(3):  # the first of them has a batch
+        with pytest.raises(StopIteration):
+            sampler.consume()
+        sampler.commit()
+    with pytest.raises(NonRetryableException, match=r"the last 2 train steps had no batch"):
+        sampler.consume()
+
+
+def test_what_another_thread_has_drawn_is_not_committed() -> None:
+    sampler = ElasticBatchSampler(8, 4)
+    thread = threading.Thread(target=sampler.consume)
+    thread.start()
+    thread.join()
+    with pytest.raises(NonRetryableException, match="on another thread"):
+        sampler.commit()
+    assert sampler.cursor == 0
+    sampler.rollback()
+    sampler.consume()
+    sampler.commit()
+    assert sampler.cursor == 4
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_who_takes_batches_and_counts_none_is_told_once(counts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    sampler = ElasticBatchSampler(40, 4)
+    batches = iter(sampler)
+    for _ in range(6):
+        next(batches)
+        if counts:
+            sampler.consume()
+        sampler.commit()
+    assert caplog.text.count("sampler.consume()") == (0 if counts else 1)
 
 
 def test_the_size_of_batches_cannot_be_changed_without_an_effect() -> None:

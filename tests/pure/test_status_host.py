@@ -130,7 +130,7 @@ def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:
     assert values == {f"value {number}": 2.0 if number == 3 else 1.0 for number in range(8)}
 
 
-def test_the_loss_has_a_place_however_many_values_come_before_it() -> None:
+def test_the_loss_has_a_place_behind_any_number_of_values() -> None:
     view = HostView("h", "1")
     view.published(0, [("mine", f"value {number}", 1.0) for number in range(20)])
     view.published(0, [("mine", "loss", 0.5)])
