@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from tests.process.fork_server import fork_server, started
 from tests.process.forked_ranks import run_ranks, values
 from tests.process.half_transferred import OPERATIONS, TIMEOUT_S, be_rank
 from torchelastic.network.ports import unused_ports
-from torchelastic.p2p.abortable import AbortableGroup
+from torchelastic.p2p.abortable import AbortableGroup, GroupAbortedError
 from torchelastic.p2p.groups import ProcessGroups
+from torchelastic.rendezvous.loss import is_of_group
 
 #: The target is 50 ms on a quiet machine; gloo alone takes most of TIMEOUT_S.
 FREE_S = 1.0
@@ -80,6 +81,19 @@ def wait_for_a_late_rank() -> None:
                 work.wait(timedelta(milliseconds=20))
             store.set(name, "is not waited for")
         assert work.wait(), name
+
+
+def test_who_uses_a_group_after_the_next_one_has_taken_its_place_is_told_to_make_ddp_anew() -> None:
+    group = AbortableGroup(HashStore(), 0, 1)
+    group.abort()
+    with pytest.raises(GroupAbortedError, match="another worker was lost"):
+        group.allreduce([torch.ones(1)]).wait()
+    group.shutdown()
+    with pytest.raises(GroupAbortedError, match=r"make DistributedDataParallel.* anew in each sync") as raised:
+        group.allreduce([torch.ones(1)]).wait()
+    assert not is_of_group(raised.value), "it comes again at each attempt, so it ends this worker"
+    with pytest.raises(RuntimeError, match="anew in each sync"):
+        group.allreduce([torch.ones(1)]).get_future().wait()
 
 
 def test_the_wait_for_any_collective_can_be_stopped() -> None:

@@ -73,6 +73,8 @@ class AbortableGroup(dist.ProcessGroup):
         self._inner = dist.ProcessGroup(store, rank, size)
         self._lock = threading.Lock()
         self._aborted = threading.Event()
+        #: this process has gone on to another group
+        self._is_left = False
         self._operations: dict[int, tuple[dist.Work, object]] = {}
         self._forget_at = FORGET_AFTER
         self._futures: set[torch.futures.Future[Any]] = set()
@@ -120,6 +122,7 @@ class AbortableGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """As torch's; an aborted group's connections are cut already, and must not be waited for."""
+        self._is_left = True
         for waiter in self._waiters:
             waiter.end()
         if not self.is_aborted:
@@ -214,7 +217,10 @@ class AbortableGroup(dist.ProcessGroup):
     def _raise_if_aborted(self) -> None:
         if self._aborted.is_set():
             self.has_failed = True
-            raise GroupAbortedError(_ABORTED)
+            raise self._error()
+
+    def _error(self) -> GroupAbortedError:
+        return GroupAbortedError(_LEFT if self._is_left else _ABORTED)
 
     def _noting_failure(self, wait: Callable[[], Any]) -> Any:
         try:
@@ -233,7 +239,7 @@ class AbortableGroup(dist.ProcessGroup):
             if not is_aborted:
                 self._futures.add(first)
         if is_aborted:
-            first.set_result(GroupAbortedError(_ABORTED))
+            first.set_result(self._error())
             return result
 
         def ended(future: torch.futures.Future[Any]) -> None:
@@ -417,6 +423,11 @@ class AbortableMessage(AbortableWork):
 
 
 _ABORTED = "the process group was given up while this operation was under way: another worker was lost or hangs"
+
+_LEFT = (
+    "this operation is one of an earlier group, which is over: make DistributedDataParallel, and what dist.new_group "
+    "returns, anew in each sync() of the State"
+)
 
 
 def _value_or_raise(future: torch.futures.Future[Any]) -> Any:
