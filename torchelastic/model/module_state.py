@@ -35,7 +35,10 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise UnfitStateError(f"the state that is loaded does not fit this model: {error}") from error
+        raise UnfitStateError(
+            f"the state that is loaded does not fit this model: {error}\nBuild the model as it was when this state was "
+            "saved or sent, or save to another folder"
+        ) from error
 
 
 def frozen(module: torch.nn.Module) -> set[str]:
