@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -137,6 +138,17 @@ def check_can_roll_back(state: State, snapshot: Any) -> None:
             f"{kind.__name__}.snapshot() returns a value, but apply(snapshot) is not written, so a failed step could "
             f"not be undone: write {kind.__name__}.apply, or return None from snapshot()"
         )
+
+
+def tensor_versions(snapshot: Any) -> list[tuple[Any, int]]:
+    """The tensors in a snapshot of plain containers, with torch's count of the changes that each has seen."""
+    torch = sys.modules.get("torch")  # who has not imported it has no tensors
+    if isinstance(snapshot, dict):
+        snapshot = list(snapshot.values())
+    if type(snapshot) in (list, tuple):
+        return [pair for value in snapshot for pair in tensor_versions(value)]
+    is_counted = torch is not None and isinstance(snapshot, torch.Tensor) and not snapshot.is_inference()
+    return [(snapshot, snapshot._version)] if is_counted else []
 
 
 #: How the loop calls the hooks of a state, beside `sync`: the names of the arguments, for people.

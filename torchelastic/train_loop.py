@@ -28,7 +28,7 @@ from torchelastic.loop_observer import LoopObserver, telling
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
-from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
+from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step, tensor_versions
 from torchelastic.step import Step
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class TrainLoop:
         self._max_failures = max_failures
         self._failures = RepeatedFailures()
         self._said_no_undo = False
+        self._referred: list[tuple[Any, int]] | None = None
         meter.publish_to_parent()
         meter.set_up_log()
 
@@ -281,6 +282,7 @@ class TrainLoop:
         except RuntimeError as error:
             self.undo(error, snapshot)
             return False
+        self._say_if_not_copied()
         self.state.commit()
         self._failures.committed()
         self.observer.step_committed()
@@ -307,7 +309,18 @@ class TrainLoop:
                     "sync() does not repair it; write snapshot() and apply(snapshot), or use ModelState",
                     type(self.state).__name__,
                 )
+        if self._referred is None:  # the first step tells
+            self._referred = tensor_versions(snapshot)
         return snapshot
+
+    def _say_if_not_copied(self) -> None:
+        if self._referred and self.rank == 0 and any(tensor._version != at for tensor, at in self._referred):
+            log.warning(
+                "%s.snapshot() returns tensors that the step changes, not copies, so apply() cannot undo a failed "
+                "step, and weights may be wrong after it: return copy.deepcopy(..) of them",
+                type(self.state).__name__,
+            )
+        self._referred = []
 
     def roll_back(self, snapshot: Any) -> None:
         """Back to the snapshot; how complete it is now goes to the coordinator, who chooses a source by it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import torchelastic
 from torchelastic import metrics, train_loop
@@ -305,6 +306,28 @@ def test_anything_else_that_a_step_returns_is_refused_by_name(value: Any) -> Non
 def test_something_that_is_no_state_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torchelastic\.State"):
         train(ScriptedCoordinator(), count_to(1), object())  # type: ignore[arg-type]  # what the test is about
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_snapshot_that_is_no_copy_is_said_after_the_first_step(
+    copies: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.zeros(2)
+
+    class Mine(Counter):
+        def snapshot(self) -> Any:
+            return {"step": self.count, "module": [weight.clone() if copies else weight.detach()]}
+
+        def apply(self, snapshot: Any) -> None:
+            weight.copy_(snapshot["module"][0])
+
+    def step(state: Counter) -> None:
+        if weight[0] == 2.0:
+            raise StopIteration
+        weight.add_(1.0)
+
+    train(ScriptedCoordinator(), step, Mine())
+    assert caplog.text.count("Mine.snapshot() returns tensors that the step changes") == (not copies)
 
 
 def test_a_snapshot_without_apply_is_refused_before_anything_is_trained() -> None:
