@@ -283,7 +283,11 @@ class TrainLoop:
             self.undo(error, snapshot)
             return False
         self._say_if_not_copied()
-        self.state.commit()
+        try:
+            self.state.commit()
+        except BaseException as error:
+            self.ends_with(error)
+            raise
         self._failures.committed()
         self.observer.step_committed()
         self.coordinator.step_committed()

@@ -187,6 +187,24 @@ def test_the_same_error_at_one_step_is_raised_as_it_is_at_the_third_attempt() ->
     assert (tries, coordinator.calls.count("fails_for_good")) == (3, 1)
 
 
+def test_an_error_of_a_commit_that_is_not_tried_again_is_said_to_be_one() -> None:
+    class Hears(ScriptedCoordinator):
+        def fails_for_good(self) -> None:
+            self._note("fails_for_good")
+
+    class Strict(Counter):
+        def commit(self) -> None:
+            raise torchelastic.NonRetryableException("drawn on another thread")
+
+    coordinator = Hears()
+    with pytest.raises(torchelastic.NonRetryableException, match="another thread"):
+        train(coordinator, count_to(3), Strict())
+    assert [call for call in coordinator.calls if call in ("on_error", "fails_for_good")] == [
+        "on_error",
+        "fails_for_good",
+    ]
+
+
 def test_the_same_error_of_a_sync_is_raised_at_the_third_attempt() -> None:
     class Broken(Counter):
         def sync(self) -> None:
