@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import torchelastic
 from torchelastic.data import ElasticBatchSampler
@@ -261,6 +262,13 @@ def test_arguments_that_cannot_work_are_refused_by_name(options: dict[str, Any])
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=next(iter(options))):
         torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_a_sampler_that_keeps_no_place_is_refused_with_the_ones_that_do() -> None:
+    model = torch.nn.Linear(1, 1)
+    plain: Any = DistributedSampler(TensorDataset(torch.zeros(8)), num_replicas=1, rank=0)
+    with pytest.raises(ValueError, match=r"sampler is a DistributedSampler .* give an ElasticBatchSampler"):
+        torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=plain)
 
 
 @pytest.mark.parametrize("options", [{"salvage": "drop"}, {"salvage": "recompute"}, {"logical_shards": 2}])

@@ -77,7 +77,7 @@ class Companions:
     """
 
     def __init__(self, sampler: Any, extra: dict[str, Any] | None) -> None:
-        check_stateful("sampler", sampler)
+        check_stateful("sampler", sampler, instead="an ElasticBatchSampler or an ElasticStream (docs/data.md)")
         self.step = self.epoch = 0
         self.sampler = sampler
         if extra is not None and not isinstance(extra, dict):

@@ -69,9 +69,10 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def check_stateful(name: str, value: Any) -> None:
-    """Raise ValueError for an object that is there and cannot be kept."""
+def check_stateful(name: str, value: Any, *, instead: str = "an object that has both") -> None:
+    """Raise ValueError for an object that is there and cannot be kept; the error says what to give `instead`."""
     if value is not None and not is_stateful(value):
         raise ValueError(
-            f"{name} is a {type(value).__name__} without state_dict and load_state_dict: it cannot be kept"
+            f"{name} is a {type(value).__name__} without state_dict and load_state_dict, so it can be neither undone "
+            f"nor sent nor saved: give {instead}, or leave it out"
         )
