@@ -267,3 +267,17 @@ def test_a_store_that_does_not_answer_keeps_no_words_back() -> None:
     told = asyncio.run(reporter.last_words())
     assert told is not None
     assert told.first.who == "worker 0"
+
+
+@pytest.mark.parametrize(
+    ("behind", "told"),
+    [
+        (["Missing key(s): a", "At:", "  job.py(46): <module>"], "RuntimeError: sizes do not fit"),
+        ([f"line {number}" for number in range(20)], "line 19"),  # that error may have been logged only
+    ],
+)
+def test_an_error_is_told_by_the_line_that_was_raised_and_not_by_the_end_of_its_message(
+    behind: list[str], told: str
+) -> None:
+    lines = ("Traceback (most recent call last):", '  File "job.py", line 46, in <module>', "    train()")
+    assert failed(0, 1.0, (*lines, "RuntimeError: sizes do not fit", *behind)).last_error == told

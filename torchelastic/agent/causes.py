@@ -94,7 +94,7 @@ class FailedWorker:
         said = [line for line in self.lines if line.strip()]
         if not said or self.is_hang or (self.exit_code is not None and self.exit_code < 0):
             return ""
-        return _RANK.sub("", said[-1], count=1)[:_MOST_ERROR]
+        return raised_line(said)[:_MOST_ERROR]
 
     @property
     def is_consequence(self) -> bool:
@@ -282,6 +282,26 @@ def last_account(lines: Sequence[str]) -> tuple[str, ...]:
     if stacks:
         return tuple(lines[stacks[0] :])
     return tuple(lines[last:]) if starts else ()
+
+
+def raised_line(lines: Sequence[str]) -> str:
+    """What was raised, without what its message has beyond its first line.
+
+    The last line if there is no traceback, or so much behind it that it may be one that was only logged.
+
+    Args:
+        lines: of standard error, none of them blank; at least one.
+
+    >>> frame = ['Traceback (most recent call last):', '  File "a.py", line 1, in <module>', '    f()']
+    >>> raised_line([*frame, "RuntimeError: sizes do not fit", "", "At:", "  a.py(1): <module>"])
+    'RuntimeError: sizes do not fit'
+    >>> raised_line(["[rank1]: no traceback"])
+    'no traceback'
+    """
+    plain = [_RANK.sub("", line, count=1) for line in lines]
+    starts = [number for number, line in enumerate(plain) if begins_traceback(line)]
+    raised = [line for line in plain[starts[-1] + 1 :] if not line.startswith("  ")] if starts else []
+    return raised[0] if 0 < len(raised) <= LAST_LINES else plain[-1]
 
 
 def describe_exit(exit_code: int | None) -> str:
