@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.cluster.harness import Job
+from tests.waiting import is_gone
 from torchelastic.rendezvous.server import EtcdServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -40,6 +40,7 @@ FAULTS = (
 )  # fmt: skip
 #: A rendezvous that has closed, or a worker that was killed behind its last step: no fault of the run's.
 TOO_LATE = ("is already closed: it was finished before", "what a script saves there after training is missing")
+HAD_ENDED = ", which had ended"
 
 
 class RandomFaults:
@@ -57,7 +58,7 @@ class RandomFaults:
 
     def workers(self) -> list[int]:
         """The pids of those that live, in an order of its own."""
-        pids = [int(event["pid"]) for event in self.job.of("started") if psutil.pid_exists(int(event["pid"]))]
+        pids = [int(event["pid"]) for event in self.job.of("started") if not is_gone(int(event["pid"]))]
         return self.random.sample(pids, len(pids))
 
     def pause(self, pid: int, longest_s: float) -> None:
@@ -74,23 +75,25 @@ class RandomFaults:
         self.start_host()
 
     def happen(self) -> None:
-        """One more fault. Raises ProcessLookupError: whom it was for has ended by itself."""
-        what = self.random.choice(FAULTS)
-        hosts = [host for host in self.job.agents if host.poll() is None]
-        host, workers = self.random.choice(hosts), self.workers()
+        """One more fault, of those that somebody is there for. Raises ProcessLookupError: who has just ended."""
+        hosts, workers = [host for host in self.job.agents if host.poll() is None], self.workers()
+        there = {"pause a worker": len(workers), "kill a worker": len(workers), "kill two workers": len(workers) - 1}
+        there |= {"pause a launcher": len(hosts), "kill a launcher": len(hosts) - 1, "stop a launcher": len(hosts) - 1}
+        what = self.random.choice([fault for fault in FAULTS if there.get(fault, 1) > 0])
+        host = self.random.choice(hosts)
         self.told.append(what)
         if what in ("kill a worker", "kill two workers"):
             for pid in workers[: 2 if "two" in what else 1]:
                 os.kill(pid, signal.SIGKILL)
-        elif what == "pause a worker" and workers:
+        elif what == "pause a worker":
             self.pause(workers[0], 3.0)
-        elif what in ("kill a launcher", "stop a launcher") and len(hosts) > 1:
-            self.replace(host, signal.SIGKILL if "kill" in what else signal.SIGTERM)
         elif what == "pause a launcher":
             self.pause(host.pid, 5.0)
+        elif "launcher" in what:
+            self.replace(host, signal.SIGKILL if "kill" in what else signal.SIGTERM)
         elif what == "pause etcd":
             self.pause(self.etcd.pid, 5.0)
-        elif "etcd" in what:
+        else:
             self.etcd.kill()
             time.sleep(self.random.random() * 4)
             self.etcd.restart(lose_data="lose" in what)
@@ -106,12 +109,12 @@ class RandomFaults:
             try:
                 self.happen()
             except ProcessLookupError:
-                self.told[-1] += ", which had ended"
+                self.told[-1] += HAD_ENDED
         codes = self.job.wait(180)
         for number, host in enumerate(self.job.agents):
             is_late = codes[number] == 1 and any(text in self.job.output_of(number) for text in TOO_LATE)
             assert codes[number] == 0 or host in self.struck or is_late, self.job.output_of(number)[-4000:]
-        assert self.told, "nothing has happened"
+        assert any(not one.endswith(HAD_ENDED) for one in self.told), "nothing has happened"
         self.job.check_identity()
 
 
