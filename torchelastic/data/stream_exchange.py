@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.data.stream_progress import ShardPlace
+from torchelastic.group.backends import gpu_backend
 
 #: number + 1 of the batch, drawn, digest, ended, and the length of a new position's text: 0 for none, -1 for a number.
 _NOTHING = [0] * 5
@@ -56,7 +57,7 @@ class StreamExchange:
             )
         default = dist.group.WORLD
         if self._default is not default:
-            self._group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else default
+            self._group = default if gpu_backend() is None else dist.new_group(backend="gloo")
             self._default = default
 
     def places(

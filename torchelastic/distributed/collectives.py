@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from torchelastic.group.backends import device_names
 from torchelastic.group.communicators import wait_for_collectives
 
 # 8 chunks of 4 MiB in flight keep gloo's tree busy from the root to the leaves, and bound what is staged on a GPU.
@@ -195,8 +196,7 @@ def _device_for(device: torch.device) -> torch.device:
     """Return `device` if the default group has a backend for it, else a device that it has one for."""
     if not (dist.is_available() and dist.is_initialized()):
         return device
-    # such as "cpu:gloo,cuda:nccl"
-    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    kinds = list(device_names())
     if device.type in kinds or "cpu" in kinds:
         return device if device.type in kinds else torch.device("cpu")
     return torch.device(kinds[0])  # without an index: this process's current device

@@ -5,6 +5,8 @@ what is queued behind it on the stream goes on with that. So whoever makes a res
 
 NCCL connects a group at its first collective, and then waits for a peer that has died meanwhile for ever, on the thread
 that has called it, also when the group is aborted. So groups are connected here, on a thread that can be left behind.
+The engine that is torch's default from 2.15 on (`ProcessGroupNCCL2`) would connect in its constructor, or by splitting
+the default group's communicator: it is made so that it does neither (`made_lazily`).
 
 To give a communicator up takes NCCL half a second: kernels end within milliseconds, then it frees memory of the GPU,
 which waits for all kernels there. Those of a new group may wait for a peer that is still at it, and that peer for them.
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torchelastic.errors import RetryableException
+from torchelastic.group.backends import GLOO, capabilities, connects_when_made, engines, has_failed
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +50,36 @@ def connecting(group: dist.ProcessGroup) -> Callable[[], None] | None:
     Called on the training thread of every rank, and its result on a thread that can be left behind: that raises
     RuntimeError if NCCL cannot connect, and may wait for ever for a peer that is lost.
     """
-    backend = _nccl_of(group)
-    if backend is None or group.size() == 1:
+    able = [backend for name, backend in engines(group) if capabilities(name, backend).connects_ahead]
+    if not able or group.size() == 1:
         return None
     device = torch.device("cuda", torch.cuda.current_device())  # of this thread: another one has the first
 
     def connect() -> None:
         for thread in tuple(_threads):
             thread.join()
-        backend.eager_connect_single_device(device)
+        for backend in able:
+            if getattr(backend.options, "lazy_init", False):  # else the call has no effect
+                backend.options.lazy_init = False
+            backend.eager_connect_single_device(device)
 
     return connect
+
+
+def made_lazily(backend: str, options: Any) -> dict[str, Any]:
+    """What torch's function that makes a group has to be given beside, for NCCL to connect in `connecting` only.
+
+    Args:
+        backend: as the group's maker has named it; such as "nccl", or "cpu:gloo,cuda:nccl2".
+        options: the options for the backend that torch would be given; None: there are none.
+    """
+    names = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()
+    if not any(connects_when_made(name) for name in names):
+        return {}
+    options = dist.ProcessGroupNCCL.Options() if options is None else options
+    options.lazy_init = True
+    # torch goes by LOCAL_RANK, whatever device the script has chosen
+    return {"backend_options": options, "device_id": torch.device("cuda", torch.cuda.current_device())}
 
 
 def abort() -> None:
@@ -75,7 +97,11 @@ def abort() -> None:
         _threads[:] = [thread for thread in _threads if thread.is_alive()]
         # each on a thread of its own: to free memory waits for the kernels of the others, which their abort ends
         for group in _communicators():
-            thread = threading.Thread(target=_give_up, args=([group],), name="torchelastic-nccl-abort", daemon=True)
+            # asked for here: soon torch knows nothing of the group any more
+            parts = [backend for _, backend in engines(group)]
+            thread = threading.Thread(
+                target=_give_up, args=(parts, [group]), name="torchelastic-nccl-abort", daemon=True
+            )
             _threads.append(thread)
             thread.start()
 
@@ -97,42 +123,23 @@ def wait_for_collectives() -> None:
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
         torch.cuda.current_stream().synchronize()
-    if _aborted.is_set() or any(_has_failed(group) for group in groups):
+    if _aborted.is_set() or any(has_failed(backend) for group in groups for _, backend in engines(group)):
         raise RetryableException(ABORTED)
 
 
 def _communicators() -> list[dist.ProcessGroup]:
-    return [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != "gloo"]
+    return [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != GLOO]
 
 
-def _give_up(its: list[dist.ProcessGroup]) -> None:
-    try:
-        its[0].abort()
-    except Exception as error:  # noqa: BLE001 - training goes on in the next group
-        log.warning("a communicator could not be aborted: %s: %s", type(error).__name__, error)
+def _give_up(parts: list[Any], its: list[dist.ProcessGroup]) -> None:
+    while parts:
+        backend = parts.pop()
+        try:
+            backend.abort()
+        except Exception as error:  # noqa: BLE001 - training goes on in the next group
+            log.warning("a communicator could not be aborted: %s: %s", type(error).__name__, error)
+        del backend
     its.clear()  # here, if nobody else has it: the end of a group waits for its threads
-
-
-def _has_failed(group: dist.ProcessGroup) -> bool:
-    """Whether torch has found an error of NCCL's, or a time-out, and has given the communicator up by itself."""
-    backend = _nccl_of(group)
-    if backend is None:
-        return False
-    try:
-        getattr(backend, "_comm_ptr", int)()  # raises where it is gone; waits until it is where that is under way
-    except RuntimeError:
-        return True
-    return False
-
-
-def _nccl_of(group: dist.ProcessGroup) -> Any:
-    if not dist.is_nccl_available():
-        return None
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:
-        return None
-    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
 def _end() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torchelastic.group.backends import device_names
 from torchelastic.text import listed
 
 _POLL_S = 0.0002
@@ -113,8 +114,7 @@ class WatchedGroup:
     @property
     def device(self) -> torch.device:
         """Of tensors that the group can send."""
-        # such as "cpu:gloo,cuda:nccl"; nccl alone sends no CPU tensors
-        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(self.group).split(",")]
+        kinds = list(device_names(self.group))  # nccl alone sends no CPU tensors
         return torch.device("cpu" if "cpu" in kinds else kinds[0])  # without an index: this process's current device
 
     def wait(self, work: dist.Work | None, call: str) -> None:

@@ -19,6 +19,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.structures import places_of
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.group.backends import gpu_backend
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.text import shortlist
 
@@ -87,8 +88,8 @@ def _read(skeleton: bytes) -> tuple[Any, list[_TensorForm]]:
 
 def message_device() -> torch.device:
     """Where messages of the default group must lie."""
-    uses_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
+    uses_gpu = dist.is_available() and dist.is_initialized() and gpu_backend() is not None
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
 
 
 def all_gathered(mine: torch.Tensor, world_size: int) -> list[torch.Tensor]:

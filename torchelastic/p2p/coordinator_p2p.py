@@ -30,6 +30,7 @@ from torchelastic.p2p.options import (
     choose_gpu,
     choose_interface,
     dump_stacks_on_request,
+    needs_gpu,
     open_rendezvous,
     smallest_group,
 )
@@ -65,7 +66,9 @@ class CoordinatorP2P(Coordinator):
     Use one object per process, on the training thread.
 
     Args:
-        c10d_backend: "gloo" or "nccl"; default: nccl where every worker of this host has its GPU, else gloo.
+        c10d_backend: "gloo" or "nccl"; with torch 2.15 also one of its two by name, "nccl2" or "nccl-legacy"; or one
+            for each kind of device, "cpu:gloo,cuda:nccl". Default: nccl where every worker of this host has its GPU,
+            else gloo.
         init_method: rendezvous URL (`etcd://host:port/run_id?min_workers=..&max_workers=..`, or a scheme of your own);
             default: what `torchelastic run` has set; without the launcher this process trains alone, without etcd.
         max_num_trainers: no group is larger; default: the URL's `max_workers`.
@@ -120,7 +123,7 @@ class CoordinatorP2P(Coordinator):
             hang_policy or HangPolicy(),
             process_group_timeout / 1000,
             self._give_group_up,
-            times_out_itself=self.c10d_backend == "gloo",
+            times_out_itself=not needs_gpu(self.c10d_backend),
         )
         self._straggler_policy = straggler_policy or StragglerPolicy()
         self._times_straggler = 0
@@ -187,7 +190,7 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
-        if self.c10d_backend == "nccl":
+        if needs_gpu(self.c10d_backend):
             choose_gpu()
         heartbeat = Heartbeat(self.store, self.rank, self.world_size)
         self._watchdog.enter(FORMING, heartbeat)

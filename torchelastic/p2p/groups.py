@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.group import communicators
+from torchelastic.group.backends import GLOO, refuse_unknown
 from torchelastic.group.store_mailbox import MAX_EXIT_S, leads_to
 from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
@@ -66,19 +67,20 @@ class ProcessGroups:
         _in_use = self
         self._sockets.clear()
         communicators.begin()
-        # by default torch ends the process whose NCCL collective was aborted or timed out; 2: it only cleans up
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        _set_what_torch_does_about_a_failure()
         excepthook = sys.excepthook
         self.is_forming = True
         try:
             # torch's watchdog of NCCL asks the store before it gives up, and that may be what hangs: ours comes first
-            timeout = self.timeout if self.backend == "gloo" else 2 * self.timeout + LATER
+            timeout = self.timeout if self.backend == GLOO else 2 * self.timeout + LATER
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            assert dist.group.WORLD is not None
+            refuse_unknown(dist.group.WORLD)
         finally:
             # torch puts one more layer around it each time, and each prints its "[rankN]: " before every line
             sys.excepthook = excepthook
             self.is_forming = False
-        if self.backend == "gloo":
+        if self.backend == GLOO:
             self.control = dist.group.WORLD
         else:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
@@ -192,13 +194,35 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(_in_use.making_group())
                 if _is_gloo_alone(backend):
                     stack.enter_context(_groups_are(AbortableGroup))
+                kwargs |= communicators.made_lazily(backend, kwargs.get("backend_options"))
             made = original(*args, **kwargs)
         if _in_use is not None and not _in_use.is_forming and dist.is_initialized():
+            if isinstance(made[0], dist.ProcessGroup):  # else it is made for other ranks
+                refuse_unknown(made[0])
             _in_use.connect_communicator(made[0])
         return made
 
     watched.torchelastic_watches = True  # type: ignore[attr-defined]
     return watched
+
+
+#: What torch does about a collective of NCCL's that has failed or timed out: 1 and 3, its default, end the process; 2
+#: gives the communicator up; 0 does nothing. Read when a group is made, by both engines; the first name wins.
+_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+#: How many collectives torch's flight recorder keeps; the first name wins. When a collective has failed, the default
+#: engine of torch 2.15 writes them to a file, and nobody can abort the communicator for up to 15 seconds.
+_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def _set_what_torch_does_about_a_failure() -> None:
+    """Have torch leave the failure of a collective to us, except where the user has chosen what cannot do harm."""
+    name, given = next(((name, os.environ[name]) for name in _ERROR_HANDLING if name in os.environ), ("", "2"))
+    if given not in ("0", "2"):
+        log.warning("%s=%s would have torch end every worker when one is lost: 2 is used; unset it", name, given)
+    if given != "0":
+        os.environ[_ERROR_HANDLING[0]] = "2"
+    if not any(os.environ.get(name) for name in _FLIGHT_RECORDER):
+        os.environ[_FLIGHT_RECORDER[0]] = "0"
 
 
 def _is_gloo_alone(backend: Any) -> bool:

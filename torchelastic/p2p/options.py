@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from torchelastic.group.backends import GLOO
 from torchelastic.ledger.meter import this_worker
 from torchelastic.network.choice import GLOO_VARIABLE, library_variables
 from torchelastic.network.interfaces import interfaces
@@ -25,16 +26,47 @@ from torchelastic.rendezvous.url import parse_url
 rendezvous_handler.register()
 
 
+#: What may be requested, for tensors on a GPU; "nccl2" and "nccl-legacy" are torch 2.15's names of its two engines.
+_FOR_GPUS = ("nccl", "nccl2", "nccl-legacy")
+
+
 def checked_backend(backend: str | None) -> str:
     """The requested backend, or the one that suits this host. Raises ValueError."""
     if backend is None:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
-        return "nccl" if has_gpus and dist.is_nccl_available() else "gloo"
-    available = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
-    if backend not in available:
-        raise ValueError(f"c10d_backend={backend!r}: give one that this torch has: {', '.join(available)}")
+        return "nccl" if has_gpus and dist.is_nccl_available() else GLOO
+    named = [pair.rpartition(":") for pair in backend.split(",")]
+    if not all(_takes(device if colon else "cuda", name) for device, colon, name in named):
+        names = ", ".join(each for each in (GLOO, *_FOR_GPUS) if _has(each))
+        raise ValueError(
+            f"c10d_backend={backend!r}: give one that this torch ({torch.__version__}) has: {names}; or one for each "
+            "kind of device, as in 'cpu:gloo,cuda:nccl'"
+        )
+    if not needs_gpu(backend):
+        return GLOO
+    if not torch.cuda.is_available():
+        raise ValueError(f"c10d_backend={backend!r}: torch finds no GPU here, see `torchelastic doctor`")
     return backend
+
+
+def needs_gpu(backend: str) -> bool:
+    """Whether a backend, or one of several, is for tensors that lie on a GPU.
+
+    >>> needs_gpu("cpu:gloo,cuda:nccl"), needs_gpu("gloo")
+    (True, False)
+    """
+    return any(pair.rpartition(":")[2] != GLOO for pair in backend.split(","))
+
+
+def _takes(device: str, name: str) -> bool:
+    return _has(name) and (name == GLOO or name in _FOR_GPUS) and (device == "cuda" or (device, name) == ("cpu", GLOO))
+
+
+def _has(name: str) -> bool:
+    # before "nccl-legacy" had its name, "nccl2" ended the process when it was aborted (pytorch/pytorch#192105)
+    needed = (name, "nccl-legacy") if name == "nccl2" else (name,)
+    return all(dist.is_backend_available(each) for each in needed)
 
 
 def checked_init_method(init_method: str | None) -> str:
