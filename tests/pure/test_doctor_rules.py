@@ -20,6 +20,7 @@ from torchelastic.doctor.host import (
 )
 from torchelastic.doctor.screen import document, lines_of, summary
 from torchelastic.doctor.versions import VersionFacts, judge_versions
+from torchelastic.version import NEWEST_TESTED_TORCH
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 MIB, GIB = 2**20, 2**30
@@ -93,6 +94,28 @@ def test_a_version_that_does_not_fit_is_an_error(facts: VersionFacts, said: str)
     found = judge_versions(facts)
     assert levels(found) == [ERROR]
     assert said in text_of(found)
+
+
+@pytest.mark.parametrize(
+    ("torch", "expected"),
+    [
+        (NEWEST_TESTED_TORCH, [OK]),
+        (f"{NEWEST_TESTED_TORCH}+cu132", [OK]),
+        ("2.13.0+cpu", [OK]),
+        (f"{NEWEST_TESTED_TORCH}.post1", [OK, NOTE]),
+        ("2.99.0.dev20261101+cu132", [OK, WARNING]),
+        ("3.0", [OK, WARNING]),
+    ],
+)
+def test_a_torch_that_is_newer_than_any_that_was_tested_is_said(torch: str, expected: list[Level]) -> None:
+    found = judge_versions(replace(VERSIONS, installed={**VERSIONS.installed, "torch": torch}))
+    assert levels(found) == expected
+    assert (f"pip install 'torch<={NEWEST_TESTED_TORCH}'" in text_of(found)) is (len(expected) == 2)
+
+
+def test_a_torch_of_ones_own_has_any_version() -> None:
+    own = replace(VERSIONS, required=(), installed={**VERSIONS.installed, "torch": "of-my-own"})
+    assert levels(judge_versions(own)) == [NOTE]
 
 
 # Memory and limits ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.version import __version__
+from torchelastic.version import NEWEST_TESTED_TORCH, __version__
 
 NAME = "versions"
 #: Named even where all is well. grpcio and protobuf come with etcd3.
@@ -46,12 +47,29 @@ def judge_versions(facts: VersionFacts) -> list[Finding]:
             found.append(Finding(NAME, Level.ERROR, what, because, remedy))
     if found:
         return found
+    too_new = _judge_new_torch(facts.installed.get("torch"))
     shown = [f"{name} {facts.installed[name]}" for name in _SHOWN if facts.installed.get(name)]
     what = f"torchelastic {facts.torchelastic}, Python {facts.python}, {', '.join(shown)}"
     if not facts.required:
         because = "it is not installed as a package, so the versions that it needs are not known"
-        return [Finding(NAME, Level.NOTE, what, because, "pip install it, at least with `pip install -e .`")]
-    return [Finding(NAME, Level.OK, what)]
+        remedy = "pip install it, at least with `pip install -e .`"
+        return [Finding(NAME, Level.NOTE, what, because, remedy), *too_new]
+    return [Finding(NAME, Level.OK, what), *too_new]
+
+
+def _judge_new_torch(installed: str | None) -> list[Finding]:
+    """A torch that came after this release may have changed what has no public name, and is used here."""
+    try:
+        version, tested = Version((installed or "0").partition("+")[0]), Version(NEWEST_TESTED_TORCH)
+    except InvalidVersion:
+        return []  # of a build of one's own
+    if version <= tested:
+        return []
+    level = Level.WARNING if version.release[:2] > tested.release[:2] else Level.NOTE  # else it has fixes alone
+    what = f"torch {installed} is newer than any that was tested with torchelastic {__version__}"
+    because = f"the newest was {NEWEST_TESTED_TORCH}; a newer one may lack private names of torch that are used here"
+    remedy = f"pip install 'torch<={NEWEST_TESTED_TORCH}', or first see a short run recover from `kill -9` of a worker"
+    return [Finding(NAME, level, what, because, remedy)]
 
 
 def gather_versions() -> VersionFacts:
