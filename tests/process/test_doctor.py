@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from tests.waiting import wait_until
-from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators
+from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators, nccl_facts
 from torchelastic.doctor.examination import Check, Question, checks, run_checks
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.doctor.folder import gather_folder, judge_folder
@@ -32,6 +33,7 @@ from torchelastic.doctor.host import (
     judge_shared_memory,
 )
 from torchelastic.doctor.lifetime import LifetimeFacts, gather_lifetime, judge_lifetime
+from torchelastic.doctor.nccl_rules import judge_nccl
 from torchelastic.launch.main import main
 from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
@@ -263,12 +265,54 @@ def test_torch_is_asked_in_a_child_without_the_password(tmp_path: Path) -> None:
     assert judge_accelerators(facts, None)[0].level == Level.ERROR
 
 
+def test_torch_says_which_nccl_it_loads_and_which_engine_makes_its_groups(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH_WITH_GPUS)
+    (tmp_path / "torch" / "distributed.py").write_text(
+        "is_available = is_gloo_available = is_nccl_available = lambda: True\n"
+        "class Backend:\n    backend_list = ['undefined', 'gloo', 'nccl', 'nccl-legacy']\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment.pop("TORCH_DIST_USE_NCCL2", None)
+    facts = gather_accelerators(environment, LONG_S)
+    assert (facts.failure, facts.nccl_version, facts.is_nccl2) == ("", "2.28.3", True)
+    found = judge_nccl(nccl_facts(facts, {}))
+    assert (found[0].level, "nvidia-nccl-cu13" in found[0].remedy) == (Level.WARNING, True)
+    environment.update(TORCH_DIST_USE_NCCL2="0", NCCL_MULTI_RANK_GPU_ENABLE="1")
+    legacy = gather_accelerators(environment, LONG_S)
+    assert (legacy.failure, legacy.is_nccl2, legacy.may_share) == ("", False, False)
+
+
+def test_the_torch_that_is_installed_answers_all_that_is_asked() -> None:
+    facts = gather_accelerators(os.environ, LONG_S)
+    assert (facts.failure, facts.torch) == ("", str(torch.__version__))
+    assert facts.nccl == torch.distributed.is_nccl_available()
+    assert bool(facts.nccl_version) == facts.nccl
+    made_by = vars(torch.distributed.Backend)["_plugins"].get("NCCL")  # not there where torch makes it without asking
+    assert facts.is_nccl2 == ("nccl2" in getattr(getattr(made_by, "creator_fn", None), "__name__", ""))
+
+
 def test_a_torch_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)")
     facts = gather_accelerators({**os.environ, "PYTHONPATH": str(tmp_path)}, 0.3)
     assert facts.is_late
     assert judge_accelerators(facts, None)[0].level == Level.WARNING
 
+
+#: A torch whose NCCL crashes in an abort.
+TORCH_WITH_GPUS = """
+import types
+__version__ = "2.15.0"
+version = types.SimpleNamespace(cuda="13.2")
+cuda = types.SimpleNamespace(
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    get_device_name=lambda number: "H100",
+    get_device_capability=lambda number: (9, 0),
+    get_arch_list=lambda: ["sm_90"],
+    nccl=types.SimpleNamespace(version=lambda: (2, 28, 3)),
+)
+"""
 
 # The command ----------------------------------------------------------------------------------------------------------
 

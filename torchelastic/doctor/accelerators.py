@@ -1,4 +1,7 @@
-"""GPUs, and what torch can do with them. torch is imported by a child, which is ended if that takes too long."""
+"""GPUs, and what torch can do with them. torch is imported by a child, which is ended if that takes too long.
+
+What is found of NCCL on the way is judged by `nccl_rules`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchelastic.doctor.findings import Finding, Level
+from torchelastic.doctor.nccl_rules import SHARING, NcclFacts, judge_nccl, may_share, release_of
 from torchelastic.foreign_json import RecordError, converted, decode_json
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 
@@ -19,22 +23,27 @@ PROBE_TIMEOUT_S = 11.0
 #: A line of what the child prints for each GPU, and more.
 _MOST_ANSWER_BYTES = 1 << 20
 
+#: The version of NCCL is of the library that is loaded, which may be another one than torch was built with. "nccl" is
+#: NCCL2 where torch has another name for the older engine, unless the variable says 0, which torch reads when imported.
 _PROBE = """
-import json, torch
+import json, os, torch
 import torch.distributed as dist
 here = dist.is_available()
+nccl = here and dist.is_nccl_available()
+hip = getattr(torch.version, "hip", None)
 cuda = torch.cuda.is_available()
 count = torch.cuda.device_count() if cuda else 0
 print(json.dumps({
     "torch": torch.__version__,
-    "cuda_build": torch.version.cuda or getattr(torch.version, "hip", None),
+    "cuda_build": torch.version.cuda or hip,
     "gloo": here and dist.is_gloo_available(),
-    "nccl": here and dist.is_nccl_available(),
-    "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if cuda and here and dist.is_nccl_available() else "",
+    "nccl": nccl,
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if nccl and not hip else "",
+    "is_nccl2": nccl and "nccl-legacy" in dist.Backend.backend_list and os.environ.get("TORCH_DIST_USE_NCCL2") != "0",
     "devices": [
         [torch.cuda.get_device_name(i), "%d.%d" % torch.cuda.get_device_capability(i)] for i in range(count)
     ],
-    "compiled_for": torch.cuda.get_arch_list() if cuda and not getattr(torch.version, "hip", None) else [],
+    "compiled_for": torch.cuda.get_arch_list() if cuda and not hip else [],
 }))
 """
 
@@ -52,9 +61,11 @@ class AcceleratorFacts:
         cuda_build: the CUDA (or HIP) version that torch was built for; None: for CPUs alone.
         gloo: whether torch has this backend.
         nccl: the same.
-        nccl_version: of the library; "" where it is not known.
+        nccl_version: of the library; "" where it is not known, or AMD's.
+        is_nccl2: whether the backend "nccl" is torch's newer engine.
         devices: name and compute capability of each GPU that torch can use.
         compiled_for: what torch's kernels were compiled for, such as "sm_90"; empty where that is not known.
+        may_share: whether NCCL was told to let several ranks use one GPU, and can.
     """
 
     nodes: tuple[str, ...] = ()
@@ -66,8 +77,10 @@ class AcceleratorFacts:
     gloo: bool = True
     nccl: bool = False
     nccl_version: str = ""
+    is_nccl2: bool = False
     devices: tuple[tuple[str, str], ...] = ()
     compiled_for: tuple[str, ...] = ()
+    may_share: bool = False
 
 
 def judge_accelerators(facts: AcceleratorFacts, workers: int | None) -> list[Finding]:
@@ -91,7 +104,9 @@ def judge_accelerators(facts: AcceleratorFacts, workers: int | None) -> list[Fin
         return [*found, *_judge_gpus(facts, workers)]
     if facts.nodes:
         return [*found, _why_none_is_usable(facts)]
-    return [*found, Finding(NAME, Level.NOTE, f"no GPU: torch {facts.torch} trains on the CPU, over gloo")]
+    because = f"on a host with GPUs: NCCL {facts.nccl_version}" if facts.nccl_version else ""
+    because += ', where the backend "nccl" is NCCL2' if facts.is_nccl2 else ""
+    return [*found, Finding(NAME, Level.NOTE, f"no GPU: torch {facts.torch} trains on the CPU, over gloo", because)]
 
 
 def _why_none_is_usable(facts: AcceleratorFacts) -> Finding:
@@ -102,6 +117,10 @@ def _why_none_is_usable(facts: AcceleratorFacts) -> Finding:
     if facts.visible is not None and not any(char.isalnum() for char in facts.visible.replace("-1", "")):
         because = f"CUDA_VISIBLE_DEVICES is {facts.visible!r}, which hides all"
         return Finding(NAME, Level.ERROR, what, because, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it")
+    named = (facts.visible or "").replace(" ", "").split(",")
+    if len(set(named)) < len(named):
+        because = f"CUDA_VISIBLE_DEVICES is {facts.visible!r}, and CUDA takes none where one is named twice"
+        return Finding(NAME, Level.ERROR, what, because, "name each GPU once")
     remedy = (
         "see what `nvidia-smi` says; update the driver, install a torch for an older CUDA, or give the container the "
         "GPUs (`docker run --gpus all`)"
@@ -120,16 +139,28 @@ def _judge_gpus(facts: AcceleratorFacts, workers: int | None) -> list[Finding]:
             remedy = "install a torch that was compiled for it, see https://pytorch.org/get-started/locally/"
             what = f"torch has no kernels for {name} (sm_{capability.replace('.', '')})"
             found.append(Finding(NAME, Level.ERROR, what, because, remedy))
-    if workers is not None and workers > len(facts.devices):
-        what = f"{workers} workers are to share {len(facts.devices)} GPU(s)"
-        because = "NCCL refuses two ranks on one GPU"
-        found.append(Finding(NAME, Level.WARNING, what, because, f"--nproc-per-node {len(facts.devices)}"))
-    if found:
+    found += _judge_sharing(facts, workers)
+    if any(finding.level > Level.NOTE for finding in found):
         return found
     kinds = {name: sum(other == name for other, _ in facts.devices) for name, _ in facts.devices}
     gpus = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-    nccl = f"NCCL {facts.nccl_version}".strip()
-    return [Finding(NAME, Level.OK, f"{gpus}; torch {facts.torch} for {facts.cuda_build}, {nccl}")]
+    return [Finding(NAME, Level.OK, f"{gpus}; torch {facts.torch} for {facts.cuda_build}"), *found]
+
+
+def _judge_sharing(facts: AcceleratorFacts, workers: int | None) -> list[Finding]:
+    """Workers that use one GPU without meaning it: each of them sees what this process sees."""
+    here, hidden = len(facts.devices), len(facts.nodes) > len(facts.devices) and facts.visible is not None
+    seen = f"CUDA_VISIBLE_DEVICES={facts.visible} shows {here} of this host's {len(facts.nodes)} GPUs"
+    if workers is None or workers <= here:
+        return [Finding(NAME, Level.NOTE, seen, "every worker that is started here sees no others")] if hidden else []
+    what = f"{workers} workers are to share {here} GPU(s)"
+    if facts.may_share:
+        return [Finding(NAME, Level.NOTE, what, f"NCCL lets them ({SHARING}=1) if a script gives c10d_backend='nccl'")]
+    because = "NCCL refuses two ranks on one GPU: CoordinatorP2P() takes gloo for all of them, which is slower"
+    remedy = f"--nproc-per-node {here}"
+    if hidden:
+        because, remedy = f"{seen}; {because}", f"unset CUDA_VISIBLE_DEVICES, or {remedy}"
+    return [Finding(NAME, Level.WARNING, what, because, remedy)]
 
 
 def is_compiled_for(capability: str, compiled_for: Sequence[str]) -> bool:
@@ -168,12 +199,24 @@ def gather_accelerators(environment: Mapping[str, str], timeout_s: float = PROBE
         return AcceleratorFacts(nodes, visible, f"it was not done within {timeout_s:g} s", is_late=True)
     try:
         answer = decode_json("torch", done.stdout.strip().splitlines()[-1], most_bytes=_MOST_ANSWER_BYTES)
-        return replace(converted("torch", answer, AcceleratorFacts), nodes=nodes, visible=visible)
+        found = converted("torch", answer, AcceleratorFacts)
+        sharing = may_share(release_of(found.nccl_version), environment)
+        return replace(found, nodes=nodes, visible=visible, may_share=sharing)
     except (RecordError, IndexError):
         last = (done.stderr.strip().splitlines() or [f"the child ended with status {done.returncode}"])[-1]
         return AcceleratorFacts(nodes, visible, last)
 
 
+def nccl_facts(facts: AcceleratorFacts, environment: Mapping[str, str]) -> NcclFacts:
+    """What `judge_nccl` goes by."""
+    capabilities = tuple(capability for _, capability in facts.devices)
+    rdma = tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*")))
+    release, cuda = release_of(facts.nccl_version), facts.cuda_build or ""
+    return NcclFacts(release, cuda, facts.is_nccl2, capabilities, rdma, environment)
+
+
 def check(workers: int | None) -> Sequence[Finding]:
-    """Check this host's GPUs."""
-    return judge_accelerators(gather_accelerators(os.environ), workers)
+    """Check this host's GPUs, and NCCL where there are any."""
+    facts = gather_accelerators(os.environ)
+    found = judge_accelerators(facts, workers)
+    return [*found, *judge_nccl(nccl_facts(facts, os.environ))] if facts.devices and facts.nccl else found
