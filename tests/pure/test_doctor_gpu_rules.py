@@ -141,8 +141,8 @@ MODE, HEARTBEAT, MONITORING = (
 @pytest.mark.parametrize(
     ("variables", "expected", "said"),
     [
-        ({MODE: "1"}, WARNING, "ends the process of every worker"),
-        ({MODE: "3"}, WARNING, f"unset {MODE}, or set it to 2"),
+        ({MODE: "1"}, NOTE, "torch would end a process"),
+        ({MODE: "3"}, NOTE, f"unset {MODE}, or set it to 2"),
         ({MODE: "0"}, WARNING, "goes unnoticed"),
         ({MODE: "2"}, OK, ""),
         ({MODE: ""}, ERROR, "no number"),
@@ -178,6 +178,20 @@ def test_settings_that_the_older_engine_alone_reads(variables: dict[str, str], e
     assert levels(found) == [expected]
     assert said in text_of(found)
     assert levels(judge_nccl(replace(NCCL2, variables=variables))) == [OK]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"TORCH_FR_BUFFER_SIZE": "2000"}, WARNING),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "1"}, WARNING),
+        ({"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "1"}, OK),
+        ({"TORCH_FR_BUFFER_SIZE": ""}, OK),
+    ],
+)
+def test_a_flight_recorder_that_keeps_an_abort_waiting(variables: dict[str, str], expected: Level) -> None:
+    assert levels(judge_nccl(replace(NCCL2, variables=variables))) == [expected]
+    assert levels(judge_nccl(replace(LEGACY, variables=variables))) == [OK]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("false", WARNING), ("NO", WARNING), ("1", OK), ("", OK)])

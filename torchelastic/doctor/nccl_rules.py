@@ -22,6 +22,7 @@ _TEARDOWN = "TORCH_NCCL_TEARDOWN_ON_TIMEOUT"
 _FAILOVER = "NCCL_IB_RESILIENCY_PORT_FAILOVER"
 _NVLS = "NCCL_NVLS_ENABLE"
 _BLOCKING_NAMES = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _NO_HANDLING, _CLEAN_UP_ONLY = 0, 2
 #: What torch takes as yes, in any case of letters.
 _YES = frozenset({"1", "y", "yes", "t", "true"})
@@ -118,8 +119,8 @@ def _judge_mode(facts: NcclFacts) -> Iterator[Finding]:
         because = "torch leaves a failed communicator as it is, and an error that only torch has seen goes unnoticed"
         yield Finding(NAME, Level.WARNING, f"{_MODE} is 0", because, remedy)
     else:
-        because = "torch ends the process of every worker whose collective fails or times out (torchrun sets 1)"
-        yield Finding(NAME, Level.WARNING, f"{_MODE} is {mode}", because, remedy)
+        because = "torch would end a process whose collective fails or times out: torchelastic's workers use 2 instead"
+        yield Finding(NAME, Level.NOTE, f"{_MODE} is {mode}", because, remedy)
 
 
 def _judge_watchdogs(facts: NcclFacts) -> Iterator[Finding]:
@@ -130,8 +131,9 @@ def _judge_watchdogs(facts: NcclFacts) -> Iterator[Finding]:
     if _is_on(facts.variables.get(blocking)):
         because = "each collective holds the training thread, and torch has no thread that notices NCCL's errors"
         yield Finding(NAME, Level.WARNING, f"{blocking} is on", because, f"unset {blocking}")
-    if facts.is_nccl2:
-        return  # it reads none of those that follow
+    if facts.is_nccl2:  # it reads none of those that follow
+        yield from _judge_recorder(facts)
+        return
     # https://github.com/pytorch/pytorch/issues/155916: whatever the mode is
     value = facts.variables.get(_HEARTBEAT)
     heartbeat_s = _number(value)
@@ -145,6 +147,15 @@ def _judge_watchdogs(facts: NcclFacts) -> Iterator[Finding]:
     if _is_on(facts.variables.get(_TEARDOWN)):
         because = "torch ends the process of a worker whose collective times out"
         yield Finding(NAME, Level.WARNING, f"{_TEARDOWN} is on", because, f"unset {_TEARDOWN}")
+
+
+def _judge_recorder(facts: NcclFacts) -> Iterator[Finding]:
+    """The engine of torch 2.15 writes what its flight recorder has before anybody can abort the communicator."""
+    name = next((name for name in _RECORDER_NAMES if facts.variables.get(name)), "")  # the first is the one that counts
+    if _number(facts.variables.get(name)):
+        what = f"{name} is {facts.variables[name]}: torch's flight recorder is on"
+        because = "after the loss of a worker the others may wait up to 15 s until torch has written a file"
+        yield Finding(NAME, Level.WARNING, what, because, f"unset {name}: here it is off by default")
 
 
 def _judge_switch(facts: NcclFacts) -> Iterator[Finding]:
