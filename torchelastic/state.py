@@ -148,7 +148,20 @@ def tensor_versions(snapshot: Any) -> list[tuple[Any, int]]:
     if type(snapshot) in (list, tuple):
         return [pair for value in snapshot for pair in tensor_versions(value)]
     is_counted = torch is not None and isinstance(snapshot, torch.Tensor) and not snapshot.is_inference()
-    return [(snapshot, snapshot._version)] if is_counted else []
+    if not is_counted:
+        return []
+    from torchelastic.torch_internals.tensors import version_of
+
+    return [(snapshot, version_of(snapshot))]
+
+
+def have_changed(referred: Sequence[tuple[Any, int]]) -> bool:
+    """Whether any of the tensors that `tensor_versions` has found was changed since."""
+    if not referred:
+        return False
+    from torchelastic.torch_internals.tensors import version_of
+
+    return any(version_of(tensor) != at for tensor, at in referred)
 
 
 #: How the loop calls the hooks of a state, beside `sync`: the names of the arguments, for people.

@@ -28,7 +28,15 @@ from torchelastic.loop_observer import LoopObserver, telling
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
-from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step, tensor_versions
+from torchelastic.state import (
+    State,
+    call_sync,
+    check_can_roll_back,
+    check_hooks,
+    check_train_step,
+    have_changed,
+    tensor_versions,
+)
 from torchelastic.step import Step
 
 if TYPE_CHECKING:
@@ -318,7 +326,7 @@ class TrainLoop:
         return snapshot
 
     def _say_if_not_copied(self) -> None:
-        if self._referred and self.rank == 0 and any(tensor._version != at for tensor, at in self._referred):
+        if self.rank == 0 and have_changed(self._referred or ()):
             log.warning(
                 "%s.snapshot() returns tensors that the step changes, not copies, so apply() cannot undo a failed "
                 "step, and weights may be wrong after it: return copy.deepcopy(..) of them",

@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
-from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import TCPStore
 
 from tests.process.foreign_connection import Foreign
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
 from torchelastic.rendezvous.round_store import SILENT_S, TIMEOUT_S, RoundStore, StoreSilentError
+from torchelastic.torch_internals import c10d_types
+from torchelastic.torch_internals.c10d_types import TCPStore
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_store_of_a_round_listens_at_the_hosts_address_alone_and_its_cut_lea
         if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port
     }
     assert listening == {"127.0.0.1"}
-    monkeypatch.setattr(_distributed_c10d, "TCPStore", SlowStore)
+    monkeypatch.setattr(c10d_types, "TCPStore", SlowStore)
     store = store_of_round.connect(Round(store_address=address), lambda: NO_ROUND)
     store.set("key", "value")
     assert store.get("key") == b"value"

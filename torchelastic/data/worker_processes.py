@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from torchelastic.torch_internals.data_workers import DataWorkers, with_workers
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +42,17 @@ class WorkerProcesses:
 
     def __init__(self, whose: str) -> None:
         self._whose = whose
-        self._iterator: _MultiProcessingDataLoaderIter | None = None
+        self._workers: DataWorkers | None = None
 
     def started_by(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
         """What iterates over the DataLoader; the processes that it has, if any, are these from now on."""
         with self._errors_of_deaths():
             iterator = iter(dataloader)
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
-            self._iterator = iterator
-            own: Any = _OwnEvent(iterator._workers_done_event)
-            iterator._workers_done_event = own
-            if iterator._worker_pids_set:
-                torch._C._remove_worker_pids(id(iterator))
-                iterator._worker_pids_set = False
+        workers = with_workers(iterator)
+        if workers is not None:
+            self._workers = workers
+            workers.replace_end_event(_OwnEvent)
+            workers.raise_no_errors()
         return iterator
 
     def next_of(self, iterator: Iterator[Any]) -> Any:
@@ -76,7 +75,7 @@ class WorkerProcesses:
 
     def have_died(self, within_s: float = 0.0) -> bool:
         """Whether one is gone, or goes within so many seconds."""
-        processes = self._iterator._workers if self._iterator is not None else []
+        processes = self._workers.processes if self._workers is not None else []
         if within_s:
             gone = wait([process.sentinel for process in processes], within_s)
             for process in processes:
@@ -88,28 +87,27 @@ class WorkerProcesses:
 
         Left to the garbage collector, torch waits for each of them up to ten seconds on the training thread.
         """
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            threading.Thread(target=_end, args=(iterator,), name="end-of-data-workers", daemon=True).start()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            threading.Thread(target=_end, args=(workers,), name="end-of-data-workers", daemon=True).start()
 
     @contextmanager
     def _errors_of_deaths(self) -> Iterator[None]:
         """Meanwhile torch raises an error in the main thread when a process dies."""
-        ours = self._iterator
+        ours = self._workers
         if ours is None:
             yield
             return
         try:
-            torch._C._set_worker_pids(id(ours), tuple(process.pid or 0 for process in ours._workers))
+            ours.raise_errors()
             if self.have_died():  # before that; torch would not look until it has waited for five seconds
                 raise RuntimeError(f"a data worker process of {self._whose} has died: {self._deaths()}")
             yield
         finally:
-            with suppress(ValueError):  # another DataLoader's process has died before this was set
-                torch._C._remove_worker_pids(id(ours))
+            ours.stop_raising()
 
     def _deaths(self) -> str:
-        codes = [process.exitcode for process in self._iterator._workers] if self._iterator is not None else []
+        codes = [process.exitcode for process in self._workers.processes] if self._workers is not None else []
         return ", ".join(f"exit code {code}" for code in codes if code is not None)
 
 
@@ -133,9 +131,9 @@ class _OwnEvent:
         setting.join(_END_S)
 
 
-def _end(iterator: _MultiProcessingDataLoaderIter) -> None:
-    iterator._shutdown_workers()  # asks them, and after five seconds sends SIGTERM
-    for process in iterator._workers:
+def _end(workers: DataWorkers) -> None:
+    workers.shut_down()
+    for process in workers.processes:
         process.kill()  # it was stopped
         process.join()
 

@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.group.messages import all_gather_texts
@@ -25,6 +24,8 @@ from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
 from torchelastic.processes.background import done_here, in_background
 from torchelastic.text import describe_calls, listed
+from torchelastic.torch_internals.c10d_types import PrefixStore
+from torchelastic.torch_internals.process_groups import default_store
 
 #: Of how many failing ranks an error tells the reason.
 _EXPLAINED_RANKS = 4
@@ -229,7 +230,7 @@ class ProgramPeers:
 
     def mailbox(self) -> Mailbox:
         """See `Peers`: keys of the store of the program."""
-        return StoreMailbox(c10d.PrefixStore(f"torchelastic.peers/{self._name}", c10d._get_default_store()))
+        return StoreMailbox(PrefixStore(f"torchelastic.peers/{self._name}", default_store()))
 
     def silent_s(self) -> dict[int, float]:
         """See `Peers`."""

@@ -14,10 +14,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from torchelastic.group.backends import device_names
 from torchelastic.text import listed
+from torchelastic.torch_internals.process_groups import default_store
 
 _POLL_S = 0.0002
 _SLOW_POLL_S = 0.01
@@ -172,10 +172,10 @@ class WatchedGroup:
             time.sleep(_SLOW_POLL_S)
 
     def _report(self, call: str, who: int | str | None = None) -> None:
-        c10d._get_default_store().set(self._key(call, self.rank if who is None else who), "1")
+        default_store().set(self._key(call, self.rank if who is None else who), "1")
 
     def _has_report(self, call: str, who: int | str) -> bool:
-        return c10d._get_default_store().check([self._key(call, who)])
+        return default_store().check([self._key(call, who)])
 
     def _without_report(self, call: str) -> list[int]:
         return [rank for rank in range(self.world_size) if not self._has_report(call, rank)]

@@ -5,3 +5,7 @@ A train step's gradients become those of the global batch in `reduction.py`, `wr
 `optimizers.py` undoes what optimizers have done in it. `transfer.py` brings the state to the ranks that lack it, and
 `digest.py` checks that all hold the same. `companions.py` and `extras.py` have what belongs to a state beside weights.
 """
+
+from torchelastic.torch_internals.canary import check_torch
+
+check_torch()

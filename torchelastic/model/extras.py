@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.model.one_or_many import is_stateful
+from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
+from torchelastic.torch_internals.tensors import tree_map_only
 
 log = logging.getLogger(__name__)
 
@@ -211,12 +212,10 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 def _load(value: Any, state: Any) -> None:
     value.load_state_dict(state)
-    # A GradScaler notes outside its state which optimizers it has unscaled or stepped in this step. A step that
-    # failed between that and update() would leave that behind, and the repeated step would raise.
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
-        value._per_optimizer_states.clear()
+        forget_unfinished_step(value)
         # its scale is made by the first loss; a rank that has no logical shard of its first batch steps without one
-        value.scale(torch.zeros((), device=value._device))
+        value.scale(torch.zeros((), device=device_of_scaler(value)))
 
 
 def copied_into(tree: Any, earlier: Any) -> Any:

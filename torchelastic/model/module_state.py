@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from torchelastic.errors import UnfitStateError
+from torchelastic.torch_internals.module_names import COMPILED
 
-_PREFIX = "_orig_mod."
+_PREFIX = f"{COMPILED}."
 
 
 def state_of(module: torch.nn.Module) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from torchelastic.checkpoint.training_state.fitting import optimizer_faults, put
 from torchelastic.errors import UnfitStateError
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany
+from torchelastic.torch_internals.tensors import version_of
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ class Optimizers:
 
     def _marked(self) -> list[int]:
         """What is another where a weight was changed in place, except through its `.data`, or has other memory."""
-        return [weight._version for weight in self._watched] + [weight.data_ptr() for weight in self._in_own_memory]
+        return [version_of(weight) for weight in self._watched] + [weight.data_ptr() for weight in self._in_own_memory]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}, "_copied": set()}

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.c10d_types import GradBucket
 
 log = logging.getLogger(__name__)
 

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-log = logging.getLogger(__name__)
-
-
-class FixedBucketDDP(DistributedDataParallel):
-    """DDP whose gradient buckets are final from the first step on.
-
-    DDP lays its buckets out anew after the first backward pass, in the order in which gradients came. A sum over
-    three or more ranks depends in its last bits on where in a bucket an element lies, so the first step after each
-    re-form would differ from the same step in an undisturbed run. Here the order is that of the parameters, last
-    first, which is about the order in which gradients come; every rank and every generation has the same.
-    """
-
-    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(module, init_sync=False, **kwargs)  # `ModelState.sync` has made the ranks equal already
-        # what DDP itself would do after the first backward pass, done now, with the order fixed beforehand
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch has no types here
-        return list(reversed(parameters)), list(reversed(expect_sparse))
+from torchelastic.torch_internals.c10d_types import GradBucket
+from torchelastic.torch_internals.gradients import FixedBucketDDP, import_what_ddp_imports, take_hooks_off
 
 
 def wrap(
@@ -58,16 +35,12 @@ def wrap(
 def unwrap(wrapped: DistributedDataParallel | None) -> None:
     """Take DDP's hooks off the parameters, whoever may still hold the wrapper (a traceback, the user)."""
     if wrapped is not None:
-        wrapped.reducer._remove_autograd_hooks()
+        take_hooks_off(wrapped)
 
 
 def warm_up() -> None:
     """Import what the first DDP in a process imports (about two seconds), before others wait for this worker."""
-    for name in ("torch._dynamo",):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            log.debug("%s is not there in this torch", name)
+    import_what_ddp_imports()
 
 
 def check_unsharded(model: torch.nn.Module) -> None:

@@ -29,6 +29,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.p2p.waiter import Waiter
+from torchelastic.torch_internals.process_groups import (
+    ALL_GATHER_OF_TENSOR,
+    REDUCE_SCATTER_OF_TENSOR,
+    GroupAround,
+    WorkAround,
+)
 
 #: An aborted group frees whoever waits within this time. A slice that times out costs 0.2 ms of processor time.
 SLICE = timedelta(milliseconds=20)
@@ -38,12 +44,12 @@ SMALL_MESSAGE_BYTES = 16 * 2**10
 FORGET_AFTER = 32
 
 _COLLECTIVES = (
-    "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    ALL_GATHER_OF_TENSOR, "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
     "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced",
     "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter",
 )  # fmt: skip
 _REDUCE_SCATTERS = (
-    "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    REDUCE_SCATTER_OF_TENSOR, "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
 )  # fmt: skip
 _MESSAGES = ("recv", "recv_anysource", "send")
@@ -53,7 +59,7 @@ class GroupAbortedError(RuntimeError):
     """The group was given up while, or before, this operation was under way."""
 
 
-class AbortableGroup(dist.ProcessGroup):
+class AbortableGroup(GroupAround):
     """A group of torch's, around another one that does the work; torch's code is given this one.
 
     Constructed as `torch.distributed.ProcessGroup` is, by torch itself (see `torchelastic.p2p.groups`). All methods but
@@ -69,8 +75,7 @@ class AbortableGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's types lack the form for subclasses
-        self._inner = dist.ProcessGroup(store, rank, size)
+        super().__init__(store, rank, size)
         self._lock = threading.Lock()
         self._aborted = threading.Event()
         #: this process has gone on to another group
@@ -128,23 +133,7 @@ class AbortableGroup(dist.ProcessGroup):
         if not self.is_aborted:
             self._inner.shutdown()
 
-    # --- for torch's code: what it sets on a group goes to both, what it asks of one comes from the inner one ---------
-
-    def _register_backend(self, device: torch.device, backend_type: Any, backend: Any) -> None:
-        super()._register_backend(device, backend_type, backend)
-        self._inner._register_backend(device, backend_type, backend)
-
-    def _set_default_backend(self, backend_type: Any) -> None:
-        super()._set_default_backend(backend_type)
-        self._inner._set_default_backend(backend_type)
-
-    def _set_group_name(self, name: Any) -> None:
-        super()._set_group_name(name)
-        self._inner._set_group_name(name)
-
-    def _set_group_desc(self, desc: str) -> None:
-        super()._set_group_desc(desc)
-        self._inner._set_group_desc(desc)
+    # --- for torch's code: what it asks of a group comes from the inner one -------------------------------------------
 
     def get_group_store(self) -> Store:
         """As torch's."""
@@ -267,12 +256,12 @@ class AbortableGroup(dist.ProcessGroup):
                 self._free_waiters.append(waiter)
 
 
-class AbortableWork(dist.Work):
+class AbortableWork(WorkAround):
     """A collective of an `AbortableGroup`. Everything but waiting is the inner operation's."""
 
     def __init__(self, group: AbortableGroup, inner: dist.Work) -> None:
-        super().__init__()
-        self._group, self._inner = group, inner
+        super().__init__(inner)
+        self._group = group
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -329,9 +318,6 @@ class AbortableWork(dist.Work):
     def source_rank(self) -> int:
         """Who has sent what was received."""
         return self._inner.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._inner._source_rank()
 
 
 class NeverBegun(AbortableWork):

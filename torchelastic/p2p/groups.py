@@ -27,6 +27,7 @@ from torchelastic.group.store_mailbox import MAX_EXIT_S, leads_to
 from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
+from torchelastic.torch_internals import process_groups
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class ProcessGroups:
         """Give the groups up. Whoever still holds one (an old DDP wrapper, a traceback) holds an aborted one."""
         # torch names groups by a counter, part of every key in the store, and counts failed formations too: a rank that
         # had one more of them would wait for keys that nobody ever writes
-        c10d._world.group_count = 0
+        process_groups.forget_group_names()
         if dist.is_initialized():
             self.abort()
             self.control = None
@@ -154,7 +155,7 @@ class ProcessGroups:
         connect = communicators.connecting(group)
         if connect is not None:
             with self._forming() as formation:
-                formation.run(connect, c10d._world.pg_map[group][1], self.timeout + LATER)
+                formation.run(connect, process_groups.store_of(group), self.timeout + LATER)
 
     @contextmanager
     def _forming(self) -> Iterator[Formation]:
@@ -169,7 +170,7 @@ class ProcessGroups:
 
 
 def _abortable_groups() -> list[AbortableGroup]:
-    return [group for group in list(c10d._world.pg_map) if isinstance(group, AbortableGroup)]
+    return [group for group, _, _ in process_groups.all_groups() if isinstance(group, AbortableGroup)]
 
 
 #: Whose groups are those of `torch.distributed` at present; a process has one default group at a time.
@@ -177,13 +178,8 @@ _in_use: ProcessGroups | None = None
 
 
 def _watch_for_new_groups() -> None:
-    """Have a say in how every group of this process is made, the user's too. Idempotent.
-
-    There is no public hook; all ways of making a group go through this one function, by name since torch 1.8.
-    """
-    original = c10d._new_process_group_helper
-    if not hasattr(original, "torchelastic_watches"):
-        c10d._new_process_group_helper = _watched(original)
+    """Have a say in how every group of this process is made, the user's too. Idempotent."""
+    process_groups.replace_maker_of_groups("torchelastic_watches", _watched)
 
 
 def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +198,6 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
             _in_use.connect_communicator(made[0])
         return made
 
-    watched.torchelastic_watches = True  # type: ignore[attr-defined]
     return watched
 
 

@@ -227,7 +227,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
         See `RendezvousHandler`. The store is fresh for each round and belongs to it alone.
         """
-        from torch._C._distributed_c10d import PrefixStore
+        from torchelastic.torch_internals.c10d_types import PrefixStore
 
         client = self._connected()
         self._waits = True

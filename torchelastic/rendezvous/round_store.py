@@ -19,7 +19,7 @@ from torchelastic.rendezvous.records import Round
 from torchelastic.rendezvous.worker_rules import is_replaced
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torchelastic.torch_internals.c10d_types import TCPStore
 
 #: How long rank 0's host may take to be reached once the round is known, and its store to answer later requests.
 TIMEOUT_S = 30.0
@@ -49,7 +49,7 @@ class RoundStore:
 
     def listen(self, address: str) -> str:
         """Serve a store at this address of this host, from the first call on; returns HOST:PORT."""
-        from torch._C._distributed_c10d import TCPStore
+        from torchelastic.torch_internals.c10d_types import TCPStore
 
         if self._served is None:
             # by itself it would listen on all addresses of this host, and it asks nobody for a password
@@ -102,7 +102,7 @@ class RoundStore:
         self._sockets.cut()
 
     def _attempt(self, round_: Round) -> TCPStore:
-        from torch._C._distributed_c10d import TCPStore
+        from torchelastic.torch_internals.c10d_types import TCPStore
 
         host = round_.store_address.rsplit(":", 1)[0]
         self._sockets.clear()

@@ -79,7 +79,7 @@ class SoloRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> tuple[Store, int, int]:
         """A round of this process alone, with a fresh store in its memory; see `RendezvousHandler`."""
-        from torch._C._distributed_c10d import HashStore
+        from torchelastic.torch_internals.c10d_types import HashStore
 
         if self._leaves:
             raise RendezvousDrainedException("this process was asked to stop")

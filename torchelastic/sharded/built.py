@@ -22,12 +22,13 @@ from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.sharded.offers import Layout
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.module_names import CHECKPOINTED
+from torchelastic.torch_internals.sharding import local_part, release_flat_memory
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
 Build = Callable[[DeviceMesh], tuple[Any, ...]]
 
 PARAMETERS, OPTIMIZER = "module/", "optimizer/"
-_CHECKPOINTED = "_checkpoint_wrapped_module."  # what torch's activation checkpointing puts into names
 
 
 class Built:
@@ -268,7 +269,7 @@ class Built:
         with torch.no_grad():
             for parameter in self.parameters.values():
                 parameter.grad = None
-                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 local.set_()  # type: ignore[call-overload]  # without arguments: no memory
         for module in self.model.modules():
             _release_flat_memory(module)
@@ -277,8 +278,7 @@ class Built:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that this rank holds of one; shares its memory."""
-    # not `to_local`, which takes ten times as long, in each copy, for each tensor
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_part(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _release_flat_memory(module: torch.nn.Module) -> None:
@@ -289,10 +289,7 @@ def _release_flat_memory(module: torch.nn.Module) -> None:
     if not isinstance(module, FSDPModule):
         return
     module.reshard()
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-    for held in getattr(group, "fsdp_params", ()):
-        if hasattr(held, "_sharded_param_data"):
-            held._sharded_param_data = torch.empty(0)
+    release_flat_memory(module)
 
 
 def _give_back_freed_memory() -> None:
@@ -339,7 +336,7 @@ def _check(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 
 def plain(name: str) -> str:
     """A parameter's name without what compiling and activation checkpointing put into it."""
-    return plain_name(name).replace(_CHECKPOINTED, "")
+    return plain_name(name).replace(f"{CHECKPOINTED}.", "")
 
 
 def _stays_on_cpu(optimizer: torch.optim.Optimizer, key: str) -> bool:

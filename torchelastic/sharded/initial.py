@@ -16,6 +16,7 @@ from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import region_of
 from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import memory_of
+from torchelastic.torch_internals.tensors import give_tensors, own_tensors
 
 Initialize = Callable[[torch.nn.Module], object]
 
@@ -50,7 +51,7 @@ def _initialize_one(name: str, module: torch.nn.Module, initialize: Initialize |
             "and has no reset_parameters(): give ShardedState(initialize=...), which is called with each module that "
             "has parameters of its own"
         )
-    for mine, values in ((module._parameters, whole._parameters), (module._buffers, whole._buffers)):
+    for mine, values in zip(own_tensors(module), own_tensors(whole), strict=True):
         for key, tensor in mine.items():
             if tensor is None:
                 continue
@@ -67,11 +68,15 @@ def _whole_twin(module: torch.nn.Module) -> torch.nn.Module:
         kind = kind.__mro__[2]  # `fully_shard` puts a class of its own before the user's
     twin: torch.nn.Module = object.__new__(kind)
     twin.__dict__ = dict(module.__dict__)
-    twin._parameters = {
-        key: None if value is None else torch.nn.Parameter(_empty(value), requires_grad=value.requires_grad)
-        for key, value in module._parameters.items()
-    }
-    twin._buffers = {key: None if value is None else _empty(value) for key, value in module._buffers.items()}
+    parameters, buffers = own_tensors(module)
+    give_tensors(
+        twin,
+        {
+            key: None if value is None else torch.nn.Parameter(_empty(value), requires_grad=value.requires_grad)
+            for key, value in parameters.items()
+        },
+        {key: None if value is None else _empty(value) for key, value in buffers.items()},
+    )
     return twin
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchelastic.errors import NonRetryableException
 from torchelastic.model.transfer import message_device
+from torchelastic.torch_internals.sharding import forget_meshes
 
 #: Given the world size: the mesh of all ranks. Called on every rank of every new group, inside the group.
 MeshRule = Callable[[int], DeviceMesh]
@@ -111,7 +111,7 @@ def forget_earlier_meshes() -> None:
     belonged to its old rank (seen with torch 2.13: 3 workers, then 2, then 3). Each thread remembers for itself, also
     torch's own, on which the backward passes of a GPU run.
     """
-    _clear_caches()
+    forget_meshes()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
         with torch.enable_grad():
             _ClearedBackwards.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()  # type: ignore[no-untyped-call]
@@ -126,19 +126,5 @@ class _ClearedBackwards(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _clear_caches()
+        forget_meshes()
         return gradient
-
-
-def _clear_caches() -> None:
-    for module, name in _CACHES:
-        clear = getattr(importlib.import_module(module), name, None)
-        if clear is not None:
-            clear()
-
-
-#: Named as torch 2.13 has them; an older one may lack some, and then it has not that cache.
-_CACHES = (
-    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
-    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
-)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchelastic.errors import NonRetryableException
+from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 
 
 class Weighting:

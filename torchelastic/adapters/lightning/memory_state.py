@@ -17,7 +17,8 @@ import torch
 
 from torchelastic.adapters.values import from_json_tensor, json_tensor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.tree import flatten, metadata_of, unflatten
+from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
 #: The tensor with everything that is no tensor.
 VALUES = "lightning"
@@ -116,7 +117,7 @@ def as_plain(value: Any) -> Any:
             return dict(items)
         ordered = OrderedDict(items)
         if (versions := metadata_of(value)) is not None:
-            ordered._metadata = as_plain(versions)  # type: ignore[attr-defined] # as `Module.state_dict` keeps them
+            set_metadata(ordered, as_plain(versions))
         return ordered
     if type(value) in (list, tuple):
         return type(value)(as_plain(item) for item in value)

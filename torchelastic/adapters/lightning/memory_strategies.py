@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from torchelastic.adapters.lightning.memory_state import (
     MODEL,
@@ -30,6 +28,8 @@ from torchelastic.adapters.lightning.memory_state import (
 )
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.torch_internals.gradients import ignored_by_ddp
+from torchelastic.torch_internals.sharding import is_sharded
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy")
 
@@ -82,12 +82,11 @@ def names_on_all_ranks(strategy: Any, layout: Layout, tensors: Mapping[str, torc
         tensors: of the checkpoint.
     """
     if layout is Layout.SHARDED:
-        return {name for name, tensor in tensors.items() if isinstance(tensor, DTensor | ShardedTensor)}
+        return {name for name, tensor in tensors.items() if is_sharded(tensor)}
     module = strategy.lightning_module
     if layout is Layout.OF_RANK_0 or module is None:
         return set()
-    # what DDP is set to ignore is not kept equal
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = ignored_by_ddp(module)
     return {f"{MODEL}/{name}" for name, _ in module.named_parameters() if name not in ignored} & set(tensors)
 
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchelastic.torch_internals.tensors import identity_of_storage, storage_around, storage_within
+
 if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 
@@ -123,17 +125,17 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: list[torch.UntypedStorage] = []
-        self._number_of: dict[int, int] = {}
+        self._number_of: dict[object, int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
         if isinstance(obj, torch.storage.TypedStorage):
-            return self._number(obj._untyped_storage), obj.dtype
+            return self._number(storage_within(obj)), obj.dtype
         if isinstance(obj, torch.UntypedStorage):
             return self._number(obj), torch.uint8  # as torch.save has it
         return None
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        number = self._number_of.setdefault(storage._cdata, len(self.storages))
+        number = self._number_of.setdefault(identity_of_storage(storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
         return number
@@ -148,9 +150,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         number, dtype = pid
-        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-            wrap_storage=self._storages[number], dtype=dtype, _internal=True
-        )
+        return storage_around(self._storages[number], dtype)
 
 
 def pack(request: AsyncRequest, pool: MemoryPool) -> Parcel:

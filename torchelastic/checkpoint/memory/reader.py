@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pickle import UnpicklingError
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -24,6 +22,8 @@ from torchelastic.checkpoint.memory.loader import CheckpointLoader
 from torchelastic.checkpoint.memory.pickles import load_safely
 from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
 from torchelastic.checkpoint.shards.tensors import copyable, dtype_named, memory_of
+from torchelastic.torch_internals.checkpoints import set_in_state
+from torchelastic.torch_internals.tensors import save_small
 
 #: Values of which nothing but torch's outer format differs.
 _PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
@@ -157,7 +157,7 @@ class MemoryStorageReader(StorageReader):
             if is_whole and fits and is_plain_memory(target) and name not in straight:
                 straight[name] = target
             else:
-                part = narrow_tensor_by_index(shard.read_one(name), item.storage_offsets, item.lengths)
+                part = _part(shard.read_one(name), item.storage_offsets, item.lengths)
                 if target.shape != part.shape:
                     raise ValueError(
                         f"{item.storage_index.fqn!r} has {tuple(part.shape)} in the plan, and a tensor of "
@@ -187,13 +187,16 @@ class MemoryStorageReader(StorageReader):
             # what that method does with the value; to encode it only for that takes as long as all the rest
             assert isinstance(planner, DefaultLoadPlanner)
             fqn = item.dest_index.fqn
-            if planner.flatten_state_dict:
-                set_element(planner.original_state_dict, planner.mappings[fqn], value)
-            else:
+            if not planner.flatten_state_dict:
                 planner.state_dict[fqn] = value
-            return
+                return
+            if set_in_state(planner.original_state_dict, planner.mappings[fqn], value):
+                return
         encoded = io.BytesIO()
-        # the older format has no archive around it, and is written and read in half the time
-        torch.save(value, encoded, _use_new_zipfile_serialization=type(value) not in _PLAIN)
+        save_small(value, encoded, in_an_archive=type(value) not in _PLAIN)
         encoded.seek(0)
         planner.load_bytes(item, encoded)
+
+
+def _part(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    return tensor[tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))]

@@ -28,6 +28,7 @@ from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.stage import Stage, tensor_at
 from torchelastic.checkpoint.shards.tensors import memory_identity
+from torchelastic.torch_internals.sharding import described_by, description_of, local_part
 
 _UNCHANGEABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type(Ellipsis)}
@@ -51,7 +52,7 @@ class _Spread:
     """Placeholder of a DTensor."""
 
     local: _At | torch.Tensor
-    spec: Any
+    description: Any
 
 
 class TakenApart:
@@ -100,8 +101,9 @@ class TakenApart:
 
     def _special(self, value: torch.Tensor, path: str) -> Any:
         if isinstance(value, DTensor):
-            local = value._local_tensor
-            return _Spread(self._tensor(local if type(local) in PLAIN_TYPES else value.to_local(), path), value._spec)
+            local = local_part(value)
+            part = self._tensor(local if type(local) in PLAIN_TYPES else value.to_local(), path)
+            return _Spread(part, description_of(value))
         return self._tensor(value, path)
 
     def _tensor(self, value: torch.Tensor, path: str) -> _At | torch.Tensor:
@@ -126,8 +128,7 @@ def fill(skeleton: Any, tensor_of: Callable[[int], torch.Tensor]) -> Any:
     if kind is list:
         return [fill(item, tensor_of) for item in skeleton]
     if kind is _Spread:
-        made: Any = DTensor  # its constructor has no types
-        return made(fill(skeleton.local, tensor_of), skeleton.spec, requires_grad=False)
+        return described_by(skeleton.description, fill(skeleton.local, tensor_of))
     if isinstance(skeleton, tuple) and kind is not torch.Size:
         items = [fill(item, tensor_of) for item in skeleton]
         return kind(*items) if hasattr(skeleton, "_fields") else tuple(items)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +21,11 @@ from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
 from torchelastic.checkpoint.memory.staged_state import StagedState
 from torchelastic.checkpoint.memory.staging import StagedItems
+from torchelastic.torch_internals.checkpoints import forget_helper_process, helper_process
 
 log = logging.getLogger(__name__)
 
 _ON_FAILURE = ("skip", "raise")
-#: Where torch keeps its helper process (`AsyncCheckpointerType.PROCESS`): started once, and kept also when it is dead.
-_EXECUTOR = "torch.distributed.checkpoint._async_process_executor"
-_NAME = "_CHECKPOINT_PROCESS"
 _DEATH_S = 10.0
 #: How often `async_save` looks whether the save before it has ended, when it says that it waits, and when it gives up.
 _POLL_S, _PATIENCE_S, _LONGEST_S = 0.002, 10.0, 1800.0
@@ -226,7 +223,7 @@ def replace_helpers(gather: Callable[[str, Any], Sequence[Any]], group: str) -> 
 
     They form a group of their own, so none is of use without all others, nor where a worker was lost or has joined.
     Called by all ranks on the training thread before a save is given to the helpers. Does nothing where there are none,
-    or where torch keeps them in another way than in its releases 2.7 to 2.13.
+    or where this torch does not tell.
 
     Args:
         gather: tells all ranks a value and returns what each says; collective. Called only where there are helpers,
@@ -235,9 +232,8 @@ def replace_helpers(gather: Callable[[str, Any], Sequence[Any]], group: str) -> 
     """
     global _helped_group
     former, _helped_group = _helped_group, group
-    executor = sys.modules.get(_EXECUTOR)
-    process = getattr(getattr(executor, _NAME, None), "_save_process", None)
-    if executor is None or process is None:
+    process = helper_process()
+    if process is None:
         return
     if former == group:
         alive = gather("async_save, looking for the helper processes", process.is_alive())
@@ -247,4 +243,4 @@ def replace_helpers(gather: Callable[[str, Any], Sequence[Any]], group: str) -> 
         log.warning("the helper process of async_save has died on rank(s) %s: all ranks start another", dead)
     process.kill()
     process.join(_DEATH_S)
-    setattr(executor, _NAME, None)
+    forget_helper_process()

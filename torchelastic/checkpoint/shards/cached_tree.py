@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.shards.tensors import asks_for_gradients
-from torchelastic.checkpoint.shards.tree import Flat, Plain, encode_plain, flatten, metadata_of, tensor_names
+from torchelastic.checkpoint.shards.tree import Flat, Plain, encode_plain, flatten, tensor_names
+from torchelastic.torch_internals.tensors import metadata_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 
 from torchelastic.checkpoint.shards.tensors import copyable
+from torchelastic.torch_internals.tensors import copy_each
 
 NOTHING: Mapping[torch.device, torch.cuda.Event] = MappingProxyType({})
 
@@ -71,8 +72,10 @@ def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
     """Copies each source into its place; many small tensors cost half of what a loop of copies would."""
     with torch.no_grad():
         try:
-            torch._foreach_copy_(list(places), list(sources))
+            is_copied = copy_each(places, sources)
         except (RuntimeError, NotImplementedError):  # dtypes without a kernel, such as int4
+            is_copied = False
+        if not is_copied:
             for place, source in zip(places, sources, strict=True):
                 copyable(place).copy_(copyable(source))
 

@@ -186,7 +186,7 @@ def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) 
                     f"{named.name!r} is a {entry.dtype} of shape {entry.shape} in the checkpoint, and a {dtype} of "
                     f"shape {named.shape} in the state"
                 )
-            if 0 in named.tensor.stride() and torch._debug_has_internal_overlap(named.tensor) == 1:
+            if _is_expanded(named.tensor):
                 faults.append(f"{named.name!r} is expanded in the state: several of its elements are one in memory")
     if faults:
         shown = faults[:MAX_NAMED] + ([f"and {len(faults) - MAX_NAMED} more"] if len(faults) > MAX_NAMED else [])
@@ -194,6 +194,11 @@ def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) 
             f"the checkpoint does not fit this state: {'; '.join(shown)}. Nothing was loaded; build the state as it "
             "was when it was saved" + ("" if not (missing or unexpected) else ", or pass strict=False")
         )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.numel() > 0 and any(stride == 0 and size > 1 for stride, size in sizes)
 
 
 def _places(shards: Sequence[ShardReader]) -> str:

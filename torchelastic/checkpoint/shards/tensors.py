@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.torch_internals.tensors import quantized, quantized_by_channel, sparse_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -193,11 +193,9 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
         stride = recipe["stride"]
         return _for_autograd(parts["data"] if stride is None else _with_strides(parts["data"], stride), recipe)
     if kind == "per_tensor":
-        return torch._make_per_tensor_quantized_tensor(parts["data"], recipe["scale"], recipe["zero_point"])
+        return quantized(parts["data"], recipe["scale"], recipe["zero_point"])
     if kind == "per_channel":
-        return torch._make_per_channel_quantized_tensor(
-            parts["data"], parts["scales"], parts["zero_points"], recipe["axis"]
-        )
+        return quantized_by_channel(parts["data"], parts["scales"], parts["zero_points"], recipe["axis"])
     if kind == "sparse_coo":
         # None, not False: torch takes False for "check that it is not", and a lone element is coalesced either way
         coalesced = True if recipe["coalesced"] else None
@@ -221,11 +219,11 @@ def region_of(value: torch.Tensor) -> Region:
     """The region of the whole tensor that this rank holds; a plain tensor is whole on every rank."""
     if not is_dtensor(value):
         return Region.whole(value.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torchelastic.torch_internals.sharding import place_of_part
 
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    sizes, offsets = place_of_part(value)
     # torch places what is empty behind the end
-    return Region(tuple(offsets), tuple(sizes)) if 0 not in sizes else Region((0,) * len(sizes), tuple(sizes))
+    return Region(offsets, sizes) if 0 not in sizes else Region((0,) * len(sizes), sizes)
 
 
 def _encode_dtensor(value: DTensor, name: str) -> Leaf:
@@ -241,7 +239,7 @@ def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_meta:
         raise TypeError(f"the tensor {name!r} has no data (it is on the meta device): materialise it before saving")
     if type(tensor) not in _PLAIN_TYPES:
-        if is_traceable_wrapper_subclass(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):  # the protocol of those that torch.compile takes apart
             raise TypeError(f"the tensor {name!r} is a {type(tensor).__name__}, made of other tensors: save those")
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.is_nested:
@@ -318,8 +316,9 @@ def _quantized(tensor: torch.Tensor, name: str) -> tuple[dict[str, Any], dict[st
 def _sparse(tensor: torch.Tensor, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     shape = list(tensor.shape)
     if tensor.layout is torch.sparse_coo:
-        recipe = {"kind": "sparse_coo", "shape": shape, "coalesced": tensor.is_coalesced()}
-        return recipe, {"indices": tensor._indices(), "values": tensor._values()}
+        indices, values, coalesced = sparse_parts(tensor)
+        recipe = {"kind": "sparse_coo", "shape": shape, "coalesced": coalesced}
+        return recipe, {"indices": indices, "values": values}
     kind = str(tensor.layout).removeprefix("torch.")
     if kind not in _COMPRESSED:
         raise TypeError(f"the tensor {name!r} has the layout {tensor.layout}: convert it with to_dense() before saving")

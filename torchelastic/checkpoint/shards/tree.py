@@ -23,6 +23,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.shards.objects import described, rebuilt
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import LEAF_TYPES, decode_leaf, dtype_name, dtype_named, encode_leaf
+from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
 #: What JSON can hold.
 Plain = Any
@@ -111,11 +112,6 @@ def encode_plain(value: float | str) -> Plain:
     if isinstance(value, str):
         return value if _is_text(value) else {"text": base64.b64encode(_surrogates_as_bytes(value)).decode()}
     return value if math.isfinite(value) else {"float": repr(value)}
-
-
-def metadata_of(ordered: OrderedDict[Any, Any]) -> Any:
-    """What `Module.state_dict()` attaches to its result: the modules' versions, by which old states are mended."""
-    return getattr(ordered, "_metadata", None)
 
 
 def tensor_names(structure: Plain) -> set[str]:
@@ -286,7 +282,7 @@ class _Unflattening:
     def _ordered(self, pairs: list[tuple[Any, Any]], about: Mapping[str, Plain]) -> OrderedDict[Any, Any]:
         ordered = OrderedDict(pairs)
         if "metadata" in about:
-            ordered._metadata = self.decode(about["metadata"])  # type: ignore[attr-defined]  # see `metadata_of`
+            set_metadata(ordered, self.decode(about["metadata"]))
         return ordered
 
     def _leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 
 #: Shape and dtype of a tensor; None for a value that is no tensor.
 Form = tuple[tuple[int, ...], str] | None

@@ -19,7 +19,6 @@ import xxhash
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map, tree_map_only
 
 from torchelastic.checkpoint.shards.tensors import ShardOf, contiguous, encode_leaf, memory_of
 from torchelastic.checkpoint.training_state.fitting import (
@@ -29,9 +28,11 @@ from torchelastic.checkpoint.training_state.fitting import (
     put_types_back,
     require_fitting,
 )
+from torchelastic.torch_internals.module_names import CHECKPOINTED, COMPILED
+from torchelastic.torch_internals.tensors import tree_map, tree_map_only
 
 FRAMEWORKS = ("ddp", "fsdp", "fsdp2")
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = (COMPILED, CHECKPOINTED)
 
 OptimizerOrSeveral = (
     torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] | None
@@ -235,7 +236,7 @@ def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield model
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+        elif isinstance(inner := getattr(model, COMPILED, None), torch.nn.Module):
             model = inner
         else:
             return

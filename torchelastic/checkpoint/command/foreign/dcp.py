@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -24,6 +22,7 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError, under
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.structures import from_json, leaf_paths, places_of, to_json
 from torchelastic.checkpoint.shards.tree import unflatten
+from torchelastic.torch_internals.checkpoints import load_all
 
 METADATA_FILE = ".metadata"
 STRUCTURE_KEY = "torchelastic_structure"
@@ -53,12 +52,12 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
 
 def read_through(reader: StorageReader, path: Path) -> Any:
     """The state that a reader of DCP's finds at a path, whole, on the CPU; raises as `read`, and as the reader."""
-    tree: dict[str, Any] = {}
     try:
         with explained("read the checkpoint", path), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
-            planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-            _load_state_dict(tree, storage_reader=reader, planner=planner, no_dist=True)
+            tree = load_all(reader)
+    except NotImplementedError as error:
+        raise CheckpointCommandError(f"{path} cannot be read: {error}; use an older torch") from error
     except CheckpointException as error:
         cause = _cause(error)
         if not isinstance(cause, Exception) or isinstance(cause, CheckpointError):

@@ -1,0 +1,76 @@
+"""The worker processes of torch's DataLoader.
+
+torch raises an error in the main thread whenever one has died, at whatever that thread is just then. Here that can be
+confined to where it is expected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+from torchelastic.torch_internals.canary import check_torch, is_there, say_missing
+from torchelastic.torch_internals.table import DATA_WORKERS
+
+check_torch()
+
+
+def with_workers(iterator: Iterator[Any]) -> DataWorkers | None:
+    """The worker processes of an iterator over a DataLoader; None: it has none, or this torch does not tell."""
+    if not _are_known():
+        return None
+    return DataWorkers(iterator) if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) else None
+
+
+@functools.cache
+def _are_known() -> bool:
+    lacking = [name for name in DATA_WORKERS if not is_there(name)]
+    for name in lacking[:1]:
+        say_missing(name.path)
+    return not lacking
+
+
+class DataWorkers:
+    """The worker processes of one iterator.
+
+    Args:
+        iterator: torch's.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    @property
+    def processes(self) -> Sequence[BaseProcess]:
+        """They."""
+        processes: Sequence[BaseProcess] = self._iterator._workers
+        return processes
+
+    def replace_end_event(self, replaced: Callable[[Any], Any]) -> None:
+        """Have torch end them by another event, made of its own one."""
+        self._iterator._workers_done_event = replaced(self._iterator._workers_done_event)
+
+    def raise_no_errors(self) -> None:
+        """Have torch raise no error in the main thread when one dies, from the start of the iterator on."""
+        if self._iterator._worker_pids_set:
+            self.stop_raising()
+            self._iterator._worker_pids_set = False
+
+    def raise_errors(self) -> None:
+        """Have it do so."""
+        torch._C._set_worker_pids(id(self._iterator), tuple(process.pid or 0 for process in self.processes))
+
+    def stop_raising(self) -> None:
+        """The opposite. Idempotent."""
+        with suppress(ValueError):  # another DataLoader's process has died before this was set
+            torch._C._remove_worker_pids(id(self._iterator))
+
+    def shut_down(self) -> None:
+        """Ask them to end, and after five seconds send SIGTERM."""
+        self._iterator._shutdown_workers()

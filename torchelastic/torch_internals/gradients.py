@@ -1,0 +1,88 @@
+"""DistributedDataParallel with a layout of its buckets that never changes, and GradScaler.
+
+On the training thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torchelastic.torch_internals.canary import check_torch, found, say_missing
+
+check_torch()
+log = logging.getLogger(__name__)
+
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_REDUCER = "torch.distributed.Reducer"
+#: What the layout of the buckets is fixed with.
+_FIXING = (
+    f"{_DDP}._build_params_for_reducer",
+    f"{_REDUCER}._push_all_rebuilt_params",
+    f"{_REDUCER}._rebuild_buckets",
+)
+
+
+class FixedBucketDDP(DistributedDataParallel):
+    """DDP whose gradient buckets are final from the first step on.
+
+    DDP lays its buckets out anew after the first backward pass, in the order in which gradients came. A sum over
+    three or more ranks depends in its last bits on where in a bucket an element lies, so the first step after each
+    re-form would differ from the same step in an undisturbed run. Here the order is that of the parameters, last
+    first, which is about the order in which gradients come; every rank and every generation has the same.
+    """
+
+    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, init_sync=False, **kwargs)  # `ModelState.sync` has made the ranks equal already
+        if all(found(path) is not None for path in _FIXING):
+            # what DDP itself would do after the first backward pass, done now, with the order fixed beforehand
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch has no types here
+        return list(reversed(parameters)), list(reversed(expect_sparse))
+
+
+def take_hooks_off(wrapped: DistributedDataParallel) -> None:
+    """Take DDP's hooks off the parameters, whoever may still hold the wrapper."""
+    if found(f"{_REDUCER}._remove_autograd_hooks") is not None:
+        wrapped.reducer._remove_autograd_hooks()
+
+
+def import_what_ddp_imports() -> None:
+    """Import what the first DDP in a process imports (about two seconds)."""
+    try:
+        importlib.import_module("torch._dynamo")
+    except ImportError:
+        say_missing("torch._dynamo")
+
+
+def ignored_by_ddp(module: torch.nn.Module) -> set[str]:
+    """The names of the parameters and buffers of a module that DDP was set to ignore, and so does not keep equal."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def forget_unfinished_step(scaler: torch.amp.GradScaler) -> None:
+    """Have a GradScaler forget which optimizers it has unscaled or stepped in a step that failed.
+
+    It notes that outside its state, and would raise when the step is repeated.
+    """
+    noted = getattr(scaler, "_per_optimizer_states", None)
+    if noted is None:
+        say_missing("torch.amp.GradScaler._per_optimizer_states")
+    else:
+        noted.clear()
+
+
+def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
+    """The kind of device that a GradScaler is for."""
+    device = getattr(scaler, "_device", None)
+    if device is None:
+        say_missing("torch.amp.GradScaler._device")
+        return "cuda"
+    return str(device)
