@@ -24,6 +24,10 @@ _OLD_FORMAT = "torch.save._use_new_zipfile_serialization"
 _TYPED = "torch.storage.TypedStorage"
 
 
+class NoSuchTensorsError(NotImplementedError):
+    """This torch makes no tensors of that kind."""
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Torch's count of the changes that a tensor has seen in place, except through its `.data`."""
     return tensor._version
@@ -43,7 +47,7 @@ def copy_each(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def quantized(values: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
-    """A quantized tensor of its integers. Raises ValueError where this torch has none."""
+    """A quantized tensor of its integers. Raises NoSuchTensorsError where this torch has none."""
     make = _maker_of_quantized(_QUANTIZED)
     made: torch.Tensor = make(values, scale, zero_point)
     return made
@@ -52,7 +56,7 @@ def quantized(values: torch.Tensor, scale: float, zero_point: int) -> torch.Tens
 def quantized_by_channel(
     values: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor, axis: int
 ) -> torch.Tensor:
-    """The same with a scale for each channel. Raises ValueError where this torch has none."""
+    """The same with a scale for each channel. Raises NoSuchTensorsError where this torch has none."""
     make = _maker_of_quantized(_QUANTIZED_BY_CHANNEL)
     made: torch.Tensor = make(values, scales, zero_points, axis)
     return made
@@ -61,7 +65,7 @@ def quantized_by_channel(
 def _maker_of_quantized(path: str) -> Callable[..., Any]:
     make: Callable[..., Any] | None = found(path)
     if make is None:
-        raise ValueError(f"torch {installed_version()} makes no quantized tensors any more: use an older one")
+        raise NoSuchTensorsError(f"torch {installed_version()} makes no quantized tensors: use an older one")
     return make
 
 

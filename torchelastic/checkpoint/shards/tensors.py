@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.regions import Region
-from torchelastic.torch_internals.tensors import quantized, quantized_by_channel, sparse_parts
+from torchelastic.torch_internals.tensors import NoSuchTensorsError, quantized, quantized_by_channel, sparse_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -185,6 +186,7 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
 
     Raises:
         ValueError, KeyError, TypeError, RuntimeError: the recipe is none that `encode_leaf` makes.
+        CheckpointError: this torch has no such tensors any more.
     """
     kind = recipe["kind"]
     if kind == "shard":
@@ -192,10 +194,13 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
     if kind == "strided":
         stride = recipe["stride"]
         return _for_autograd(parts["data"] if stride is None else _with_strides(parts["data"], stride), recipe)
-    if kind == "per_tensor":
-        return quantized(parts["data"], recipe["scale"], recipe["zero_point"])
-    if kind == "per_channel":
-        return quantized_by_channel(parts["data"], parts["scales"], parts["zero_points"], recipe["axis"])
+    if kind in ("per_tensor", "per_channel"):
+        try:
+            if kind == "per_tensor":
+                return quantized(parts["data"], recipe["scale"], recipe["zero_point"])
+            return quantized_by_channel(parts["data"], parts["scales"], parts["zero_points"], recipe["axis"])
+        except NoSuchTensorsError as error:
+            raise CheckpointError(f"the checkpoint holds quantized tensors, and {error}") from error
     if kind == "sparse_coo":
         # None, not False: torch takes False for "check that it is not", and a lone element is coalesced either way
         coalesced = True if recipe["coalesced"] else None
