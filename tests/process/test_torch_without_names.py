@@ -95,6 +95,17 @@ def test_a_model_trains_where_buckets_cannot_be_fixed_or_hooks_taken_off(
     assert name in told(caplog)[0]
 
 
+@pytest.mark.usefixtures("mesh")
+def test_a_model_is_wrapped_where_ddp_has_no_init_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torch.nn.parallel.DistributedDataParallel.__init__
+
+    def of_2_6(self: Any, module: Any, device_ids: Any = None, find_unused_parameters: bool = False) -> None:
+        usual(self, module, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+
+    monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel.__init__", of_2_6)
+    assert wrap(torch.nn.Linear(3, 2), reduced)(torch.ones(1, 3)).shape == (1, 2)
+
+
 def test_a_grad_scaler_that_keeps_its_notes_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
     scaler: Any = SimpleNamespace()
     gradients.forget_unfinished_step(scaler)
@@ -264,8 +275,9 @@ def test_an_fsdp_module_gives_its_memory_back_also_where_it_has_several_paramete
 
 
 def test_the_memory_of_an_fsdp_module_is_left_where_torch_does_not_tell_of_it(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(canary, "installed_version", lambda: "99.0.0")
     sharding.release_flat_memory(cast("torch.nn.Module", SimpleNamespace()))
     sharding.release_flat_memory(cast("torch.nn.Module", SimpleNamespace(_get_fsdp_state=SimpleNamespace)))
     held = SimpleNamespace(fsdp_params=[SimpleNamespace()])
@@ -296,6 +308,17 @@ def test_a_folder_of_dcp_is_refused_where_torch_cannot_read_it_in_one_process(
     without(monkeypatch, "torch.distributed.checkpoint.state_dict_loader._load_state_dict")
     with pytest.raises(CheckpointCommandError, match=r"does not read such a folder in one process; use an older torch"):
         dcp.read(tmp_path, allow_pickles=True)
+
+
+def test_a_folder_of_dcp_is_written_where_save_has_no_no_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = importlib.import_module("torch.distributed.checkpoint.state_dict_saver").save
+
+    def of_2_6(state: Any, *, storage_writer: Any) -> Any:
+        return usual(state, storage_writer=storage_writer)
+
+    monkeypatch.setattr(dcp, "save", of_2_6)
+    dcp.write(tmp_path, {"weight": torch.ones(2)}, flatten({"weight": torch.ones(2)}).structure)
+    assert torch.equal(dcp.read(tmp_path, allow_pickles=True)["weight"], torch.ones(2))
 
 
 def test_a_value_is_left_to_the_planner_where_torch_does_not_put_it_into_the_state(

@@ -6,7 +6,7 @@ On the training thread.
 from __future__ import annotations
 
 import importlib
-import logging
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic.torch_internals.canary import check_torch, found, say_missing
 
 check_torch()
-log = logging.getLogger(__name__)
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _REDUCER = "torch.distributed.Reducer"
@@ -37,7 +36,7 @@ class FixedBucketDDP(DistributedDataParallel):
     """
 
     def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(module, init_sync=False, **kwargs)  # `ModelState.sync` has made the ranks equal already
+        super().__init__(module, **_without_sync(), **kwargs)
         if all(found(path) is not None for path in _FIXING):
             # what DDP itself would do after the first backward pass, done now, with the order fixed beforehand
             self.reducer._push_all_rebuilt_params()
@@ -46,6 +45,11 @@ class FixedBucketDDP(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch has no types here
         return list(reversed(parameters)), list(reversed(expect_sparse))
+
+
+def _without_sync() -> dict[str, Any]:
+    """`ModelState.sync` has made the ranks equal already; torch 2.6 sends them the weights of rank 0 in any case."""
+    return {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters else {}
 
 
 def take_hooks_off(wrapped: DistributedDataParallel) -> None:

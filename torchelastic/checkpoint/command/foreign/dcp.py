@@ -94,7 +94,7 @@ def write(path: Path, tree: dict[str, Any], structure: Any) -> None:
         with explained("write the checkpoint", path), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             state = {**tree, STRUCTURE_KEY: to_json(structure)}
-            save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+            save(state, storage_writer=FileSystemWriter(path))
     except CheckpointException as error:
         cause = _cause(error)
         if isinstance(cause, OSError):
