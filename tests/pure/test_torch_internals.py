@@ -30,8 +30,6 @@ OF_OTHERS: dict[str, frozenset[str]] = {
     "checkpoint/replication/strategies.py": frozenset({"_parameters"}),  # its own
     "model_state.py": frozenset({"_buffers"}),  # its own
 }
-#: Files that are rewritten for torch 2.15's NCCL engine at present, and hold this rule after that.
-NOT_YET = frozenset({"group/communicators.py", "group/backends.py"})
 
 
 def sources() -> dict[str, ast.Module]:
@@ -45,7 +43,6 @@ def test_no_other_room_names_something_private_of_torch() -> None:
     found = [
         f"torchelastic/{file}:{line} names {name}: call it in torchelastic/torch_internals, and list it in table.py"
         for file, tree in trees.items()
-        if file not in NOT_YET
         for line, name in private_names_in(tree, own)
         if name not in OF_OTHERS.get(file, ()) and not (file.startswith("adapters/") and not is_of_torch(name))
     ]

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from torchelastic.errors import UnfitError
+from torchelastic.torch_internals.nccl import is_gone
+from torchelastic.torch_internals.process_groups import backend_of
 
 GLOO = "gloo"
 
@@ -88,13 +88,7 @@ def engines(group: dist.ProcessGroup) -> list[tuple[str, Any]]:
 def has_failed(backend: Any) -> bool:
     """Whether a backend has found an error or a time-out by itself; such a backend gives its communicator up."""
     error = _error_of(backend)
-    if error is not None and _has_happened(error):
-        return True
-    try:  # of the older engine: raises where the communicator is gone, and waits until it is where that is under way
-        getattr(backend, "_comm_ptr", int)()
-    except RuntimeError:
-        return True
-    return False
+    return (error is not None and getattr(error, "name", str(error)) != "SUCCESS") or is_gone(backend)
 
 
 def device_names(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -120,18 +114,6 @@ def gpu_backend(group: dist.ProcessGroup | None = None) -> str | None:
     return next((name for kind, name in device_names(group).items() if kind != "cpu" and name != GLOO), None)
 
 
-def connects_when_made(name: str) -> bool:
-    """Whether torch makes a backend of this name that connects in its constructor, unless it is told not to.
-
-    So does the engine of NCCL that "nccl" is from torch 2.15 on, and "nccl2"; the older one is "nccl-legacy" there.
-    """
-    if not name.startswith("nccl") or not dist.is_nccl_available():
-        return False
-    plugin = getattr(dist.Backend, "_plugins", {}).get(name.upper()) if dist.is_backend_available(name) else None
-    older = getattr(c10d, "_create_nccl_process_group", None)
-    return hasattr(dist.ProcessGroupNCCL.Options, "lazy_init") and plugin is not None and plugin.creator_fn is not older
-
-
 def backends(group: dist.ProcessGroup) -> Iterator[tuple[str, Any]]:
     """Name and backend for each kind of device that a group serves, without the wrapper of TORCH_DISTRIBUTED_DEBUG."""
     seen: set[int] = set()
@@ -144,10 +126,9 @@ def backends(group: dist.ProcessGroup) -> Iterator[tuple[str, Any]]:
 
 
 def _backend_of(group: dist.ProcessGroup, kind: str) -> Any:
-    try:
-        backend: Any = group._get_backend(torch.device(kind))
-    except RuntimeError:  # a group that is written in Python is its own backend
-        return group
+    backend = backend_of(group, kind)
+    if backend is None:
+        return group  # written in Python, it is its own backend
     while (inner := getattr(backend, "wrapped_pg", None)) is not None:
         backend = inner
     return backend
@@ -159,7 +140,3 @@ def _error_of(backend: Any) -> object | None:
         return backend.get_error()  # type: ignore[no-any-return]
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
-
-
-def _has_happened(error: object) -> bool:
-    return getattr(error, "name", str(error)) != "SUCCESS"

@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import BackendConfig
 
 from torchelastic.errors import RetryableException
-from torchelastic.group.backends import GLOO, capabilities, connects_when_made, engines, has_failed
+from torchelastic.group.backends import GLOO, capabilities, engines, has_failed
+from torchelastic.torch_internals import process_groups
+from torchelastic.torch_internals.nccl import connects_when_made
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ def made_lazily(backend: str, options: Any) -> dict[str, Any]:
         backend: as the group's maker has named it; such as "nccl", or "cpu:gloo,cuda:nccl2".
         options: the options for the backend that torch would be given; None: there are none.
     """
-    names = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()
+    names = BackendConfig(dist.Backend(backend)).get_device_backend_map().values()
     if not any(connects_when_made(name) for name in names):
         return {}
     options = dist.ProcessGroupNCCL.Options() if options is None else options
@@ -109,7 +111,7 @@ def abort() -> None:
 def forget() -> None:
     """Take what was given up out of the groups that torch shuts down with the default group: it would wait for that."""
     for group in _communicators():
-        c10d._world.pg_names.pop(group, None)
+        process_groups.forget(group)
 
 
 def wait_for_collectives() -> None:
@@ -128,7 +130,7 @@ def wait_for_collectives() -> None:
 
 
 def _communicators() -> list[dist.ProcessGroup]:
-    return [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != GLOO]
+    return [group for group, backend, _ in process_groups.all_groups() if backend != GLOO]
 
 
 def _give_up(parts: list[Any], its: list[dist.ProcessGroup]) -> None:

@@ -70,7 +70,7 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
     if found("torch.distributed.ProcessGroup._get_backend") is None:
         raise RuntimeError(
             f"torch {installed_version()} does not tell which backend a group has for {device_type}: use "
-            'CoordinatorP2P(backend="gloo"), or a torch that this release of torchelastic was tested with'
+            'CoordinatorP2P(c10d_backend="gloo"), or a torch that this release of torchelastic was tested with'
         )
     try:
         return group._get_backend(torch.device(device_type))

@@ -64,6 +64,7 @@ def _needed(path: str, purpose: str) -> PrivateName:
 
 
 _C10D = "torch.distributed.distributed_c10d"
+_ENGINES = "A peer that is lost while torch's older engine for NCCL connects may hold the others up."
 _ABORT = "giving up a group of processes in the middle of an operation"
 
 PROCESS_GROUPS = (
@@ -112,8 +113,21 @@ PROCESS_GROUPS = (
     PrivateName(
         "torch.distributed.ProcessGroupNCCL._comm_ptr",
         "noticing that torch has given up an NCCL communicator by itself",
-        "A step in which torch gives up an NCCL communicator by itself may count.",
+        "That torch gives up an NCCL communicator is noticed by its error alone.",
         since="2.9",
+        only_with="torch.distributed.ProcessGroupNCCL",
+    ),
+    PrivateName(
+        "torch.distributed.Backend._plugins",
+        "knowing which of torch's engines for NCCL a name makes",
+        _ENGINES,
+        since="2.14",
+    ),
+    PrivateName(
+        f"{_C10D}._create_nccl_process_group",
+        "knowing which of torch's engines for NCCL a name makes",
+        _ENGINES,
+        since="2.14",
         only_with="torch.distributed.ProcessGroupNCCL",
     ),
 )
