@@ -191,7 +191,7 @@ def test_too_few_workers_end_after_the_rendezvous_timeout(jobs: MakeJob) -> None
         (["--standalone", "--max-workers=0", str(JOB)], "max_workers='0' must be a whole number of at least 1"),
         (["--standalone", "--multiple-of=0", str(JOB)], "multiple_of='0' must be a whole number of at least 1"),
         (["--standalone", "--nproc-per-node=3", "--multiple-of=4", str(JOB)], "no group could ever be formed"),
-        (["--rdzv-endpoint=localhost", str(JOB)], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"),
+        (["--rdzv-endpoint=etcd-host", str(JOB)], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_at_once(

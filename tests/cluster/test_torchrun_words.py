@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cluster.ordinary_script import script
 
 
 def run(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -42,10 +45,47 @@ def test_one_host_needs_no_word_about_where_to_meet_and_output_goes_where_torchr
     assert set(written) == {"worker_0.0.log", "worker_1.0.log", "worker_2.0.log"}
 
 
+def test_lines_begin_as_the_template_says_and_what_is_both_redirected_and_teed_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys\nprint('out', sys.argv[1:])\nprint('err', file=sys.stderr)\n")
+    template = "${hostname}|${rank}|${role_name}: "
+    done = run(
+        *("--nproc_per_node=2", "--role", "rank", "--log-line-prefix-template", template),
+        *("-r", "3", "--tee", "0:1,1:1", "train.py", "--local-rank=${local_rank}"),
+        cwd=tmp_path,
+    )  # fmt: skip
+    host = socket.gethostname()
+    assert sorted(done.stdout.splitlines()) == [
+        f"{host}|{rank}|rank: out ['--local-rank={rank}']" for rank in range(2)
+    ], done.stderr
+    assert "err" not in done.stderr.splitlines()
+
+
+def test_each_worker_may_see_one_gpu_as_the_first_and_is_still_known_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, torchelastic\nfrom torchelastic.rendezvous.wire import who\n"
+        "print('sees', os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], who(os.environ)['local_rank'])\n"
+    )
+    words = ("--virtual-local-rank", "--nproc-per-node", "2", "--role", "rank", "train.py")
+    done = run(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="5,3")
+    assert sorted(done.stdout.splitlines()) == ["[rank0]:sees 0 5 0", "[rank1]:sees 0 3 1"], done.stderr
+    refused = run(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="5")
+    assert refused.returncode == 2
+    assert "there is no GPU for worker 1: CUDA_VISIBLE_DEVICES is '5'" in refused.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_lines_of_elastic_workers_begin_with_their_ranks_in_the_group(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script(in_step="print('step of', coordinator.rank, flush=True)", epochs=1))
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "rank ${rank}: "}
+    done = run("--nproc-per-node", "2", "train.py", cwd=tmp_path, **template)
+    steps = [line for line in done.stdout.splitlines() if "step of" in line]
+    assert sorted(set(steps)) == ["rank 0: step of 0", "rank 1: step of 1"], done.stdout + done.stderr
+
+
 def test_a_program_that_is_not_pythons_is_started_for_every_worker(tmp_path: Path) -> None:
     done = run("--no-python", "--nproc-per-node", "cpu", "sh", "-c", "echo worker=$LOCAL_RANK", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"worker=\d+$", done.stdout, re.MULTILINE)) == os.cpu_count()
+    assert len(re.findall(r"worker=\d+$", done.stdout, re.MULTILINE)) == len(os.sched_getaffinity(0))
     refused = run("--no-python", "no-such-program", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.events import Event, Publish, Statement, WorkerFailed, WorkerSaid, ignore
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.worker import Own
 
 PATIENCE_S = 60.0
 WAITS = "import time; time.sleep(60)"
@@ -22,6 +23,7 @@ def supervise(
     script: str = WAITS,
     plain: PlainGroup | None = None,
     publish: Publish = ignore,
+    own: Sequence[Own] = (),
     **environment: str,
 ) -> None:
     """Run the scenario beside so many workers with this script, which are ended with it."""
@@ -36,6 +38,7 @@ def supervise(
             run_is_over=lambda: False,
             plain=plain,
             publish=publish,
+            own=own,
         )
         supervisor.start()
         try:

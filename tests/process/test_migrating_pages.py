@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 from examples.migrating.diffs import DOCS, PAGES, SCRIPTS, unified_diff, with_diff
 from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.main import main
+from torchelastic.launch.torchrun_options import COMPLETION, FLAGS, INSTEAD, MAPPED, USE_ENV, WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize("system", PAGES)
@@ -62,6 +63,13 @@ def test_every_option_of_this_torchrun_is_understood_and_on_the_page() -> None:
             assert (action.nargs == 0) == (ours[word].nargs == 0), f"{word} takes a value in one of the two only"
         long = next(word for word in action.option_strings if word.startswith("--"))
         assert f"`{long}`" in page, f"{long} is not on the page"
+
+
+def test_every_option_of_torchruns_that_is_understood_is_on_the_page() -> None:
+    """Also those that the installed torch does not have yet, or has no more."""
+    page = (DOCS / "torchrun.md").read_text()
+    listed = (*FLAGS, *MAPPED, *WITHOUT_EFFECT, *INSTEAD, COMPLETION, USE_ENV)
+    assert [name for name in listed if f"`--{name}`" not in page] == []
 
 
 def test_the_same_words_behind_the_script_are_the_scripts_own(

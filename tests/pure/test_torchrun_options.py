@@ -42,7 +42,8 @@ def test_one_host_without_an_etcd_is_standalone(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("backend", [(), ("--rdzv-backend", "etcd"), ("--rdzv-backend", "etcd-v2")])
 @pytest.mark.parametrize("several_hosts", [False, True])
 def test_an_etcd_that_is_named_is_met_at(backend: tuple[str, ...], several_hosts: bool) -> None:
-    translation = meant(*backend, "--rdzv-endpoint", "host:2379", "--master-port", "1", several_hosts=several_hosts)
+    at = ("--rdzv-endpoint", "host:2379", "--rdzv-id", "job7", "--master-port", "1")
+    translation = meant(*backend, *at, several_hosts=several_hosts)
     assert translation.options == {}
     assert translation.notes == ("--master-port has no effect: the hosts meet at --rdzv-endpoint",)
 
@@ -93,6 +94,7 @@ def test_where_several_hosts_cannot_meet_they_are_told_what_to_write(words: tupl
         (("-r", "0:1,1:2"), {(0, "stdout"), (1, "stderr")}, True),
         (("-r", "0"), set(), False),
         (("--tee", "1:3"), set(), True),
+        (("--redirects", "3", "--tee", "0:1"), {(0, "stderr"), (1, "stdout"), (1, "stderr")}, True),
         (("--local-ranks-filter", "1"), {(0, "stdout"), (0, "stderr")}, False),
     ],
 )
@@ -117,9 +119,10 @@ def test_times_networks_and_roles_have_names_of_ours() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--virtual-local-rank",), "--virtual-local-rank is torchrun's: leave it out"),
-        (("--numa-binding", "node"), "start the launcher under numactl"),
+        (("--numa-binding", "near"), "--numa-binding 'near': write node, socket, exclusive or core-complex"),
         (("--logs-specs", "x"), "--log-dir DIR"),
+        (("--event-log-handler", "console"), "`torchelastic events` shows them"),
+        (("--duplicate-stdout-filters", "loss"), "--log-dir DIR writes each worker's output to a file, for grep"),
         (("--redirects", "4"), "--redirects '4': write 0, 1, 2 or 3, or LOCAL_RANK:N"),
         (("--tee", "0:9"), "--tee '0:9'"),
         (("--local-ranks-filter", "a"), "--local-ranks-filter 'a': write LOCAL_RANK"),
@@ -134,23 +137,77 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(words: tuple[str, ..
     assert said in str(caught.value)
 
 
+def test_torchruns_defaults_ask_for_nothing() -> None:
+    assert meant("--event-log-handler", "null", "--logs-specs", "default", "--standalone").notes == ()
+
+
 @pytest.mark.parametrize(
-    ("text", "gpus", "workers"), [("3", 0, 3), ("cpu", 2, 8), ("gpu", 2, 2), ("auto", 2, 2), ("auto", 0, 8)]
+    ("words", "prefix", "note"),
+    [
+        ((), "[worker ${local_rank}] ", ""),
+        (("--role", "rank"), "[${role_name}${local_rank}]:", ""),
+        (("--role", "rank", "--log-line-prefix-template", "$hostname:${rank}: "), "$hostname:${rank}: ", ""),
+        (("--log_line_prefix_template", "${node}: "), "${node}: ", "${node} stays as it is, there are only role_name"),
+    ],
 )
-def test_workers_are_counted_as_torchrun_counts_them(text: str, gpus: int, workers: int) -> None:
-    assert workers_per_host(text, lambda: 8, lambda: gpus) == workers
+def test_lines_of_workers_begin_as_torchrun_has_it(words: tuple[str, ...], prefix: str, note: str) -> None:
+    translation = meant(*words, "--standalone")
+    assert translation.prefix == prefix
+    assert [note in said for said in translation.notes] == [True] * bool(note)
+
+
+def test_without_a_role_workers_have_torchruns_default_and_an_empty_one_is_one() -> None:
+    assert (meant().variables, meant("--role", "").variables) == ({}, {"ROLE_NAME": ""})
+
+
+def test_what_the_launch_module_needs_has_no_effect() -> None:
+    assert meant("--standalone", "--use_env").notes == ("--use-env has no effect: LOCAL_RANK is set always",)
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:29401", "30000", "127.0.0.1:29500", "[::1]:29500", "localhost"])
+def test_an_endpoint_of_one_host_for_itself_is_no_etcd(endpoint: str) -> None:
+    assert meant("--rdzv-endpoint", endpoint).options == {"standalone": True, "rdzv_endpoint": None}
+    assert meant("--rdzv-endpoint", endpoint, "--rdzv-id", "job7").options == {}
+
+
+def test_an_endpoint_of_several_hosts_without_an_id_may_be_two_things() -> None:
+    with pytest.raises(
+        UsageError, match="write --rdzv-id ID for an etcd there; if it is one of the hosts, write --rdz"
+    ):
+        meant("--rdzv-endpoint", "node0:29500", several_hosts=True)
+
+
+def test_the_completion_is_refused_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_parser().parse_args(["run", "--print-completion", "zsh"])
+    assert "shtab --shell zsh torchelastic.launch.command_line.command_parser" in capsys.readouterr().err
+
+
+KINDS = {"auto": 2, "gpu": 2, "xpu": 3, "npu": 0}
+
+
+@pytest.mark.parametrize(("text", "workers"), [("3", 3), ("cpu", 8), ("gpu", 2), ("auto", 2), ("xpu", 3)])
+def test_workers_are_counted_as_torchrun_counts_them(text: str, workers: int) -> None:
+    assert workers_per_host(text, lambda: 8, KINDS.get) == workers
+    assert workers_per_host("auto", lambda: 8, lambda _kind: 0) == 8
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("gpu", "no GPU is visible"), ("two", "'two': write a number"), ("-1", "'-1'")]
+    ("text", "said"), [("npu", "no NPU is visible"), ("two", "'two': write a number"), ("-1", "'-1'")]
 )
 def test_workers_that_cannot_be_counted_are_an_error(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        workers_per_host(text, lambda: 8, lambda: 0)
+        workers_per_host(text, lambda: 8, KINDS.get)
 
 
 def test_variables_stand_for_options_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert from_environment({"PET_NNODES": "2", "PET_RDZV_ID": "", "NNODES": "3"}) == {"nnodes": "2"}
+    assert from_environment({"PET_STANDALONE": "1", "PET_NO_PYTHON": "0", "PET_MODULE": ""}) == {"standalone": True}
+    assert from_environment({"PET_NUMA_BINDING": "node"}) == {}  # nor does torchrun
+    assert from_environment({"PET_SHUTDOWN_TIMEOUT": "7", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8"}) == {"term_grace": "7"}
+    assert from_environment({"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[$rank] "}) == {
+        "log_line_prefix_template": "[$rank] "
+    }
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     monkeypatch.setenv("PET_MAX_RESTARTS", "9")
     monkeypatch.setenv("PET_LOG_DIR", "logs")

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint, dashboard
+from torchelastic.agent.plain_member import host_by_host
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.tasks import keep_running
@@ -33,6 +34,7 @@ from torchelastic.page.listening import PageOptions
 from torchelastic.page.server import PageServer
 from torchelastic.processes import boot_time_s
 from torchelastic.processes.lifeline import process_end
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -263,6 +265,7 @@ class Agent:
         match event:
             case RoundChanged(round_):
                 self._end_as_decided(round_)
+                self._show_ranks(round_.roster)
             case WorkerExited(worker):
                 worker.has_finished = worker.has_finished and self.membership.host.round.state is RoundState.CLOSED
 
@@ -275,6 +278,14 @@ class Agent:
         if round_.hopeless and any(self.connections.is_own(name) for name in round_.roster):
             log.error("%s: the run ends", round_.because)
             self.supervisor.too_few.set()
+
+    def _show_ranks(self, roster: Sequence[str]) -> None:
+        """The lines of this host's workers may begin with their ranks."""
+        assert self.supervisor is not None
+        if any(worker.has_stand_in for worker in self.supervisor.workers):
+            roster = host_by_host(roster)
+        own = {MemberId.of(name).place: rank for rank, name in enumerate(roster) if self.connections.is_own(name)}
+        self.supervisor.terminal.prefix.learn({int(place): rank for place, rank in own.items() if place.isdecimal()})
 
     def _on_signal(self, number: int) -> None:
         """A drain signal once: the workers leave in order. A second one but SIGHUP, or SIGINT: they are ended."""

@@ -56,6 +56,15 @@ def stand_in(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "torchelastic.agent.plain_member", *command]
 
 
+def host_by_host(roster: Sequence[str]) -> list[str]:
+    """Members in the order of torchrun's ranks: those of a host are neighbours, by their numbers there."""
+    hosts: dict[str, list[tuple[int, str]]] = {}
+    for each in roster:
+        parts = MemberId.of(each)
+        hosts.setdefault(parts.incarnation, []).append((int(parts.place), each))
+    return [each for places in hosts.values() for _, each in sorted(places)]
+
+
 def ranks(member: str, round_: Round) -> dict[str, str]:
     """What torchrun would set for a member's script, besides what the agent sets; the ranks of a host are neighbours.
 
@@ -63,16 +72,12 @@ def ranks(member: str, round_: Round) -> dict[str, str]:
         member: its id, on the roster.
         round_: the round that it has joined.
     """
-    hosts: dict[str, list[tuple[int, str]]] = {}
-    for each in round_.roster:
-        parts = MemberId.of(each)
-        hosts.setdefault(parts.incarnation, []).append((int(parts.place), each))
-    in_order = [each for places in hosts.values() for _, each in sorted(places)]
-    host = MemberId.of(member).incarnation
+    hosts = list(dict.fromkeys(MemberId.of(each).incarnation for each in round_.roster))
+    in_order, host = host_by_host(round_.roster), MemberId.of(member).incarnation
     address, _, port = round_.store_address.rpartition(":")
     return {
-        **rank_variables(in_order.index(member), len(in_order), list(hosts).index(host), len(hosts)),
-        "LOCAL_WORLD_SIZE": str(len(hosts[host])),
+        **rank_variables(in_order.index(member), len(in_order), hosts.index(host), len(hosts)),
+        "LOCAL_WORLD_SIZE": str(sum(MemberId.of(each).incarnation == host for each in in_order)),
         "MASTER_ADDR": address.strip("[]"),
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": str(round_.number - 1),

@@ -21,16 +21,19 @@ from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import ORDERLY_SIGNALS, Worker, catches, signal_group, worker_stdin
+from torchelastic.agent.worker import ORDERLY_SIGNALS, Own, Worker, catches, signal_group, worker_stdin
 from torchelastic.agent.worker_log import WorkerLines, WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.lifeline import dies_with_parent, process_end, signal_main_thread
+from torchelastic.processes.local_rank import LOCAL_RANK_VARIABLE
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import AfterLoss, after_loss
 
 log = logging.getLogger(__name__)
 
+#: torchrun's, in the arguments of a script.
+_LOCAL_RANK = "${local_rank}"
 #: Between two looks at what is to be shown of lines that were said again and again.
 TICK_S = 1.0
 #: Sent to a worker that hangs, before it is ended: `CoordinatorP2P` has registered a dump of all stacks for it.
@@ -55,7 +58,7 @@ class Supervisor:
     """Runs `nproc` workers.
 
     Args:
-        command: argument list of one worker, without the lifeline.
+        command: argument list of one worker, without the lifeline; `${local_rank}` in it is the worker's number.
         nproc: how many.
         environment: for all of them; LOCAL_RANK and TORCHELASTIC_RESTART_COUNT are added for each.
         max_restarts: per worker.
@@ -66,6 +69,7 @@ class Supervisor:
         terminal: shows what they say.
         hidden: (local rank, "stdout" or "stderr") of what it does not show.
         plain: the workers as a group of torchrun's kind; None: others may take part in the run, so they are none.
+        own: what each worker has for itself, by its number; empty: nothing.
     """
 
     def __init__(
@@ -82,8 +86,11 @@ class Supervisor:
         terminal: Terminal | None = None,
         hidden: Set[tuple[int, str]] = frozenset(),
         plain: PlainGroup | None = None,
+        own: Sequence[Own] = (),
     ) -> None:
         self.workers = [Worker(local_rank) for local_rank in range(nproc)]
+        for worker, its in zip(self.workers, own, strict=False):
+            worker.own = its
         self.total_restarts = 0
         #: the slowest start-up so far, in seconds from the start of a process to its first request for a group
         self.slowest_start_s = 0.0
@@ -218,12 +225,16 @@ class Supervisor:
             environment |= self._plain.variables(worker.local_rank, may_meet=not self._anyone_asked)
         environment |= {
             "LOCAL_RANK": str(worker.local_rank),
+            LOCAL_RANK_VARIABLE: str(worker.local_rank),
             "TORCHELASTIC_RESTART_COUNT": str(worker.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+            **worker.own.variables,
         }
+        command = [word.replace(_LOCAL_RANK, str(worker.local_rank)) for word in self._command]
+        command = stand_in(command) if worker.has_stand_in else command
         stdin = worker_stdin(len(self.workers))
         worker.process = subprocess.Popen(
-            dies_with_parent(stand_in(self._command) if worker.has_stand_in else self._command, ORDERLY_SIGNALS),
+            dies_with_parent(command, ORDERLY_SIGNALS, worker.own.cpus),
             env=environment,
             stdin=stdin,
             stdout=subprocess.PIPE,

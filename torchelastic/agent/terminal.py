@@ -9,6 +9,7 @@ from typing import Any
 
 from torchelastic.agent.control_sequences import last_state, shown_of
 from torchelastic.foreign_json import RecordError, decode_object
+from torchelastic.line_prefix import LinePrefix
 from torchelastic.log_lines import HUMAN, JSON, json_line
 
 #: Writes a text, line end and all, to the stream with that name; must not wait.
@@ -33,6 +34,7 @@ class Terminal:
         below: shows a line below all that is written, in place of the one before; None: the screen is no terminal.
         can_move: there is one worker only, so that it may move the cursor up to lines that it has written.
         logged: gives how often somebody else has written to the screen: the cursor is not moved up over those lines.
+        prefix: what each line begins with.
         wall_s: Unix seconds.
     """
 
@@ -45,11 +47,13 @@ class Terminal:
         below: Callable[[str], None] | None = None,
         can_move: bool = False,
         logged: Callable[[], int] = lambda: 0,
+        prefix: LinePrefix | None = None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._write, self._is_json, self._host = write, form == JSON, host
         self._below, self._can_move = None if self._is_json else below, can_move
         self._logged, self._seen_logged = logged, 0
+        self.prefix = prefix or LinePrefix()
         self._bars: dict[tuple[int, str], str] = {}
         self._progress, self._step, self._is_asking = "", -1, False
         self._wall_s = wall_s
@@ -74,7 +78,9 @@ class Terminal:
         self._move(stream, moves)
         self._seen_logged = self._logged()
         if shown is not None:
-            line = json_line(self._document(worker, stream, shown)) if self._is_json else _for_people(worker, shown)
+            line = self._for_people(worker, shown)
+            if self._is_json:
+                line = json_line(self._document(worker, stream, shown))
             self._write(stream, line + "\n")
 
     def asks(self, worker: int, stream: str, text: str) -> None:
@@ -87,7 +93,7 @@ class Terminal:
         else:
             self._is_asking = True
             self._draw_below()
-            self._write(stream, _for_people(worker, text))
+            self._write(stream, self._for_people(worker, text))
 
     def rewrites(self, worker: int, stream: str, text: str) -> None:
         """A worker has begun a line, or written it anew, as progress bars do; without its end, `said` follows.
@@ -97,7 +103,7 @@ class Terminal:
         moves, shown = shown_of(text)
         if self.is_live and shown is not None:
             self._move(stream, moves)
-            self._bars[worker, stream] = _for_people(worker, shown)
+            self._bars[worker, stream] = self._for_people(worker, shown)
             self._draw_below()
 
     def progresses(self, step: int, text: str) -> None:
@@ -115,6 +121,9 @@ class Terminal:
         """A worker's process has ended and has said all that it will: no bar of it is shown any more."""
         self._bars = {key: bar for key, bar in self._bars.items() if key[0] != worker}
         self._draw_below()
+
+    def _for_people(self, worker: int, text: str) -> str:
+        return f"{self.prefix.of(worker)}{text}"
 
     def _move(self, stream: str, moves: str) -> None:
         if moves and self._can_move and self._logged() == self._seen_logged:
@@ -142,7 +151,3 @@ def _log_line(text: str) -> dict[str, Any] | None:
     except RecordError:
         return None
     return document if document.get("kind") == "log" else None
-
-
-def _for_people(worker: int, text: str) -> str:
-    return f"[worker {worker}] {text}"

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,19 @@ NOTICE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 #: Schedulers send these to every process of a job, too (`scancel --signal=QUIT`). The launcher has its workers leave in
 #: order at them (SIGHUP says that the terminal was closed, SIGQUIT is Ctrl-\), so a worker ignores them.
 ORDERLY_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What one worker has for itself alone.
+
+    Attributes:
+        variables: of its environment.
+        cpus: that it runs on; empty: those of the launcher.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    cpus: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -54,6 +67,7 @@ class Worker:
         tail: the last lines of its standard error.
         has_stand_in: a member of the run stands in for its script, see `plain_member`.
         log_file: takes the output of its last process; None: nothing does.
+        own: what its processes have for themselves.
     """
 
     local_rank: int
@@ -75,6 +89,7 @@ class Worker:
     has_stand_in: bool = False
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_file: WorkerLog | None = None
+    own: Own = Own()
 
     @property
     def is_over(self) -> bool:

@@ -13,12 +13,14 @@ from torchelastic.log_lines import FORMAT_VARIABLE
 from torchelastic.rendezvous import wire
 
 
-def worker_environment(options: AgentOptions, nproc: int, size: os.terminal_size | None = None) -> dict[str, str]:
-    """What the workers of this host see; `size` as for `terminal_variables`."""
+def worker_environment(
+    options: AgentOptions, nproc: int, size: os.terminal_size | None = None, beside: int = 0
+) -> dict[str, str]:
+    """What the workers of this host see; `size` and `beside` as for `terminal_variables`."""
     environment = dict(os.environ)
     return (
         environment
-        | terminal_variables(environment, nproc, size)
+        | terminal_variables(environment, nproc, size, beside)
         | thread_variables(environment, nproc, len(os.sched_getaffinity(0)))
         | memory_variables(environment, _huge_pages())
         | {
@@ -82,17 +84,19 @@ def _huge_pages() -> str:
         return ""
 
 
-def terminal_variables(given: Mapping[str, str], nproc: int, size: os.terminal_size | None) -> dict[str, str]:
+def terminal_variables(
+    given: Mapping[str, str], nproc: int, size: os.terminal_size | None, beside: int
+) -> dict[str, str]:
     """What tells workers, whose own output are pipes, of the terminal that their lines get to. Pure.
 
     Args:
         given: the launcher's environment, which decides where it says something.
         nproc: how many workers the launcher has.
         size: of the terminal; None: there is none.
+        beside: characters that a line of a worker begins with there.
     """
     if size is None:
         return {}
-    beside = len("[worker 0] ")
     found = {"COLUMNS": str(max(20, size.columns - beside)), "LINES": str(size.lines)}
     if not given.get("NO_COLOR"):
         found["FORCE_COLOR"] = "1"

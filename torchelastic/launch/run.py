@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,14 @@ from torchelastic.launch.run_address import (
     words_for,
 )
 from torchelastic.launch.run_log import RunLog, opened_log
-from torchelastic.launch.run_options import chosen_network, gateway_url, limited, nodes, understood, worker_command
+from torchelastic.launch.run_options import (
+    chosen_network,
+    gateway_url,
+    limited,
+    nodes,
+    understood,
+    worker_command,
+)
 from torchelastic.page.listening import PageOptions, listening
 from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
@@ -56,10 +63,9 @@ def run(options: argparse.Namespace) -> int:
     end, network = limited(environment, options.time_limit, time.time()), chosen_network(options.iface, environment)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
-        run_log = opened_log(options, environment, stack, theirs.notes)
+        run_log = opened_log(options, environment, stack, theirs)
         url = _url(options, stack)
-        # what the environment says is about another etcd than that of --standalone
-        credentials = NO_CREDENTIALS if options.standalone else find_credentials(url, environment)
+        credentials = _credentials(options, url, environment)
         socket_dir = stack.enter_context(_own_folder())
         agent_options = AgentOptions(
             url,
@@ -72,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             address=network.address,
             log_form=run_log.form,
         )
-        own_variables = worker_environment(agent_options, options.nproc_per_node, run_log.size)
+        own_variables = worker_environment(agent_options, options.nproc_per_node, run_log.size, run_log.beside)
 
         def make_supervisor(run_is_over: Callable[[], bool], publish: Publish) -> Supervisor:
             return Supervisor(
@@ -87,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
                 terminal=run_log.terminal,
                 hidden=theirs.hidden,
                 plain=PlainGroup(options.nproc_per_node, options.max_restarts) if options.standalone else None,
+                own=options.own,
             )
 
         # the etcd of --standalone ends with the launcher, and there is nobody else to notify
@@ -95,6 +102,11 @@ def run(options: argparse.Namespace) -> int:
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
+
+
+def _credentials(options: argparse.Namespace, url: RendezvousUrl, environment: Mapping[str, str]) -> Credentials:
+    # what the environment says is about another etcd than that of --standalone
+    return NO_CREDENTIALS if options.standalone else find_credentials(url, environment)
 
 
 def _own_folder() -> OwnFolder:

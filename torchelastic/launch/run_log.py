@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 from torchelastic.agent.event_log import events_log
 from torchelastic.agent.screen_writer import ScreenWriter
 from torchelastic.agent.terminal import Terminal
+from torchelastic.launch.torchrun_options import Translation
+from torchelastic.line_prefix import LinePrefix
 from torchelastic.log_lines import FORMAT_VARIABLE, JSON, JsonFormatter, checked_format, json_line
 from torchelastic.usage import UsageError
 
@@ -38,6 +40,11 @@ class RunLog:
     host: str
     size: os.terminal_size | None = None
 
+    @property
+    def beside(self) -> int:
+        """Characters that a worker's line begins with."""
+        return len(self.terminal.prefix.of(0))
+
     def line(self, kind: str, text: str, **more: Any) -> str:
         """A line that is no record of the log; as JSON with more keys."""
         document = {"at_s": round(time.time(), 6), "host": self.host, "kind": kind, "text": text, **more}
@@ -51,7 +58,7 @@ class RunLog:
 
 
 def opened_log(
-    options: argparse.Namespace, environment: Mapping[str, str], stack: ExitStack, notes: Sequence[str] = ()
+    options: argparse.Namespace, environment: Mapping[str, str], stack: ExitStack, theirs: Translation
 ) -> RunLog:
     """Set up this process's logging, and the screen of its workers.
 
@@ -59,7 +66,7 @@ def opened_log(
         options: of the command line.
         environment: variables of this process.
         stack: writes out what is left.
-        notes: lines to begin with.
+        theirs: lines to begin with, and what the workers' lines begin with.
 
     Raises:
         UsageError: the environment's form is none.
@@ -91,11 +98,19 @@ def opened_log(
         below=None if size is None else writer.show_below,
         can_move=options.nproc_per_node == 1,
         logged=lambda: writer.logged,
+        prefix=_prefix(options, theirs, host),
     )
     run_log = RunLog(form, terminal, host, size)
-    for note in notes:
+    for note in theirs.notes:
         run_log.say("note", note)
     return run_log
+
+
+def _prefix(options: argparse.Namespace, theirs: Translation, host: str) -> LinePrefix:
+    role = theirs.variables.get("ROLE_NAME", "default")
+    # one host alone: these are the ranks of a group of torchrun's kind, from the start
+    ranks = {number: number for number in range(options.nproc_per_node)} if options.standalone else {}
+    return LinePrefix(theirs.prefix, role=role, host=host, ranks=ranks)
 
 
 def _terminal_size(environment: Mapping[str, str]) -> os.terminal_size | None:

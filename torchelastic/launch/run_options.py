@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torchelastic.agent.worker import Own
+from torchelastic.launch import accelerators, numa_binding
 from torchelastic.launch.torchrun_options import Translation, translated, workers_per_host
 from torchelastic.lifetime.deadline import TERMINATION_TIME_VARIABLE
 from torchelastic.metrics.pushing import checked_gateway
@@ -28,13 +30,14 @@ FILES_OF_LAUNCHER, FILES_PER_WORKER = 64, 6
 
 def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
     """The options with what torchrun's among them come to. Raises UsageError."""
-    nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
+    nproc = workers_per_host(options.nproc_per_node, lambda: len(os.sched_getaffinity(0)), accelerators.count)
     _check_descriptors(nproc)
     theirs = translated(options, several_hosts=nodes(options.nnodes)[1] > 1, nproc=nproc)
     defaults = {"meeting_place": None, "nproc_per_node": nproc}
     ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
     if not 0.0 <= ours.term_grace < math.inf:
         raise UsageError(f"--term-grace is {ours.term_grace:g}: give seconds, 0 or more")
+    ours.own = _own_of_workers(ours, theirs, os.environ)
     if ours.log_dir is not None:
         _check_log_dir(ours.log_dir)
     if theirs.to_files and ours.log_dir is None:
@@ -64,13 +67,47 @@ def _check_log_dir(folder: Path) -> None:
             return
 
 
-def _visible_gpus() -> int:
-    """In another process: torch would take 200 MB of the launcher's memory as long as the run lasts."""
-    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    try:
-        return int(subprocess.run(asking, capture_output=True, text=True, check=True).stdout)
-    except (subprocess.CalledProcessError, ValueError) as error:
-        raise UsageError(f"--nproc-per-node: torch cannot count the GPUs here ({error}); write a number") from error
+def _own_of_workers(options: argparse.Namespace, theirs: Translation, environment: Mapping[str, str]) -> list[Own]:
+    """What each worker has for itself, by torchrun's options: one GPU that is visible, the CPUs near its GPU.
+
+    Raises:
+        UsageError: there is too little of them, or it cannot be known.
+    """
+    nproc, cpus, variables = options.nproc_per_node, [], []
+    if theirs.numa_mode:
+        topology = numa_binding.read(accelerators.pci_addresses())
+        cpus = numa_binding.bound(theirs.numa_mode, nproc, topology, os.sched_getaffinity(0))
+    if options.virtual_local_rank:
+        variables = [one_gpu(local_rank, environment) for local_rank in range(nproc)]
+    return [
+        Own(of_it or {}, its or frozenset()) for of_it, its in itertools.zip_longest(variables, cpus, fillvalue=None)
+    ]
+
+
+def one_gpu(local_rank: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun's --virtual-local-rank sets for a worker: the GPU with its number is the only one that it sees.
+
+    Args:
+        local_rank: its number on this host.
+        environment: of the launcher.
+
+    Raises:
+        UsageError: the launcher sees fewer GPUs.
+
+    >>> one_gpu(1, {"CUDA_VISIBLE_DEVICES": "4,6"})
+    {'LOCAL_RANK': '0', 'CUDA_VISIBLE_DEVICES': '6'}
+    """
+    rocm = "HIP_VISIBLE_DEVICES"
+    source = rocm if environment.get(rocm) else "CUDA_VISIBLE_DEVICES"
+    seen = environment.get(source)
+    gpus = None if seen is None else [each.strip() for each in seen.split(",")]
+    if gpus is not None and local_rank >= len(gpus):
+        raise UsageError(
+            f"--virtual-local-rank: there is no GPU for worker {local_rank}: {source} is {seen!r}; name more there, or "
+            f"write --nproc-per-node {len(gpus)}"
+        )
+    gpu = str(local_rank) if gpus is None else gpus[local_rank]
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu, **({rocm: gpu} if source == rocm else {})}
 
 
 def worker_command(options: argparse.Namespace) -> list[str]:

@@ -1,6 +1,6 @@
 """torchrun's command line, word for word: what of it is mapped to options of ours, has no effect here, or is refused.
 
-The options are those of torch 2.13's `torchrun --help`; what `torchelastic run` has under the same name is not here.
+The options are those of torch 2.15's `torchrun --help`; what `torchelastic run` has under the same name is not here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torchelastic.launch.numa_binding import MODES
+from torchelastic.line_prefix import MACROS, OURS, TORCHRUNS, unknown_macros
 from torchelastic.usage import UsageError, add_option
 
 _ETCD = "hosts meet at an etcd: start one where all can reach it, and write --rdzv-endpoint HOST:2379 --rdzv-id ID"
@@ -19,11 +21,11 @@ _ONE_HOST = "one host needs no address to meet at"
 _AT_ETCD = "the hosts meet at --rdzv-endpoint"
 
 #: Options without a value that mean the same here.
-FLAGS = ("no-python", "run-path")
+FLAGS = ("no-python", "run-path", "virtual-local-rank")
 #: Options that are mapped; each with a value.
 MAPPED = (
     "rdzv-backend", "rdzv-conf", "master-addr", "master-port", "local-addr", "node-rank", "role", "shutdown-timeout",
-    "redirects", "tee", "local-ranks-filter",
+    "redirects", "tee", "local-ranks-filter", "log-line-prefix-template", "numa-binding",
 )  # fmt: skip
 #: Options without an effect, and why they need none.
 WITHOUT_EFFECT = {
@@ -31,15 +33,33 @@ WITHOUT_EFFECT = {
     "start-method": "each worker is a new process",
     "signals-to-handle": "SIGTERM, SIGHUP, SIGQUIT let workers leave in order, SIGINT ends them, SIGUSR1, 2 go to them",
 }
+#: An option of `python -m torch.distributed.launch`, which is torchrun besides.
+USE_ENV = "use-env"
 #: Options that are refused, and what to do instead.
 INSTEAD = {
     "duplicate-stdout-filters": "leave it out: --log-dir DIR writes each worker's output to a file, for grep",
     "duplicate-stderr-filters": "leave it out: --log-dir DIR writes each worker's output to a file, for grep",
     "logs-specs": "leave it out: --log-dir DIR writes each worker's output to a file",
     "event-log-handler": "leave it out: --log-dir DIR keeps all events, `torchelastic events` shows them",
-    "virtual-local-rank": "leave it out: LOCAL_RANK counts the workers of a host",
-    "numa-binding": "start the launcher under numactl",
 }
+#: Values of theirs that ask for nothing: torchrun's defaults.
+_NOTHING = {"logs-specs": "default", "event-log-handler": "null"}
+#: As one of the options above, but there need not be a script.
+COMPLETION = "print-completion"
+_INSTEAD_OF_COMPLETION = (
+    f"--{COMPLETION} is torchrun's: `pip install shtab`, then "
+    "`shtab --shell {} torchelastic.launch.command_line.command_parser` prints that script for torchelastic"
+)
+#: Options that torchrun does not take from the environment.
+_NOT_VARIABLES = ("numa-binding", "logs-specs")
+#: Other variables that torchrun knows: (argparse's name of an option here, variable), the one that counts last.
+_OTHER_VARIABLES = (
+    ("log_line_prefix_template", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+    ("log_line_prefix_template", "PET_LOG_LINE_PREFIX_TEMPLATE"),
+    # so that --term-grace counts more
+    ("term_grace", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    ("term_grace", "PET_SHUTDOWN_TIMEOUT"),
+)
 _SHORT = {"redirects": "-r", "tee": "-t"}
 #: Keys of --rdzv-conf that are options here.
 _CONF = {"join_timeout": "rdzv_timeout", "timeout": "rdzv_timeout", "last_call_timeout": "last_call"}
@@ -57,6 +77,8 @@ class Translation:
         hidden: (local rank, "stdout" or "stderr") of output that is not to be on the screen.
         to_files: whether the workers' output is to be written to files too.
         variables: for the workers.
+        prefix: template of what a line of a worker begins with on the screen.
+        numa_mode: how workers are bound to the CPUs near their GPUs; empty: not at all.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
@@ -64,46 +86,75 @@ class Translation:
     hidden: frozenset[tuple[int, str]] = frozenset()
     to_files: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = OURS
+    numa_mode: str = ""
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     """Have them understood; they are not in the help."""
-    for name in FLAGS:
+    for name in (*FLAGS, USE_ENV):
         add_option(parser, name, argparse.SUPPRESS, action="store_true")
     for name in (*MAPPED, *WITHOUT_EFFECT, *INSTEAD):
-        how = {"action": "store_const", "const": ""} if name == "virtual-local-rank" else {}
-        add_option(parser, name, argparse.SUPPRESS, short=_SHORT.get(name), **how)
+        add_option(parser, name, argparse.SUPPRESS, short=_SHORT.get(name))
+    add_option(parser, COMPLETION, argparse.SUPPRESS, action=_RefuseCompletion)
 
 
-def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+class _RefuseCompletion(argparse.Action):
+    """At once: torchrun prints it without a script."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _options: object, values: object, _option: str | None = None
+    ) -> None:
+        parser.error(_INSTEAD_OF_COMPLETION.format(values))
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, object]:
     """The options that torchrun takes from the environment (PET_NNODES, ..), by argparse's names; no empty ones."""
-    names = (
-        "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts",
-        "role", "log_dir", "redirects", "tee", "node_rank", "master_addr", "master_port", "local_addr",
-    )  # fmt: skip
-    found = {name: environment.get(f"PET_{name.upper()}", "") for name in names}
-    return {name: value for name, value in found.items() if value}
+    flags = [f"PET_{_dest(name)}" for name in (*FLAGS, "standalone", "module")]
+    valued = [name for name in (*MAPPED, *WITHOUT_EFFECT, *INSTEAD) if name not in _NOT_VARIABLES]
+    valued += ["nnodes", "nproc-per-node", "rdzv-endpoint", "rdzv-id", "max-restarts", "log-dir"]
+    sources = [(_dest(name), f"PET_{_dest(name).upper()}") for name in valued]
+    found: dict[str, object] = {}
+    for name, variable in (*sources, *_OTHER_VARIABLES):
+        if name != "shutdown_timeout" and environment.get(variable):
+            found[name] = environment[variable]
+    for flag in flags:
+        if environment.get(flag.upper(), "0").strip() not in ("", "0"):
+            found[flag.removeprefix("PET_")] = True
+    return found
 
 
-def workers_per_host(text: str, cpus: Callable[[], int], gpus: Callable[[], int]) -> int:
-    """What --nproc-per-node means: a number, `cpu`, `gpu`, or `auto`: GPUs if there are some, else processors.
+def _dest(name: str) -> str:
+    """The name that argparse gives an option."""
+    return name.replace("-", "_")
+
+
+def workers_per_host(text: str, cpus: Callable[[], int], accelerators: Callable[[str], int | None]) -> int:
+    """What --nproc-per-node means: a number, `cpu`, `gpu`, another kind of accelerator, or `auto`: of what there is.
+
+    Args:
+        text: the option's value.
+        cpus: counts the processors.
+        accelerators: counts those of a kind; None: there is no such kind.
 
     Raises:
-        UsageError: it is none of these, or there is no GPU.
+        UsageError: it is none of these, or there is no such device here.
 
-    >>> workers_per_host("auto", lambda: 8, lambda: 0)
+    >>> workers_per_host("auto", lambda: 8, lambda _kind: 0)
     8
     """
     if re.fullmatch(r"\d{1,6}", text):
         return int(text)
-    if text in ("auto", "gpu"):
-        count = gpus()
-        if count or text == "auto":
-            return count or cpus()
-        raise UsageError("--nproc-per-node gpu: no GPU is visible here; write a number, or cpu")
     if text == "cpu":
         return cpus()
-    raise UsageError(f"--nproc-per-node {text!r}: write a number, auto, gpu or cpu")
+    count = accelerators(text) if re.fullmatch(r"[a-z]\w*", text) else None
+    if text == "auto":
+        return count or cpus()
+    if count is None:
+        raise UsageError(f"--nproc-per-node {text!r}: write a number, auto, cpu, gpu, or another device type of torch")
+    if not count:
+        raise UsageError(f"--nproc-per-node {text}: no {text.upper()} is visible here; write a number, or cpu")
+    return count
 
 
 def translated(given: argparse.Namespace, *, several_hosts: bool, nproc: int) -> Translation:
@@ -118,32 +169,52 @@ def translated(given: argparse.Namespace, *, several_hosts: bool, nproc: int) ->
         UsageError: an option cannot be mapped; the message says what to write instead.
     """
     for name, instead in INSTEAD.items():
-        if _value(given, name) is not None:
+        if _value(given, name) not in (None, _NOTHING.get(name)):
             raise UsageError(f"--{name} is torchrun's: {instead}")
+    if given.numa_binding not in (None, *MODES):
+        raise UsageError(f"--numa-binding {given.numa_binding!r}: write {', '.join(MODES[:-1])} or {MODES[-1]}")
     options: dict[str, object] = {}
     notes = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if _value(given, name)]
     notes += _meeting(given, options, several_hosts=several_hosts)
     notes += _times(given, options)
+    notes += _launch(given)
     if given.local_addr:
         options["iface"] = given.iface or _network(given.local_addr)
-    redirected, written = (_by_stream(given, name, nproc) for name in ("redirects", "tee"))
+    prefix = given.log_line_prefix_template or (OURS if given.role is None else TORCHRUNS)
+    unknown = ", ".join(f"${{{name}}}" for name in unknown_macros(prefix))
+    if unknown:
+        notes.append(f"--log-line-prefix-template: {unknown} stays as it is, there are only {', '.join(MACROS)}")
+    redirected, shown = (_by_stream(given, name, nproc) for name in ("redirects", "tee"))
     return Translation(
         options,
         tuple(notes),
-        redirected | _filtered(given.local_ranks_filter, nproc),
-        bool(redirected | written),
-        {"ROLE_NAME": given.role} if given.role else {},
+        (redirected - shown) | _filtered(given.local_ranks_filter, nproc),
+        bool(redirected | shown),
+        {} if given.role is None else {"ROLE_NAME": given.role},
+        prefix,
+        given.numa_binding or "",
     )
 
 
+def _launch(given: argparse.Namespace) -> list[str]:
+    """Of `torch.distributed.launch`, which without --use-env gives the script a `--local-rank` of its own."""
+    return [f"--{USE_ENV} has no effect: LOCAL_RANK is set always"] if given.use_env else []
+
+
 def _value(given: argparse.Namespace, name: str) -> str | None:
-    value: str | None = getattr(given, name.replace("-", "_"))
+    value: str | None = getattr(given, _dest(name))
     return value
 
 
 def _meeting(given: argparse.Namespace, options: dict[str, object], *, several_hosts: bool) -> list[str]:
     """Where the hosts meet: nowhere, or at an etcd."""
-    backend = given.rdzv_backend or ("etcd" if given.rdzv_endpoint else "")
+    has_etcd = bool(given.rdzv_endpoint) and (several_hosts or not _is_torchruns_own(given))
+    backend = given.rdzv_backend or ("etcd" if has_etcd else "")
+    if several_hosts and has_etcd and not (given.rdzv_backend or given.rdzv_id or given.standalone):
+        raise UsageError(
+            "--rdzv-endpoint without --rdzv-id: write --rdzv-id ID for an etcd there; if it is one of the hosts, write "
+            "--rdzv-backend c10d, and its launcher starts one"
+        )
     if several_hosts and not given.standalone:
         if backend not in ("", "etcd", "etcd-v2") or (given.master_addr and not given.rdzv_endpoint):
             return _at_one_of_them(given, backend, options)
@@ -154,6 +225,14 @@ def _meeting(given: argparse.Namespace, options: dict[str, object], *, several_h
     named += ["rdzv-backend", "rdzv-endpoint"] if options.get("standalone") else []
     said = [f"--{name}" for name in named if _value(given, name) is not None]
     return [f"{', '.join(said)} {'has' if len(said) == 1 else 'have'} no effect: {why}"] if said else []
+
+
+def _is_torchruns_own(given: argparse.Namespace) -> bool:
+    """Whether an endpoint is an address of one host for itself, and no etcd: a run in one has an id."""
+    return (
+        not given.rdzv_id
+        and re.fullmatch(r"\d+|(localhost|127\.[\d.]+|\[::1\])(:\d+)?", given.rdzv_endpoint) is not None
+    )
 
 
 def _at_one_of_them(given: argparse.Namespace, backend: str, options: dict[str, object]) -> list[str]:

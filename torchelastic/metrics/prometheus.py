@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping
 
 from torchelastic.metrics.api import MetricData, MetricHandler
+from torchelastic.processes.local_rank import local_rank_of
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +215,4 @@ class _Forwarder:
 
 
 def _hello(pid: int, environment: Mapping[str, str]) -> bytes:
-    text = environment.get("LOCAL_RANK", "")
-    local_rank = int(text) if text.isdecimal() else None
-    return json.dumps({"op": "metrics-hello", "pid": pid, "local_rank": local_rank}).encode() + b"\n"
+    return json.dumps({"op": "metrics-hello", "pid": pid, "local_rank": local_rank_of(environment)}).encode() + b"\n"

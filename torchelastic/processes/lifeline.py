@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -15,6 +15,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # - the request is made first and the parent is looked at afterwards: a parent that died before the request sends no
 #   signal, but has then already been replaced (by init or a subreaper);
 # - an interpreter ignores SIGPIPE and SIGXFSZ, and may set LC_CTYPE (PEP 538); an exec would hand both on;
+# - the CPUs are those of this thread alone, and it is the only one: whatever the command starts has them too;
 # - what is to be ignored stays so in the command: only a handler is reset by an exec;
 # - 126 and 127 are what a shell returns for a command that cannot be run or found.
 _TRAMPOLINE = f"""
@@ -24,6 +25,11 @@ if libc.prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0):
     sys.exit("cannot tie this process to its parent: " + os.strerror(ctypes.get_errno()))
 if os.getppid() != int(sys.argv[1]):
     os._exit({128 + signal.SIGKILL})
+if sys.argv[3]:
+    try:
+        os.sched_setaffinity(0, [int(cpu) for cpu in sys.argv[3].split(",")])
+    except OSError as error:
+        sys.exit("cannot bind this process to CPUs %s: %s" % (sys.argv[3], error.strerror))
 for ignored in {int(signal.SIGPIPE)}, {int(signal.SIGXFSZ)}:
     libc.signal(ignored, None)
 for ignored in filter(None, sys.argv[2].split(",")):
@@ -32,14 +38,14 @@ with open("/proc/self/environ", "rb") as before:
     if b"\\0LC_CTYPE=" not in b"\\0" + before.read():
         os.environ.pop("LC_CTYPE", None)
 try:
-    os.execvp(sys.argv[3], sys.argv[3:])
+    os.execvp(sys.argv[4], sys.argv[4:])
 except OSError as error:
-    sys.stderr.write("cannot run %s: %s\\n" % (sys.argv[3], error.strerror))
+    sys.stderr.write("cannot run %s: %s\\n" % (sys.argv[4], error.strerror))
     os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 """
 
 
-def dies_with_parent(argv: Sequence[str], ignored: Sequence[int] = ()) -> list[str]:
+def dies_with_parent(argv: Sequence[str], ignored: Sequence[int] = (), cpus: Collection[int] = ()) -> list[str]:
     """Wrap a command so that the kernel sends it SIGKILL as soon as its parent ends (`prctl(2)`, PR_SET_PDEATHSIG).
 
     The wrapped command keeps its pid, environment, descriptors and signal dispositions: a small interpreter makes the
@@ -56,6 +62,7 @@ def dies_with_parent(argv: Sequence[str], ignored: Sequence[int] = ()) -> list[s
     Args:
         argv: The command and its arguments.
         ignored: Signals that the command ignores, and whatever it starts, unless they handle them.
+        cpus: The CPUs that they may run on; empty: those of the caller.
 
     Returns:
         What to start instead. On systems other than Linux that is `argv` itself, without this protection.
@@ -67,9 +74,9 @@ def dies_with_parent(argv: Sequence[str], ignored: Sequence[int] = ()) -> list[s
         raise ValueError("argv is empty: give the command to run and its arguments")
     if sys.platform != "linux":
         return list(argv)
-    numbers = ",".join(str(int(number)) for number in ignored)
+    numbers, on = (",".join(str(int(number)) for number in sorted(each)) for each in (ignored, cpus))
     # -I: neither the current folder nor PYTHON* variables decide what `import ctypes` means; -S: no site-packages
-    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), numbers, *argv]
+    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), numbers, on, *argv]
 
 
 def signal_main_thread(pid: int, number: int) -> None:

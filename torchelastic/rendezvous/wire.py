@@ -30,6 +30,7 @@ from msgspec import Meta, Struct
 
 from torchelastic.foreign_json import Count, RecordError, decode_object
 from torchelastic.processes.identity import MAX_PID
+from torchelastic.processes.local_rank import local_rank_of
 from torchelastic.rendezvous.records import MemberCount, Name
 
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
@@ -71,8 +72,7 @@ class Done(Struct):
 
 def who(environment: Mapping[str, str]) -> Message:
     """What a worker says of itself first: its process, and its place on this host if a launcher has given it one."""
-    local_rank = environment.get("LOCAL_RANK")
-    return {"pid": os.getpid(), "local_rank": int(local_rank) if local_rank else None}
+    return {"pid": os.getpid(), "local_rank": local_rank_of(environment)}
 
 
 def encode(message: Message) -> bytes:
