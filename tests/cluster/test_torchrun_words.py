@@ -75,11 +75,19 @@ def test_each_worker_may_see_one_gpu_as_the_first_and_is_still_known_by_its_numb
 
 @pytest.mark.long
 def test_lines_of_elastic_workers_begin_with_their_ranks_in_the_group(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script(in_step="print('step of', coordinator.rank, flush=True)", epochs=1))
+    prepares = (
+        "place = int(os.environ['LOCAL_RANK'])\n"
+        "def say():\n"
+        "    print('step of', coordinator.rank, 'in place', place, flush=True)\n"
+        "    if place == 0 and state.step == 3 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    (tmp_path / "train.py").write_text(script(in_step="say()", prepares=prepares, epochs=4))
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "rank ${rank}: "}
     done = run("--nproc-per-node", "2", "train.py", cwd=tmp_path, **template)
-    steps = [line for line in done.stdout.splitlines() if "step of" in line]
-    assert sorted(set(steps)) == ["rank 0: step of 0", "rank 1: step of 1"], done.stdout + done.stderr
+    steps = {line for line in done.stdout.splitlines() if "step of" in line}
+    assert "rank 0: step of 0 in place 1" in steps, done.stdout + done.stderr
+    assert all(re.fullmatch(r"rank (\d): step of \1 in place \d", line) for line in steps), steps
 
 
 def test_a_program_that_is_not_pythons_is_started_for_every_worker(tmp_path: Path) -> None:
@@ -132,6 +140,8 @@ def test_variables_of_torchrun_count(tmp_path: Path) -> None:
 
 def test_a_host_that_is_unknown_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    done = run("--nnodes", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29400", "train.py", cwd=tmp_path)
+    where = ("--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29400", "--connect-timeout=1")
+    done = run("--nnodes", "2", *where, "train.py", cwd=tmp_path)
     assert done.returncode == 2
+    assert "waiting for the name nobody.invalid, which is not known yet, up to 1 s" in done.stderr
     assert "the hosts cannot meet at nobody.invalid:29400" in done.stderr.splitlines()[-1]

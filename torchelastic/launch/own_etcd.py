@@ -19,6 +19,7 @@ from tenacity import (
     Retrying,
     retry_if_exception_type,
     sleep_using_event,
+    stop_after_delay,
     stop_when_event_set,
     wait_exponential,
 )
@@ -126,7 +127,7 @@ def _say_first(state: RetryCallState) -> None:
 
 
 @contextmanager
-def meeting_place(host: str, port: int, run_id: str) -> Iterator[None]:
+def meeting_place(host: str, port: int, run_id: str, patience_s: float) -> Iterator[None]:
     """On the host that is named there is an etcd inside, started here unless somebody serves the port already.
 
     If the block ends without an error, it is kept until the agents of the other hosts have left.
@@ -135,12 +136,13 @@ def meeting_place(host: str, port: int, run_id: str) -> Iterator[None]:
         host: name or address of one of the run's hosts.
         port: where its etcd listens.
         run_id: of the run.
+        patience_s: the name may become known so late: that of a pod, or of a cloud's machine, once it has started.
 
     Raises:
-        OSError: on entering, the name is not known.
+        OSError: on entering, the name is still not known.
         FileNotFoundError, RuntimeError, TimeoutError: on entering, as `EtcdServer.start`.
     """
-    address, etcd = _own_address(host), None
+    address, etcd = _own_address_in_time(host, patience_s), None
     with ExitStack() as stack:
         if address is not None and not _is_served(host, port):
             try:
@@ -171,6 +173,21 @@ def _wait_for_others(endpoint: str, keys: Keys) -> None:
                 is_told = True
             pause.wait(SAMPLE_S)
     store.close()
+
+
+def _own_address_in_time(host: str, patience_s: float) -> str | None:
+    def say_first(state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            log.warning("waiting for the name %s, which is not known yet, up to %g s", host, patience_s)
+
+    retrying = Retrying(
+        retry=retry_if_exception_type(socket.gaierror),
+        wait=wait_exponential(multiplier=0.1, max=2.0),
+        stop=stop_after_delay(patience_s),
+        before_sleep=say_first,
+        reraise=True,
+    )
+    return retrying(_own_address, host)
 
 
 def _own_address(host: str) -> str | None:

@@ -163,7 +163,7 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
         endpoint, run_id = options.rdzv_endpoint, options.rdzv_id
         if options.meeting_place is not None:
             host, port = options.meeting_place
-            _open_meeting_place(stack, host, port, run_id)
+            _open_meeting_place(stack, host, port, run_id, options.connect_timeout)
     return url_with(
         options,
         endpoint,
@@ -179,9 +179,9 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     )
 
 
-def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> None:
+def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str, patience_s: float) -> None:
     try:
-        stack.enter_context(meeting_place(host, port, run_id))
+        stack.enter_context(meeting_place(host, port, run_id, patience_s))
     except (OSError, RuntimeError) as error:
         raise UsageError(f"the hosts cannot meet at {host}:{port}: {error}") from error
 
