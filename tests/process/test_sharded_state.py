@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Shard
 
 import torchelastic
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
@@ -61,6 +62,24 @@ def build(
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     return made
+
+
+def build_on_two_meshes(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """The last layer on a mesh of its own, as experts are, where this torch can do that: a module of two groups."""
+    with torch.device("meta"):
+        model = model_of()
+    experts = set(model[1].parameters())
+    if hasattr(_fsdp_common, "ShardPlacementResult"):
+        own = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("experts",))
+        of_all, of_experts = (_fsdp_common.FSDPMeshInfo(each, shard_mesh_dim=0) for each in (mesh, own))
+
+        def placed(parameter: torch.nn.Parameter) -> Any:
+            return _fsdp_common.ShardPlacementResult(Shard(0), of_experts if parameter in experts else of_all)
+
+        fully_shard(model, mesh=mesh, shard_placement_fn=placed)
+    else:
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)  # of tensors on two meshes
 
 
 def train(state: ShardedState, steps: int = 1) -> None:
@@ -114,8 +133,9 @@ def test_initialize_is_called_with_whole_modules_of_the_users_classes() -> None:
     assert all(bool((value == 3.0).all()) for value in whole(state).values())
 
 
-def test_the_next_group_takes_all_over_bit_for_bit() -> None:
-    state = ShardedState(build(), extra={"note": "kept"})
+@pytest.mark.parametrize("made", [build(), build_on_two_meshes])
+def test_the_next_group_takes_all_over_bit_for_bit(made: Callable[[DeviceMesh], tuple[Any, ...]]) -> None:
+    state = ShardedState(made, extra={"note": "kept"})
     state.sync()
     train(state, 3)
     weights, moments = whole(state), state.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().clone()
