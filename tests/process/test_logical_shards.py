@@ -12,6 +12,8 @@ import torchelastic
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.model.shards import shard_seed, split_batch
 
+#: What `grad_dtype` of a bfloat16 parameter may be: anything since torch 2.10.
+GRADIENT_TYPES = (torch.bfloat16, *((torch.float32, None) if hasattr(torch.Tensor, "grad_dtype") else ()))
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
 
@@ -104,6 +106,27 @@ def test_a_parameter_that_no_shard_uses_is_left_alone_and_one_that_a_single_shar
     assert torch.equal(unused, torch.ones_like(unused))
     assert once.grad is not None
     assert torch.equal(once.grad, torch.full_like(once, 0.25))
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_TYPES)
+def test_gradients_of_another_type_than_their_parameter_are_summed_in_theirs(dtype: torch.dtype | None) -> None:
+    model = torch.nn.Linear(4, 1).bfloat16()
+    unused = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    model.register_parameter("unused", unused)
+    for parameter in model.parameters():
+        parameter.grad_dtype = dtype
+    sampler = ElasticBatchSampler(24, 8, shuffle=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torchelastic.ModelState(model, optimizer, sampler=sampler, logical_shards=4)
+    state.sync(1, 0)
+    state.snapshot()
+    for number, _ in enumerate(state.shards(ElasticLoader(torch.utils.data.TensorDataset(torch.ones(24, 1)), sampler))):
+        wide = torch.full((1, 4), 1 + 2.0**-12 * number)  # as a kernel with a wide accumulator gives it
+        model.weight.grad, model.bias.grad = wide.to(dtype or torch.float32), torch.ones(1, dtype=dtype)
+    assert model.weight.grad is not None
+    mean = torch.full((1, 4), 1 + 2.0**-12 * 1.5, dtype=dtype)
+    assert torch.equal(model.weight.grad, mean), "rounded to the parameter's type"
+    assert unused.grad is None
 
 
 def test_the_end_of_the_data_ends_the_step() -> None:

@@ -109,7 +109,7 @@ class LogicalShards:
         Those that have changed become the mean over the shards (running statistics); constants keep their bits.
         """
         wanted = self._wanted()
-        slots = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+        slots = [_gradient_of(p, _type_of_gradient(p)) for p in wanted]
         slots += [p.new_tensor([q.grad is not None for q in wanted]) for p in wanted[:1]]
         buffers = list(self._module.buffers())
         changed = [not torch.equal(*pair) for pair in zip(buffers, self._buffers, strict=True)]
@@ -141,7 +141,7 @@ class LogicalShards:
         """For each slot of `_slots`: what it looks like, the type in which it is summed, what takes the sum."""
         wanted = self._wanted()
         for parameter in wanted:
-            yield parameter, parameter.dtype, partial(setattr, parameter, "grad")
+            yield parameter, _type_of_gradient(parameter), partial(setattr, parameter, "grad")
         for first in wanted[:1]:
             yield first.new_empty(len(wanted)), first.dtype, partial(_drop_unused, wanted)
         buffers = list(self._module.buffers())
@@ -253,6 +253,16 @@ def _drop_unused(parameters: Sequence[torch.nn.Parameter], uses: torch.Tensor) -
     for parameter, weight in zip(parameters, uses.tolist(), strict=True):
         if not weight:
             parameter.grad = None
+
+
+def _gradient_of(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=dtype) if parameter.grad is None else parameter.grad.to(dtype)
+
+
+def _type_of_gradient(parameter: torch.nn.Parameter) -> torch.dtype:
+    """The parameter's, unless `parameter.grad_dtype` was set (torch 2.10): None there means any, all summed in one."""
+    dtype: torch.dtype | None = parameter.grad_dtype if hasattr(torch.Tensor, "grad_dtype") else parameter.dtype
+    return torch.promote_types(parameter.dtype, torch.float32) if dtype is None else dtype
 
 
 def _type_of_sum(buffer: torch.Tensor) -> torch.dtype:
