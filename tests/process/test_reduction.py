@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch._dynamo import config as dynamo_config
 
 import torchelastic
 from tests.process.pairs import dies_at_reduction, survivor_of
 from torchelastic.data import ElasticBatchSampler
+from torchelastic.errors import UnfitError
 from torchelastic.model import wrapping
 from torchelastic.model.reduction import Reduction
 from torchelastic.p2p.abortable import AbortableGroup, GroupAbortedError
@@ -245,3 +248,24 @@ def test_the_mode_of_salvage_says_whether_a_backward_pass_ends_early(salvage: st
     source = state._gradients._source
     assert isinstance(source, Reduction)
     assert source.ends_early is ends_early
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+@pytest.mark.parametrize("mode", ["python_reducer", "python_reducer_without_compiled_forward"])
+def test_a_reducer_without_buckets_is_refused_before_the_first_step(mode: str) -> None:
+    model = make_model()
+    told = f"optimize_ddp = '{mode}' does not go with ModelState.*leave it at True"
+    with dynamo_config.patch(optimize_ddp=mode), pytest.raises(UnfitError, match=told):
+        wrapping.wrap(model, Reduction(model, sampler=None).hook)
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+def test_gradients_that_ddp_cannot_reduce_are_refused_with_what_can() -> None:
+    model = torch.nn.Linear(1, 1).bfloat16()
+    model.bias.grad_dtype = torch.float32
+    told = r"bias is torch.bfloat16 .* torch.float32 \(grad_dtype\).*give ModelState logical_shards"
+    has_other_types = hasattr(torch.Tensor, "grad_dtype")  # since torch 2.10
+    with pytest.raises(UnfitError, match=told) if has_other_types else nullcontext():
+        wrapping.wrap(model, Reduction(model, sampler=None).hook)
+    model.bias.requires_grad_(False)
+    wrapping.wrap(model, Reduction(model, sampler=None).hook)

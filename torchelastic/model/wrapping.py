@@ -7,8 +7,14 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchelastic.errors import UnfitError
 from torchelastic.torch_internals.c10d_types import GradBucket
-from torchelastic.torch_internals.gradients import FixedBucketDDP, import_what_ddp_imports, take_hooks_off
+from torchelastic.torch_internals.gradients import (
+    FixedBucketDDP,
+    import_what_ddp_imports,
+    reducer_of_compiled,
+    take_hooks_off,
+)
 
 
 def wrap(
@@ -23,7 +29,11 @@ def wrap(
         module: the user's, on one device.
         hook: reduces one bucket of gradients, see `Reduction`.
         find_unused_parameters: as for DDP.
+
+    Raises:
+        UnfitError: see `check_reducible`.
     """
+    check_reducible(module)
     devices = {parameter.device for parameter in module.parameters()}
     device_ids = [next(iter(devices))] if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
     wrapped = FixedBucketDDP(module, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
@@ -41,6 +51,24 @@ def unwrap(wrapped: DistributedDataParallel | None) -> None:
 def warm_up() -> None:
     """Import what the first DDP in a process imports (about two seconds), before others wait for this worker."""
     import_what_ddp_imports()
+
+
+def check_reducible(module: torch.nn.Module) -> None:
+    """Raise UnfitError for gradients that DDP cannot reduce, or not in buckets: a failed step would be half reduced."""
+    mode = reducer_of_compiled()
+    if mode.startswith("python_reducer"):
+        raise UnfitError(
+            f"torch._dynamo.config.optimize_ddp = {mode!r} does not go with ModelState, which reduces gradients in "
+            "buckets so that a failed step can be undone: leave it at True, or set it to False"
+        )
+    for name, parameter in module.named_parameters():
+        wanted = parameter.grad_dtype if hasattr(torch.Tensor, "grad_dtype") else None
+        if parameter.requires_grad and wanted not in (None, parameter.dtype):
+            raise UnfitError(
+                f"{name} is {parameter.dtype} and its gradients are {wanted} (grad_dtype), and DDP reduces them in "
+                "their parameter's type only: give ModelState logical_shards, which sums them up in their own, or "
+                "leave grad_dtype as it is"
+            )
 
 
 def check_unsharded(model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -64,6 +65,13 @@ def import_what_ddp_imports() -> None:
         importlib.import_module("torch._dynamo")
     except ImportError:
         say_missing("torch._dynamo")
+
+
+def reducer_of_compiled() -> str:
+    """What reduces the gradients of a compiled model, where the user has chosen it; empty: DDP, as usual."""
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    mode = getattr(config, "optimize_ddp", True)
+    return mode if isinstance(mode, str) else ""
 
 
 def ignored_by_ddp(module: torch.nn.Module) -> set[str]:
