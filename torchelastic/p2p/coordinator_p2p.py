@@ -20,6 +20,7 @@ from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import profile
 from torchelastic.p2p import hang_location
 from torchelastic.p2p.agreement import StepAgreement
+from torchelastic.p2p.dcp_leftovers import forget_last_group
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
@@ -195,6 +196,7 @@ class CoordinatorP2P(Coordinator):
         heartbeat = Heartbeat(self.store, self.rank, self.world_size)
         self._watchdog.enter(FORMING, heartbeat)
         self._watchdog.publish(self.store, self.rank)
+        forget_last_group()
         self._groups.form(self.store, self.rank, self.world_size)
         if self.rank == 0:
             hang_location.log_outliers(hang_location.collect(self.store, self.world_size))
