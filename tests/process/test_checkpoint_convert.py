@@ -81,7 +81,7 @@ def test_dcp_loads_into_a_model_and_adam(tmp_path: Path) -> None:
     for values in adam.state.values():
         values["exp_avg"].zero_()
     state = {"model": fresh.state_dict(), "optimizer": adam.state_dict()}
-    dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"))
     fresh.load_state_dict(state["model"])
     assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
     adam.load_state_dict(state["optimizer"])
@@ -116,7 +116,7 @@ def test_safetensors_of_a_nested_state_joins_names_and_notes_the_tied_one(stored
 
 
 def test_a_checkpoint_of_dcp_itself_is_read(tmp_path: Path) -> None:
-    dcp_save({"a": torch.randn(3), "n": {"x": 1}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    dcp_save({"a": torch.randn(3), "n": {"x": 1}}, checkpoint_id=tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "s", "shard")
     assert load_tree(tmp_path / "s")["n"] == {"x": 1}
 
