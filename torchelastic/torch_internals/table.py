@@ -7,6 +7,8 @@ from enum import Enum
 
 from packaging.version import Version
 
+from torchelastic.torch_internals.module_names import CHECKPOINTED, COMPILED
+
 
 class Kind(Enum):
     """How a torch can be asked whether it has a name, without making an object."""
@@ -162,13 +164,13 @@ GRADIENTS = (
         "The first step of a new worker may take two seconds longer, and all wait for it.",
     ),
     PrivateName(
-        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+        f"torch._dynamo.eval_frame.OptimizedModule.{COMPILED}",
         "the names of the parameters of a compiled model",
         "Checkpoints of a compiled model load only into a compiled one.",
         kind=Kind.OF_INSTANCES,
     ),
     PrivateName(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module",
+        f"torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.{CHECKPOINTED}",
         "the names of the parameters of a model with activation checkpointing",
         "Checkpoints of a model with activation checkpointing load only into such a one.",
         kind=Kind.OF_INSTANCES,
