@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic.errors import UnfitError
 from torchelastic.torch_internals.c10d_types import GradBucket
 from torchelastic.torch_internals.gradients import (
+    REDUCER_SETTING,
     FixedBucketDDP,
     import_what_ddp_imports,
     reducer_of_compiled,
@@ -58,7 +59,7 @@ def check_reducible(module: torch.nn.Module) -> None:
     mode = reducer_of_compiled()
     if mode.startswith("python_reducer"):
         raise UnfitError(
-            f"torch._dynamo.config.optimize_ddp = {mode!r} does not go with ModelState, which reduces gradients in "
+            f"{REDUCER_SETTING} = {mode!r} does not go with ModelState, which reduces gradients in "
             "buckets so that a failed step can be undone: leave it at True, or set it to False"
         )
     for name, parameter in module.named_parameters():

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from torchelastic.torch_internals.canary import check_torch, found, installed_version, say_missing
+from torchelastic.torch_internals.table import PLANS
 
 check_torch()
 
@@ -55,6 +56,30 @@ def helper_process() -> Any:
     if holder is not None and not hasattr(holder, "_save_process"):
         say_missing(f"{_EXECUTOR}._AsyncCheckpointProcess._save_process")
     return getattr(holder, "_save_process", None)
+
+
+def forget_plans() -> None:
+    """Have torch make the plans of saves anew that `enable_plan_caching=True` keeps, by the class of the planner."""
+    planner = getattr(sys.modules.get(f"{_DCP}.planner"), "SavePlanner", None)
+    for name in PLANS if planner is not None else ():
+        kept = getattr(planner, name, None)
+        if kept is None:
+            say_missing(f"{_DCP}.planner.SavePlanner.{name}")
+        else:
+            kept.clear()
+
+
+def take_helper() -> list[Any]:
+    """Have torch start another helper process for the next save; the list has the last reference to the former one.
+
+    To let go of that ends the process, which takes up to five seconds. Empty: there is none.
+    """
+    executor = sys.modules.get(_EXECUTOR)
+    held = [getattr(executor, _PROCESS, None)]
+    if held[0] is None:
+        return []
+    forget_helper_process()
+    return held
 
 
 def forget_helper_process() -> None:

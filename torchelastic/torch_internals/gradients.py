@@ -19,6 +19,8 @@ check_torch()
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _REDUCER = "torch.distributed.Reducer"
+#: The user's setting that chooses what reduces the gradients of a compiled model.
+REDUCER_SETTING = "torch._dynamo.config.optimize_ddp"
 #: What the layout of the buckets is fixed with.
 _FIXING = (
     f"{_DDP}._build_params_for_reducer",

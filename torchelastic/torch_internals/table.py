@@ -314,6 +314,15 @@ SHARDING = (
 _DCP = "torch.distributed.checkpoint"
 _CONVERT = "reading a folder of torch.distributed.checkpoint in one process"
 _NOT_CONVERTED = "`torchelastic checkpoint` refuses folders of torch.distributed.checkpoint."
+#: What torch keeps of the plans of earlier saves, by the class of the planner.
+PLANS = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+_OLD_PLANS = "A save of DCP with enable_plan_caching=True fails in a new group, or lacks shards."
 _HELPER = "replacing a dead helper process of async_save"
 _NO_HELPER = "A dead helper process of async_save (AsyncCheckpointerType.PROCESS) is not replaced."
 
@@ -340,6 +349,10 @@ CHECKPOINTS = (
         kind=Kind.OF_INSTANCES,
     ),
 )
+CACHED_PLANS = tuple(
+    PrivateName(f"{_DCP}.planner.SavePlanner.{name}", "saving with cached plans in a new group", _OLD_PLANS, "2.9")
+    for name in PLANS
+)
 
 #: All of them.
-NAMES = PROCESS_GROUPS + GRADIENTS + DATA_WORKERS + TENSORS + SHARDING + CHECKPOINTS
+NAMES = PROCESS_GROUPS + GRADIENTS + DATA_WORKERS + TENSORS + SHARDING + CHECKPOINTS + CACHED_PLANS
