@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +66,18 @@ def build(
     return made
 
 
+def build_replicated(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """By `replicate`, where this torch has it on the machinery of FSDP2, on any mesh."""
+    with torch.device("meta"):
+        model = model_of()
+    found = importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp")
+    replicate: Any = None if found is None else importlib.import_module(found.name).replicate
+    takes_mesh = replicate is not None and "mesh" in inspect.signature(replicate).parameters
+    for module in (*model, model):
+        (replicate if takes_mesh else fully_shard)(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 def build_on_two_meshes(mesh: DeviceMesh) -> tuple[Any, ...]:
     """The last layer on a mesh of its own, as experts are, where this torch can do that: a module of two groups."""
     with torch.device("meta"):
@@ -99,9 +113,9 @@ def whole(state: ShardedState) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("on_meta", [True, False])
-def test_first_values_are_those_of_one_process_with_this_seed(on_meta: bool) -> None:
-    state = ShardedState(build(on_meta=on_meta), seed=7)
+@pytest.mark.parametrize("made", [build(on_meta=True), build(on_meta=False), build_replicated])
+def test_first_values_are_those_of_one_process_with_this_seed(made: Callable[[DeviceMesh], tuple[Any, ...]]) -> None:
+    state = ShardedState(made, seed=7)
     before = torch.get_rng_state()
     state.sync()
     assert torch.equal(torch.get_rng_state(), before), "the user's random numbers were drawn from"

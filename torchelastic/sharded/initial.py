@@ -65,7 +65,8 @@ def _whole_twin(module: torch.nn.Module) -> torch.nn.Module:
     """The same module, as the user's class has it, with whole tensors of its own that hold nothing yet."""
     kind = type(module)
     if issubclass(kind, FSDPModule):
-        kind = kind.__mro__[2]  # `fully_shard` puts a class of its own before the user's
+        # `fully_shard` puts a class of its own before the user's, and `replicate`, which is built on it, two
+        kind = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
     twin: torch.nn.Module = object.__new__(kind)
     twin.__dict__ = dict(module.__dict__)
     parameters, buffers = own_tensors(module)
