@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -60,9 +62,12 @@ def test_the_background_process_of_the_last_group_is_ended_beside_the_training_t
         def __del__(self) -> None:
             ended.append(threading.current_thread())
 
-    monkeypatch.setattr(_async_process_executor, "_CHECKPOINT_PROCESS", CheckpointProcess())
+    name = "torch.distributed.checkpoint._async_process_executor"  # since torch 2.7
+    executor: Any = importlib.import_module(name) if importlib.util.find_spec(name) else types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, executor)
+    monkeypatch.setattr(executor, "_CHECKPOINT_PROCESS", CheckpointProcess(), raising=False)
     kept: list[Any] = []
-    in_a_group(lambda _: kept.append(_async_process_executor._CHECKPOINT_PROCESS))
+    in_a_group(lambda _: kept.append(executor._CHECKPOINT_PROCESS))
     assert kept == [None, None]
     wait_until(lambda: len(ended) == 1)
     assert ended != [threading.current_thread()], "ending it takes seconds"
