@@ -22,10 +22,11 @@ from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
-from torchelastic.errors import DrainedException, NonRetryableException, StopException, is_retryable
+from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
 from torchelastic.ledger.meter import this_worker
 from torchelastic.loop_observer import LoopObserver, telling
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
+from torchelastic.processes.script_import import PUT_BELOW_MAIN, is_importing_script
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
 from torchelastic.state import (
@@ -83,7 +84,8 @@ def train(
     Raises:
         StoppedEarly: (of `torchelastic.lifetime`, a SystemExit) stopped before a deadline: start it again.
         NonRetryableException: no group could be had, nobody holds a state to go on from, the save before a deadline
-            failed, or the coordinator's run was over before.
+            failed, the coordinator's run was over before, or a process that `multiprocessing` has started imports the
+            script.
         RuntimeError: of the step or the state, the third time that the same one came at one step; or too many failures
             in a row, the last one being the cause.
         TypeError: `coordinator` is a class, `state` is no State, a hook or `train_step` cannot be called as it is
@@ -136,6 +138,10 @@ class TrainLoop:
         max_failures: int | None,
         lifetime: Literal["auto"] | Lifetime | None = None,
     ) -> None:
+        if is_importing_script():
+            raise UnfitError(
+                f"a process that multiprocessing has started imports the script, and trains: {PUT_BELOW_MAIN}"
+            )
         if isinstance(coordinator, type):
             raise TypeError(f"coordinator is the class {coordinator.__name__}: make one, {coordinator.__name__}(..)")
         if not isinstance(state, State):

@@ -26,6 +26,7 @@ OF_OTHERS: dict[str, frozenset[str]] = {
     "checkpoint/command/main.py": frozenset({"_SubParsersAction"}),  # argparse
     "p2p/stacks.py": frozenset({"_current_frames"}),  # sys
     "p2p/watchdog.py": frozenset({"_exit"}),  # os
+    "processes/script_import.py": frozenset({"_inheriting"}),  # multiprocessing
     "data/sources/stateful.py": frozenset({"_ex_iterable"}),  # datasets
     "checkpoint/replication/strategies.py": frozenset({"_parameters"}),  # its own
     "model_state.py": frozenset({"_buffers"}),  # its own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
+from torchelastic.errors import UnfitError
+from torchelastic.processes.script_import import PUT_BELOW_MAIN
 from torchelastic.torch_internals.data_workers import DataWorkers, with_workers
 
 log = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ T = TypeVar("T")
 MAX_DEATHS = 3
 #: For so long a process is at its end when its connections are gone.
 _END_S = 0.5
+#: The exit code of a process that a Python error has ended: of the script's import, say.
+_OF_AN_ERROR = 1
 #: A tensor of up to so many bytes goes through the pipe. Shared memory, by which torch hands tensors over, costs a
 #: connection and a descriptor for each of them, whatever its size.
 BY_VALUE_BYTES = 2**20
@@ -43,13 +48,20 @@ class WorkerProcesses:
     def __init__(self, whose: str) -> None:
         self._whose = whose
         self._workers: DataWorkers | None = None
+        #: How multiprocessing starts them; fork is the only way that does not import the script.
+        self._start_method = "fork"
+        self._have_delivered = False
 
     def started_by(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
         """What iterates over the DataLoader; the processes that it has, if any, are these from now on."""
+        if dataloader.num_workers:
+            self._start_method = (dataloader.multiprocessing_context or multiprocessing).get_start_method()
         with self._errors_of_deaths():
             iterator = iter(dataloader)
         workers = with_workers(iterator)
         if workers is not None:
+            are_the_same = self._workers is not None and self._workers.are_of(iterator)
+            self._have_delivered = self._have_delivered and are_the_same
             self._workers = workers
             workers.replace_end_event(_OwnEvent)
             workers.raise_no_errors()
@@ -58,20 +70,40 @@ class WorkerProcesses:
     def next_of(self, iterator: Iterator[Any]) -> Any:
         """What comes next. Raises: RuntimeError if a process has died, and whatever the dataset raises."""
         with self._errors_of_deaths():
-            return next(iterator)
+            item = next(iterator)
+        self._have_delivered = True
+        return item
 
     def surviving(self, draw: Callable[[], T], begin_anew: Callable[[], None]) -> T:
-        """What `draw` returns; where a process has died, that of another call after `begin_anew`, which ends them."""
+        """What `draw` returns; where a process has died, that of another call after `begin_anew`, which ends them.
+
+        Raises:
+            UnfitError: they cannot be started: an error has ended one that has to import the script.
+        """
         for deaths in itertools.count(1):
             try:
                 return draw()
             except (RuntimeError, ConnectionError, EOFError) as error:
+                if self._cannot_start(error):
+                    raise UnfitError(
+                        f"the data worker processes of {self._whose} ended before the first batch. multiprocessing "
+                        f"starts them by {self._start_method!r}, so they import the script: {PUT_BELOW_MAIN}, or give "
+                        'multiprocessing_context="fork"; else see what they have printed'
+                    ) from error
                 is_cut = not isinstance(error, RuntimeError)  # what it was handing over is gone, and so is it, soon
                 if not self.have_died(_END_S if is_cut else 0.0) or deaths == MAX_DEATHS:
                     raise
                 log.warning("a data worker process of %s died (%s); starting new ones", self._whose, self._deaths())
                 begin_anew()
         raise AssertionError
+
+    def _cannot_start(self, error: Exception) -> bool:
+        """Whether any other processes would end like these: not killed, but by an error, before they could read."""
+        if self._start_method == "fork" or self._have_delivered:
+            return False
+        if self._workers is None:  # the server that was to fork them is gone
+            return not isinstance(error, RuntimeError)
+        return any(process.exitcode == _OF_AN_ERROR for process in self._workers.processes)
 
     def have_died(self, within_s: float = 0.0) -> bool:
         """Whether one is gone, or goes within so many seconds."""
@@ -88,6 +120,7 @@ class WorkerProcesses:
         Left to the garbage collector, torch waits for each of them up to ten seconds on the training thread.
         """
         workers, self._workers = self._workers, None
+        self._have_delivered = False
         if workers is not None:
             threading.Thread(target=_end, args=(workers,), name="end-of-data-workers", daemon=True).start()
 

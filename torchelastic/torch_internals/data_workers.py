@@ -52,6 +52,10 @@ class DataWorkers:
         processes: Sequence[BaseProcess] = self._iterator._workers
         return processes
 
+    def are_of(self, iterator: object) -> bool:
+        """Whether they are those of this iterator; with `persistent_workers` a DataLoader gives the same one again."""
+        return iterator is self._iterator
+
     def replace_end_event(self, replaced: Callable[[Any], Any]) -> None:
         """Have torch end them by another event, made of its own one."""
         self._iterator._workers_done_event = replaced(self._iterator._workers_done_event)
