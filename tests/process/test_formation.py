@@ -148,3 +148,15 @@ def test_a_group_of_one_rank_cuts_nothing(groups: ProcessGroups, monkeypatch: py
     assert opened
     assert groups.abort() == 0
     assert all(foreign.is_alive() for foreign in opened)
+
+
+def test_a_world_of_the_users_own_after_ours_is_left_alone(groups: ProcessGroups) -> None:
+    """After training a script may form groups as it likes; nobody would give those up."""
+    groups.form(HashStore(), 0, 1)
+    groups.destroy()
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    try:
+        own = dist.new_group([0, 1])
+        assert not isinstance(own, AbortableGroup)
+    finally:
+        dist.destroy_process_group()

@@ -59,6 +59,7 @@ class ProcessGroups:
         self._sockets = SocketSet(self._is_ours)
         self._knows_gloo_sockets = True
         self._is_aborted = False
+        self._world: dist.ProcessGroup | None = None
         self._formation: Formation | None = None
         _watch_for_new_groups()
 
@@ -75,8 +76,9 @@ class ProcessGroups:
             # torch's watchdog of NCCL asks the store before it gives up, and that may be what hangs: ours comes first
             timeout = self.timeout if self.backend == GLOO else 2 * self.timeout + LATER
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-            assert dist.group.WORLD is not None
-            refuse_unknown(dist.group.WORLD)
+            self._world = dist.group.WORLD
+            assert self._world is not None
+            refuse_unknown(self._world)
         finally:
             # torch puts one more layer around it each time, and each prints its "[rankN]: " before every line
             sys.excepthook = excepthook
@@ -97,6 +99,11 @@ class ProcessGroups:
         """Whether a connection that was opened while a group was formed is the group's; raises OSError."""
         is_client_of_ours = self._is_foreign(int(connection.getsockname()[1]))
         return not is_client_of_ours and (waits_are_bounded(connection) or not self._knows_gloo_sockets)
+
+    @property
+    def are_present(self) -> bool:
+        """Whether the groups of this process are these, or are just being made: not a world of the user's own."""
+        return self.is_forming or (self._world is not None and dist.group.WORLD is self._world)
 
     @property
     def has_failed(self) -> bool:
@@ -127,7 +134,7 @@ class ProcessGroups:
         process_groups.forget_group_names()
         if dist.is_initialized():
             self.abort()
-            self.control = None
+            self.control = self._world = None
             groups = _abortable_groups()
             communicators.forget()
             try:
@@ -186,13 +193,13 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         backend = kwargs["backend"] if "backend" in kwargs else args[3]
         with ExitStack() as stack:
-            if _in_use is not None and (_in_use.is_forming or dist.is_initialized()):  # else it is the user's own world
+            if _in_use is not None and _in_use.are_present:
                 stack.enter_context(_in_use.making_group())
                 if _is_gloo_alone(backend):
                     stack.enter_context(_groups_are(AbortableGroup))
                 kwargs |= communicators.made_lazily(backend, kwargs.get("backend_options"))
             made = original(*args, **kwargs)
-        if _in_use is not None and not _in_use.is_forming and dist.is_initialized():
+        if _in_use is not None and not _in_use.is_forming and _in_use.are_present:
             if isinstance(made[0], dist.ProcessGroup):  # else it is made for other ranks
                 refuse_unknown(made[0])
             _in_use.connect_communicator(made[0])
