@@ -10,8 +10,14 @@ LONG_WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --dist loadfile -p tests.progress
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
+# `make test-torch`: any torch of the package index, in an environment of its own. Where there are builds for CUDA only, it
+# takes 6 GB, and `make clean` removes it.
+TORCH ?= 2.15.0
+RINGS ?= tests/process tests/contracts tests/cluster
+VENV_TORCH ?= .venv-$(notdir $(PYTHON))-torch-$(TORCH)
+READY_TORCH := $(VENV_TORCH)/.ready
 
-.PHONY: help demo test test-long test-all test-slurm test-nemo test-gpu coverage soak lint types bench docs docs-links clean
+.PHONY: help demo test test-long test-all test-slurm test-nemo test-gpu test-torch coverage soak lint types bench docs docs-links clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
@@ -20,6 +26,8 @@ help:
 	@echo "make test-all  all of these, and the slow ring: hours"
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-gpu  recovery over NCCL and copies from a GPU; on a machine with one, with a torch for it in $(VENV)"
+	@echo "make test-torch TORCH=2.15.0  the tests with real processes over another torch, in an environment of its own (6 GB);"
+	@echo "               PYTHON=python3.12 RINGS='tests/pure tests/process' for another Python"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
 	@echo "make coverage  fail unless tests/pure runs every branch of the pure core; no part of make test; five minutes"
 	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers, 20 deadlines"
@@ -40,6 +48,15 @@ $(READY_NEMO): pyproject.toml constraints-nemo.txt
 	$(VENV_NEMO)/bin/python -m pip install --quiet --no-deps -r constraints-nemo.txt
 	$(VENV_NEMO)/bin/python -m pip install --quiet --no-deps -e .
 	touch $(READY_NEMO)
+
+# torch holds setuptools and sympy at versions of its own; the other packages are those of every day
+$(READY_TORCH): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_TORCH)
+	grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(VENV_TORCH)/constraints.txt
+	$(VENV_TORCH)/bin/python -m pip install --quiet -c $(VENV_TORCH)/constraints.txt torch==$(TORCH)
+	$(VENV_TORCH)/bin/python -m pip install --quiet -c $(VENV_TORCH)/constraints.txt torch==$(TORCH) \
+		-e '.[standalone,examples,test,docs]'
+	touch $(READY_TORCH)
 
 demo: $(READY)
 	$(BIN)/python -m examples.imagenet.demo
@@ -63,6 +80,11 @@ test-gpu: $(READY)
 		tests/process/test_nccl_abort.py tests/cluster/test_recovery.py tests/cluster/test_hangs.py \
 		tests/cluster/test_salvage.py tests/cluster/test_sharded.py tests/cluster/test_tiers.py \
 		tests/contracts/test_kinds_of_checkpoints.py tests/contracts/test_resumed_lives.py
+
+# Some tests bound times: what has failed beside others is run again alone.
+test-torch: $(READY_TORCH)
+	$(VENV_TORCH)/bin/python -m pytest --dist loadfile -p tests.progress -n $(WORKERS) -m "not slow and not long" $(RINGS) \
+		|| $(VENV_TORCH)/bin/python -m pytest --last-failed --last-failed-no-failures none
 
 test-all: lint types
 	$(PYTEST) -n $(LONG_WORKERS)
@@ -108,4 +130,4 @@ docs-links: $(READY)
 	$(BIN)/python -m sphinx -b linkcheck -c docs -j auto -q . docs/_build/links
 
 clean:
-	rm -rf $(VENV) $(VENV_NEMO) build dist docs/_build *.egg-info
+	rm -rf $(VENV) $(VENV_NEMO) .venv-*-torch-* build dist docs/_build *.egg-info
