@@ -65,9 +65,9 @@ def test_where_there_is_nothing_for_a_worker_it_is_said(
 
 
 def test_each_worker_sees_one_gpu_of_those_of_the_launcher() -> None:
-    assert one_gpu(2, {}) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2"}
+    assert one_gpu(2, {}) == {"LOCAL_RANK": "0", "TORCHELASTIC_OWN_GPU": "1", "CUDA_VISIBLE_DEVICES": "2"}
     assert one_gpu(1, {"HIP_VISIBLE_DEVICES": "3, 5", "CUDA_VISIBLE_DEVICES": "0"}) == {
-        "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "5", "HIP_VISIBLE_DEVICES": "5",
+        "LOCAL_RANK": "0", "TORCHELASTIC_OWN_GPU": "1", "CUDA_VISIBLE_DEVICES": "5", "HIP_VISIBLE_DEVICES": "5",
     }  # fmt: skip
     with pytest.raises(
         UsageError, match="no GPU for worker 2: CUDA_VISIBLE_DEVICES is '0,1'; name more there, or write"

@@ -21,6 +21,7 @@ from torchelastic.lifetime.deadline import TERMINATION_TIME_VARIABLE
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.network.choice import IFACE_VARIABLE, InterfaceError, choose, library_variables
 from torchelastic.network.interfaces import interfaces
+from torchelastic.processes.local_rank import OWN_GPU_VARIABLE
 from torchelastic.usage import UsageError
 
 #: Descriptors of etcd's connection, the page, the ledger and so on; and of each worker: two pipes, its log, its
@@ -95,7 +96,7 @@ def one_gpu(local_rank: int, environment: Mapping[str, str]) -> dict[str, str]:
         UsageError: the launcher sees fewer GPUs.
 
     >>> one_gpu(1, {"CUDA_VISIBLE_DEVICES": "4,6"})
-    {'LOCAL_RANK': '0', 'CUDA_VISIBLE_DEVICES': '6'}
+    {'LOCAL_RANK': '0', 'TORCHELASTIC_OWN_GPU': '1', 'CUDA_VISIBLE_DEVICES': '6'}
     """
     rocm = "HIP_VISIBLE_DEVICES"
     source = rocm if environment.get(rocm) else "CUDA_VISIBLE_DEVICES"
@@ -107,7 +108,12 @@ def one_gpu(local_rank: int, environment: Mapping[str, str]) -> dict[str, str]:
             f"write --nproc-per-node {len(gpus)}"
         )
     gpu = str(local_rank) if gpus is None else gpus[local_rank]
-    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu, **({rocm: gpu} if source == rocm else {})}
+    return {
+        "LOCAL_RANK": "0",
+        OWN_GPU_VARIABLE: "1",
+        "CUDA_VISIBLE_DEVICES": gpu,
+        **({rocm: gpu} if source == rocm else {}),
+    }
 
 
 def worker_command(options: argparse.Namespace) -> list[str]:

@@ -17,6 +17,7 @@ from torchelastic.ledger.meter import this_worker
 from torchelastic.network.choice import GLOO_VARIABLE, library_variables
 from torchelastic.network.interfaces import interfaces
 from torchelastic.network.this_host import chosen_interfaces
+from torchelastic.processes.local_rank import OWN_GPU_VARIABLE
 from torchelastic.rendezvous import handler as rendezvous_handler
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.handler import RendezvousHandler
@@ -33,8 +34,8 @@ _FOR_GPUS = ("nccl", "nccl2", "nccl-legacy")
 def checked_backend(backend: str | None) -> str:
     """The requested backend, or the one that suits this host. Raises ValueError."""
     if backend is None:
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+        needed = 1 if os.environ.get(OWN_GPU_VARIABLE) == "1" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= needed
         return "nccl" if has_gpus and dist.is_nccl_available() else GLOO
     named = [pair.rpartition(":") for pair in backend.split(",")]
     if not all(_takes(device if colon else "cuda", name) for device, colon, name in named):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 #: Beside LOCAL_RANK, which is 0 for all workers where each sees its own GPU alone (`--virtual-local-rank`).
 LOCAL_RANK_VARIABLE = "TORCHELASTIC_LOCAL_RANK"
+#: "1" for such workers: that each sees one GPU does not mean that there is one for all.
+OWN_GPU_VARIABLE = "TORCHELASTIC_OWN_GPU"
 
 
 def local_rank_of(environment: Mapping[str, str]) -> int | None:
