@@ -299,7 +299,7 @@ def test_another_run_goes_on_from_the_checkpoint_with_other_workers(jobs: list[S
     command = [sys.executable, "-m", "torchelastic.launch", "checkpoint", "convert", "--to", "dcp"]
     subprocess.run([*command, str(tmp_path / "saved"), str(target)], check=True, timeout=120)
     whole = {f"module.{name}": torch.empty_like(value) for name, value in plain_model(WIDTH).named_parameters()}
-    load(whole, checkpoint_id=str(target), no_dist=True)
+    load(whole, checkpoint_id=str(target))
     assert torch.equal(torch.cat([value.reshape(-1) for value in whole.values()]), second.final_weights()[0])
 
 

@@ -195,7 +195,7 @@ class Memory(Facade):
         name = CheckpointContainerId.format_version_container(step)
         state = {"weights": weights_at(step)}
         with _unwrapped():
-            dcp.state_dict_saver.save(state, checkpoint_id=str(folder / name), storage_writer=writer, no_dist=True)
+            dcp.state_dict_saver.save(state, checkpoint_id=str(folder / name), storage_writer=writer)
 
     def resume(self, folder: Path) -> int | None:
         loader = DefaultCheckpointLoader(*self._parts())

@@ -79,7 +79,7 @@ def memory(folder: Path, bomb: Bomb) -> None:
     name = CheckpointContainerId.format_version_container(SAVED)
     state = {"weights": weights_at(SAVED), "it": bomb}
     writer = Memory.writer(allow_pickles=True)
-    dcp.state_dict_saver.save(state, checkpoint_id=str(folder / name), storage_writer=writer, no_dist=True)
+    dcp.state_dict_saver.save(state, checkpoint_id=str(folder / name), storage_writer=writer)
 
 
 @pytest.mark.parametrize("write", [training, local, memory], ids=lambda write: write.__name__)

@@ -44,7 +44,7 @@ def _save_and_be_killed(base: str, steps: Sequence[int]) -> None:
     writer = attaching(saver)
     for step in steps:
         folder = f"{base}/{CheckpointContainerId.format_version_container(step)}"
-        save(state_of(step), checkpoint_id=folder, storage_writer=writer, no_dist=True)
+        save(state_of(step), checkpoint_id=folder, storage_writer=writer)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

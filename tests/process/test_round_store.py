@@ -103,3 +103,21 @@ def test_a_rank_0_that_has_ended_is_tried_again_until_the_round_is_no_more() -> 
     with pytest.raises(RuntimeError, match="was not reached"):
         RoundStore().connect(round_, present)
     assert len(asked) == 3
+
+
+def test_a_torch_whose_usual_store_takes_no_open_socket_gets_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 has it, with which no group could be formed."""
+    made: list[bool] = []
+
+    class Store26(TCPStore):
+        def __init__(self, *args: Any, use_libuv: bool = True, **kwargs: Any) -> None:
+            made.append(use_libuv)
+            if use_libuv:
+                raise NotImplementedError("the usual store takes no descriptor")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(c10d_types, "TCPStore", Store26)
+    store = RoundStore()
+    address = store.listen("127.0.0.1")
+    assert made == [True, False]
+    assert store.serves_port(int(address.rpartition(":")[2]))

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 import torchelastic
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
 from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, TieredCheckpointManager
-from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.errors import NonRetryableException, RetryableException, UnfitError
 from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.sharded import HybridShard
+from torchelastic.sharded.built import check_device
 from torchelastic.sharded.weighting import Weighting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Full backward hook.*")
@@ -453,3 +454,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NonRetryableException, match="a model with other parameters than before"):
         other.sync()
     manager.close()
+
+
+def test_a_torch_whose_fsdp2_does_not_run_on_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6: its error would come from the first backward pass, at every attempt."""
+    monkeypatch.setattr(torch.cpu, "Stream", object)
+    with pytest.raises(UnfitError, match=r"FSDP2 of torch .* does not run on CPUs: install torch 2\.9 or later"):
+        check_device("cpu")
+    check_device("cuda")

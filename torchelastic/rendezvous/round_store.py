@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.processes.sockets import SocketSet
 from torchelastic.rendezvous.records import Round
@@ -57,7 +57,11 @@ class RoundStore:
             listener = socket.create_server(where, family=family, backlog=BACKLOG)
             port = listener.getsockname()[1]
             descriptor = listener.detach()  # the store closes it
-            self._served = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+            how: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": descriptor}
+            try:
+                self._served = TCPStore(address, port, None, True, **how)
+            except NotImplementedError:  # of torch 2.6, whose default kind of server takes no open socket
+                self._served = TCPStore(address, port, None, True, use_libuv=False, **how)
         return f"{address}:{self._served.port}"
 
     def serves_port(self, port: int) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.regions import Region
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named, region_of
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.model import random_state
 from torchelastic.model.companions import Trained
 from torchelastic.model.module_state import plain_name
@@ -55,6 +55,7 @@ class Built:
     """
 
     def __init__(self, build: Build, mesh: DeviceMesh, *, seed: int, before_first: Callable[[], None]) -> None:
+        check_device(mesh.device_type)
         self.mesh = mesh
         with random_state.seeded(seed):
             self.model, self.optimizer, self.scheduler = _taken_apart(build(mesh))
@@ -317,6 +318,14 @@ def _taken_apart(made: Any) -> tuple[torch.nn.Module, Any, Any]:
         )
     model, optimizer, *scheduler = made
     return model, optimizer, scheduler[0] if scheduler else None
+
+
+def check_device(kind: str) -> None:
+    """Raise UnfitError for a kind of device on which this torch does not run FSDP2: torch 2.6 lacks what it needs."""
+    if kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise UnfitError(
+            f"FSDP2 of torch {torch.__version__} does not run on CPUs: install torch 2.9 or later, or use GPUs"
+        )
 
 
 def _check(parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from torchelastic.torch_internals.canary import check_torch, found, say_missing
 
 check_torch()
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
+_MODULE = "torch.nn.parallel.distributed"
 _REDUCER = "torch.distributed.Reducer"
 #: The user's setting that chooses what reduces the gradients of a compiled model.
 REDUCER_SETTING = "torch._dynamo.config.optimize_ddp"
@@ -39,7 +43,14 @@ class FixedBucketDDP(DistributedDataParallel):
     """
 
     def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(module, **_without_sync(), **kwargs)
+        # `ModelState.sync` has made the ranks equal already
+        if _HAS_INIT_SYNC:
+            super().__init__(module, init_sync=False, **kwargs)
+        else:
+            with _without_sync():
+                # torch 2.6 agrees on the buckets with the interpreter held, which a group of ours needs
+                world = dist.group.WORLD
+                super().__init__(module, process_group=getattr(world, "_inner", world), **kwargs)
         if all(found(path) is not None for path in _FIXING):
             # what DDP itself would do after the first backward pass, done now, with the order fixed beforehand
             self.reducer._push_all_rebuilt_params()
@@ -50,9 +61,23 @@ class FixedBucketDDP(DistributedDataParallel):
         return list(reversed(parameters)), list(reversed(expect_sparse))
 
 
-def _without_sync() -> dict[str, Any]:
-    """`ModelState.sync` has made the ranks equal already; torch 2.6 sends them the weights of rank 0 in any case."""
-    return {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters else {}
+#: Torch 2.6 has no such argument.
+_HAS_INIT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters
+#: What torch 2.6 does in its place; it waits for other ranks with the interpreter held, which a group of ours needs.
+_SYNC = ("_verify_param_shape_across_processes", "_sync_module_states")
+
+
+@contextmanager
+def _without_sync() -> Iterator[None]:
+    """Meanwhile a DDP that is constructed compares nothing with other ranks, and sends them nothing."""
+    usual = {name: getattr(distributed, name) for name in _SYNC if found(f"{_MODULE}.{name}") is not None}
+    for name in usual:
+        setattr(distributed, name, lambda *_args, **_kwargs: None)
+    try:
+        yield
+    finally:
+        for name, function in usual.items():
+            setattr(distributed, name, function)
 
 
 def take_hooks_off(wrapped: DistributedDataParallel) -> None:

@@ -136,6 +136,8 @@ PROCESS_GROUPS = (
 
 _BUCKETS = "gradient buckets that are final from the first step on"
 _OTHER_BITS = "The first step after a change of the group may differ in the last bits from that of an undisturbed run."
+_NO_SYNC = "forming a group without torch 2.6's own comparison of the models"
+_SYNCS = "With torch 2.6, workers of one group wait for each other for ever."
 
 GRADIENTS = (
     PrivateName("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer", _BUCKETS, _OTHER_BITS),
@@ -146,6 +148,8 @@ GRADIENTS = (
         "taking the hooks of DistributedDataParallel off a model when its group is over",
         "Whoever keeps the DistributedDataParallel of an earlier group (a traceback does) makes later steps fail.",
     ),
+    PrivateName("torch.nn.parallel.distributed._verify_param_shape_across_processes", _NO_SYNC, _SYNCS, before="2.9"),
+    PrivateName("torch.nn.parallel.distributed._sync_module_states", _NO_SYNC, _SYNCS, before="2.9"),
     PrivateName(
         "torch.amp.GradScaler._per_optimizer_states",
         "repeating a failed step with a GradScaler",

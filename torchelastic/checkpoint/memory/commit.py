@@ -197,7 +197,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
         "stored": stored,
         "planner": _structure(metadata.planner_data, "planner_data"),
         "meta": _structure(None if metadata.storage_meta is None else vars(metadata.storage_meta), "storage_meta"),
-        "version": metadata.version,
+        "version": getattr(metadata, "version", None),  # torch 2.9 and later have it
         "extra": _structure(extra, "the metadata"),
     }
     return json.dumps(document, separators=(",", ":")).encode()
@@ -217,7 +217,7 @@ def decode_metadata(data: bytes) -> Metadata:
         },
         storage_meta=None if meta is None else StorageMeta(**meta),
     )
-    if hasattr(metadata, "version"):  # pragma: no branch - torch 2.9 and later have it
+    if hasattr(metadata, "version"):  # pragma: no branch
         metadata.version = document["version"]
     for name, value in unflatten(document["extra"], {}).items():
         setattr(metadata, name, value)

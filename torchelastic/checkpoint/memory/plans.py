@@ -155,7 +155,7 @@ def tensor_bytes(plan: SavePlan) -> int:
 def shares_bytes(plans: Iterable[SavePlan]) -> list[int | None]:
     """What each rank writes; None for plans that stand for others (caches of planners)."""
     plans = list(plans)
-    if any(not plan.usable for plan in plans) or not any(plan.items for plan in plans):
+    if any(not getattr(plan, "usable", True) for plan in plans) or not any(plan.items for plan in plans):
         return [None] * len(plans)
     return [tensor_bytes(plan) for plan in plans]
 
