@@ -97,13 +97,24 @@ def test_a_model_trains_where_buckets_cannot_be_fixed_or_hooks_taken_off(
 
 @pytest.mark.usefixtures("mesh")
 def test_a_model_is_wrapped_where_ddp_has_no_init_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6: DDP's own collectives there hold the interpreter, which a group of ours needs."""
     usual = torch.nn.parallel.DistributedDataParallel.__init__
+    waits: list[str] = []
+    given: list[Any] = []
 
-    def of_2_6(self: Any, module: Any, device_ids: Any = None, find_unused_parameters: bool = False) -> None:
-        usual(self, module, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+    def of_2_6(
+        self: Any, module: Any, device_ids: Any = None, process_group: Any = None, find_unused_parameters: bool = False
+    ) -> None:
+        given.append(process_group)
+        usual(self, module, device_ids=device_ids, process_group=process_group)
 
+    for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+        monkeypatch.setattr(f"torch.nn.parallel.distributed.{name}", lambda *_a, _name=name, **_k: waits.append(_name))
     monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel.__init__", of_2_6)
+    monkeypatch.setattr(gradients, "_HAS_INIT_SYNC", False)
     assert wrap(torch.nn.Linear(3, 2), reduced)(torch.ones(1, 3)).shape == (1, 2)
+    assert waits == []
+    assert [type(each) for each in given] == [torch.distributed.ProcessGroup]
 
 
 def test_a_grad_scaler_that_keeps_its_notes_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
