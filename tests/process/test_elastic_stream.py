@@ -20,6 +20,9 @@ from tests.process.forked_ranks import run_ranks, values
 from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
 
+#: Functions of a test cannot be pickled, as they must be where worker processes are not forked: by default since 3.14.
+FORKED: Any = {"multiprocessing_context": "fork"}
+
 
 class Placed(Iterator[int]):
     """Knows its place, and nothing else does: a new one needs the position."""
@@ -140,7 +143,7 @@ def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() ->
 
     found = []
     for count in (0, 1, 2):
-        stream = ElasticStream(rich, 3, global_batch_size=6, num_workers=count)
+        stream = ElasticStream(rich, 3, global_batch_size=6, num_workers=count, **FORKED)
         found.append([str(batch) for batch in committed(stream)])
         stream.close()
     assert len(found[0]) == 4
@@ -159,7 +162,7 @@ def test_worker_processes_hand_over_more_tensors_than_there_are_descriptors() ->
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     try:
-        stream = ElasticStream(tensors, 2, global_batch_size=400, num_workers=1, collate_fn=torch.cat)
+        stream = ElasticStream(tensors, 2, global_batch_size=400, num_workers=1, collate_fn=torch.cat, **FORKED)
         batches = list(committed(stream))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -284,7 +287,7 @@ def test_a_read_that_fails_can_be_tried_again_and_loses_nothing(workers: int) ->
                 raise OSError("the disk hiccupped")
             yield number
 
-    stream = ElasticStream(hiccup, 2, global_batch_size=4, num_workers=workers)
+    stream = ElasticStream(hiccup, 2, global_batch_size=4, num_workers=workers, **FORKED)
     found = []
     while not stream.finished:
         try:
@@ -367,9 +370,10 @@ class Unkeepable(Placed):
 
 
 def test_a_position_that_cannot_be_kept_is_named(workers: int) -> None:
-    stream = ElasticStream(
-        lambda shard, _num_shards, _position: Unkeepable(shard, 99, 0), 2, global_batch_size=2, num_workers=workers
-    )
+    def unkeepable(shard: int, _num_shards: int, _position: Any) -> Unkeepable:
+        return Unkeepable(shard, 99, 0)
+
+    stream = ElasticStream(unkeepable, 2, global_batch_size=2, num_workers=workers, **FORKED)
     with pytest.raises(ValueError, match=r"position of shard 0 cannot be kept: .* Unkeepable holds a set; it may hold"):
         rest_of(stream)
     stream.close()

@@ -34,7 +34,7 @@ def test_it_makes_an_authority_and_what_a_server_and_a_client_need(made: Path) -
         assert text in server
     assert "Client Authentication" in server, "members are each other's clients"
     client = openssl("x509", "-in", made / "client.pem", "-noout", "-subject", "-ext", "extendedKeyUsage")
-    assert "CN = client" in client
+    assert "CN=client" in client.replace(" = ", "="), "OpenSSL 3.5 writes no spaces"
     assert "Server" not in client, "who has a client's key cannot pose as etcd"
     assert "CA:TRUE" not in openssl("x509", "-in", made / "client.pem", "-noout", "-text")
 

@@ -7,7 +7,8 @@ import traceback
 
 import pytest
 
-from torchelastic.p2p.options import smallest_group
+from torchelastic.p2p.options import open_rendezvous, smallest_group
+from torchelastic.rendezvous.handler import EtcdRendezvousHandler
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
 
@@ -19,6 +20,14 @@ def test_every_part_is_read() -> None:
     assert (url.run_id, url.root) == ("job-7", "/x/job-7")
     assert (url.min_workers, url.max_workers) == (2, 4)
     assert (url.timeout_s, url.last_call_timeout_s, url.ttl_s) == (60.0, 5.0, 3.0)
+
+
+def test_ipv6_addresses_beside_others_are_taken_by_whatever_opens_the_rendezvous() -> None:
+    # `urlsplit` refuses them since Python 3.14, and in later patch releases of the ones before
+    handler = open_rendezvous("etcd://u:p%5B@[::1]:1,[fe80::2],h:3/job?min_workers=1")
+    assert isinstance(handler, EtcdRendezvousHandler)
+    assert handler.url.endpoints == (("::1", 1), ("fe80::2", 2379), ("h", 3))
+    assert (handler.url.access.user, handler.url.access.password) == ("u", "p[")
 
 
 def test_the_smallest_group_is_a_multiple_wherever_it_is_asked_for() -> None:

@@ -20,7 +20,7 @@ from torchelastic.network.this_host import chosen_interfaces
 from torchelastic.processes.local_rank import OWN_GPU_VARIABLE
 from torchelastic.rendezvous import handler as rendezvous_handler
 from torchelastic.rendezvous import wire
-from torchelastic.rendezvous.handler import RendezvousHandler
+from torchelastic.rendezvous.handler import EtcdRendezvousHandler, RendezvousHandler
 from torchelastic.rendezvous.solo import SOLO_URL, SoloRendezvousHandler, why_not_alone
 from torchelastic.rendezvous.url import parse_url
 
@@ -85,7 +85,8 @@ def open_rendezvous(init_method: str) -> RendezvousHandler:
     """The handler that is registered for the URL's scheme, or the one for a process alone. Raises ValueError."""
     if init_method == SOLO_URL:
         return SoloRendezvousHandler()
-    opened = rendezvous(init_method)
+    # ours not by torch, which has Python split the URL: since 3.14 that refuses [::1] beside another host
+    opened = EtcdRendezvousHandler(init_method) if init_method.startswith("etcd://") else rendezvous(init_method)
     if not isinstance(opened, RendezvousHandler):
         raise ValueError(
             f"the scheme {init_method.partition(':')[0]!r} of init_method leads to a {type(opened).__name__}, which is "

@@ -111,6 +111,8 @@ _ESCAPES = "and in a user's name or password / as %2F, ? as %3F, # as %23, [ as 
 _HOST = r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@,\s]+)(?::(\d+))?"
 _ENDPOINTS = f"{_HOST}(?:,{_HOST})*"
 _RUN_ID = r"[\w.:@+-]+"
+_AUTHORITY = r"[^/?#]*//([^/?#]*)"
+_IN_BRACKETS = r"\[[0-9a-fA-F:.]+\]"
 
 
 def parse_url(url: str) -> RendezvousUrl:
@@ -169,7 +171,7 @@ def _masked(url: str) -> str:
 def _split(url: str) -> SplitResult:
     """The URL's parts; refuses one whose password may have been cut in two, before any of it gets into a message."""
     try:
-        parts = urlsplit(url)
+        parts = _parts(url)
     except ValueError:  # its text may have the user and the password in it
         raise RendezvousUrlError(f"the rendezvous URL cannot be read: {_HOW}, {_ESCAPES}") from None
     behind = url.split("//", 1)[-1][len(parts.netloc) :]
@@ -178,6 +180,18 @@ def _split(url: str) -> SplitResult:
     if "@" in behind and (parts.fragment or not host_is_plain or not path_is_plain):
         raise RendezvousUrlError(f"the rendezvous URL has an '@' where none can be: {_HOW}, {_ESCAPES}")
     return parts
+
+
+def _parts(url: str) -> SplitResult:
+    """As `urlsplit` has them, which since Python 3.14 (and 3.13.2) takes an address in brackets for the only one."""
+    authority = re.match(_AUTHORITY, url)
+    if authority is None or "," not in authority[1]:
+        return urlsplit(url)
+    userinfo, at, hosts = authority[1].rpartition("@")
+    parts = urlsplit(
+        f"{url[: authority.start(1)]}{userinfo}{at}{re.sub(_IN_BRACKETS, 'six', hosts)}{url[authority.end(1) :]}"
+    )
+    return parts._replace(netloc=authority[1])
 
 
 def _parse_access(netloc: str, query: dict[str, str]) -> AccessParameters:

@@ -13,9 +13,9 @@ import io
 import mmap
 import os
 import pickle
+import socket
 import weakref
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: What lies in the memory begins at multiples of this: aligned for every type of element.
 _ALIGNMENT_BYTES = 64
+#: A descriptor goes with a byte.
+_WITH_DESCRIPTOR = b"m"
 
 
 class SharedMemory:
@@ -103,19 +105,28 @@ class Parcel:
     places: tuple[tuple[int, int], ...]
     memory: SharedMemory | None
 
-    def send(self, connection: Connection, pid: int) -> None:
-        """Sends it to the worker with this process id; blocks while it does not read."""
+    def send(self, connection: Connection) -> None:
+        """Sends it to the worker; blocks while it does not read."""
         memory = self.memory
         connection.send((self.pickled, self.places, memory.size_bytes if memory is not None else 0))
         if memory is not None:
-            reduction.send_handle(connection, memory.descriptor, pid)
+            # not by `multiprocessing.reduction`: since Python 3.14 that waits for an answer in the same connection, and
+            # takes for it whatever the worker has said meanwhile
+            with socket.socket(fileno=os.dup(connection.fileno())) as passing:
+                socket.send_fds(passing, [_WITH_DESCRIPTOR], [memory.descriptor])
 
     @classmethod
     def received(
         cls, connection: Connection, pickled: bytes, places: tuple[tuple[int, int], ...], size_bytes: int
     ) -> Parcel:
         """The parcel of which `send` has sent these, and then the memory."""
-        memory = SharedMemory(reduction.recv_handle(connection), size_bytes) if size_bytes else None
+        memory = None
+        if size_bytes:
+            with socket.socket(fileno=os.dup(connection.fileno())) as passing:
+                _, descriptors, _, _ = socket.recv_fds(passing, len(_WITH_DESCRIPTOR), 1)
+            if not descriptors:
+                raise EOFError("the trainer has ended before it had sent the memory")
+            memory = SharedMemory(descriptors[0], size_bytes)
         return cls(pickled, places, memory)
 
 

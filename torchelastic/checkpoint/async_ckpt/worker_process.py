@@ -148,7 +148,7 @@ class WorkerProcess:
     def _have_done(self, parcels: list[Parcel], staged: Future[None]) -> float:
         """Takes the only parcel out of the list, so that whoever uses its memory last is the worker, and frees it."""
         try:
-            parcels.pop().send(self._connection, self.process.pid or 0)
+            parcels.pop().send(self._connection)
         except OSError:
             raise self._death() from None
         while (answer := self._listen()) is not None:
