@@ -84,7 +84,8 @@ state.steps += 1
     assert "the same error 3 times at one step" in output
     ending = output[output.rindex("worker 0 failed: exit code 1") :].rstrip().splitlines()
     assert ending[1] == "Traceback (most recent call last):"
-    assert ending[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert ending[-1].startswith("RuntimeError: ")  # torch 2.15 names the operation, "mm: ", before the rest
+    assert "mat1 and mat2 shapes cannot be multiplied" in ending[-1]
     assert ending.count("Traceback (most recent call last):") == 1, "the error, once, and not a chain of errors"
     assert len(output.splitlines()) < 80
 

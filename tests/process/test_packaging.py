@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from torchelastic.version import __version__
 
@@ -138,9 +139,8 @@ def needs(names: set[str]) -> set[str]:
             found.remove(name)
             names = names - {name}  # not on this platform, or not for this Python
             continue
-        names = names | {
-            normal(re.split(r"[^A-Za-z0-9._-]", text)[0]) for text in requirements if "extra ==" not in text
-        }
+        wanted = (Requirement(text) for text in requirements)
+        names = names | {normal(one.name) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
     return found
 
 

@@ -48,7 +48,9 @@ def test_weights_of_either_sort_of_checkpoint_are_compared(corpus: Path, capsys:
 def submit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the batch script as bash does, outside of SLURM."""
     script = EXAMPLE / "submit-training-simple.sh"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "PYTHON"))
+    }
     return subprocess.run(
         ["bash", str(script), *arguments], env={**environment, **variables}, capture_output=True, text=True, timeout=30
     )

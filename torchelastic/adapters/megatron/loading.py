@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -16,14 +17,13 @@ from megatron.core.dist_checkpointing.strategies.base import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 
 from torchelastic.adapters.megatron.saving import BACKEND, VERSION
@@ -141,8 +141,14 @@ class MegatronLoadStrategy(LoadShardedStrategy):  # type: ignore[misc] # Megatro
             CheckpointError: there is none, or it is damaged.
         """
         metadata = self._metadata(checkpoint_dir) if metadata is None else metadata
-        tensors: dict[str, Any] = TorchDistLoadShardedStrategy().load_tensors_metadata(checkpoint_dir, metadata)
-        return tensors
+        # not by Megatron's own: that of 0.16 fails with torch 2.14 and later, which describe a tensor by more
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            ).without_data()
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """All tensors and objects of the checkpoint by key, without data. Raises: as `load_tensors_metadata`."""
