@@ -28,7 +28,7 @@ class Capabilities:
     Attributes:
         name: as the group's configuration has it, such as "nccl".
         is_gloo: it is gloo's own: its operations raise when they are given up.
-        tells_errors: it can be asked whether it has failed: `get_error`, since torch 2.7.
+        tells_errors: it can be asked whether it has failed: `get_error`, which torch 2.6 lacks and 2.9 has.
         connects_ahead: its ranks can be connected before the first collective.
         is_abortable: it has an `abort`.
     """
@@ -49,7 +49,9 @@ def why_refused(backend: Capabilities) -> str | None:
     if backend.name == GLOO:
         remedy = "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS, which replaces torch's own gloo"
     elif backend.name.startswith("nccl"):
-        remedy = "torch 2.7 to 2.15 have an NCCL that can; on torch 2.15 also TORCH_DIST_USE_NCCL2=0, or 'nccl-legacy'"
+        remedy = (
+            "install torch 2.9 or later; with torch 2.15, TORCH_DIST_USE_NCCL2=0 or 'nccl-legacy' is the older engine"
+        )
     return (
         f"the backend {backend.name!r} of a process group {lack}, so after the loss of a worker wrong values could "
         f"count: {remedy}"
