@@ -49,9 +49,7 @@ def why_refused(backend: Capabilities) -> str | None:
     if backend.name == GLOO:
         remedy = "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS, which replaces torch's own gloo"
     elif backend.name.startswith("nccl"):
-        remedy = (
-            "install torch 2.9 or later; with torch 2.15, TORCH_DIST_USE_NCCL2=0 or 'nccl-legacy' is the older engine"
-        )
+        remedy = "install torch 2.9 or later (its older engine is 'nccl-legacy' since 2.14)"
     return (
         f"the backend {backend.name!r} of a process group {lack}, so after the loss of a worker wrong values could "
         f"count: {remedy}"
