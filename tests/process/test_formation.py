@@ -154,9 +154,27 @@ def test_a_world_of_the_users_own_after_ours_is_left_alone(groups: ProcessGroups
     """After training a script may form groups as it likes; nobody would give those up."""
     groups.form(HashStore(), 0, 1)
     groups.destroy()
-    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers it
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         own = dist.new_group([0, 1])
         assert not isinstance(own, AbortableGroup)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_checks_of_torchs_debug_level_detail_are_not_put_between(groups: ProcessGroups) -> None:
+    """They wait for other ranks where nobody can give that up, and a DDP over them ended every worker with SIGSEGV."""
+    debug: Any = dist  # these have no types
+    level = debug.get_debug_level()
+    debug.set_debug_level(debug.DebugLevel.DETAIL)
+    try:
+        groups.form(HashStore(), 0, 1)
+        world = dist.group.WORLD
+        assert isinstance(world, AbortableGroup)
+        assert type(world._get_backend(torch.device("cpu"))) is dist.ProcessGroupGloo
+        module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        module(torch.ones(1, 2)).sum().backward()
+    finally:
+        debug.set_debug_level(level)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchelastic.errors import UnfitError
 from torchelastic.torch_internals.nccl import is_gone
-from torchelastic.torch_internals.process_groups import backend_of
+from torchelastic.torch_internals.process_groups import backend_of, unwrapped
 
 GLOO = "gloo"
 
@@ -127,11 +127,7 @@ def backends(group: dist.ProcessGroup) -> Iterator[tuple[str, Any]]:
 
 def _backend_of(group: dist.ProcessGroup, kind: str) -> Any:
     backend = backend_of(group, kind)
-    if backend is None:
-        return group  # written in Python, it is its own backend
-    while (inner := getattr(backend, "wrapped_pg", None)) is not None:
-        backend = inner
-    return backend
+    return group if backend is None else unwrapped(backend)  # a group that is written in Python is its own backend
 
 
 def _error_of(backend: Any) -> object | None:

@@ -78,6 +78,13 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
         return None
 
 
+def unwrapped(backend: Any) -> Any:
+    """A backend without the checks that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    while (inner := getattr(backend, "wrapped_pg", None)) is not None:
+        backend = inner
+    return backend
+
+
 class GroupAround(dist.ProcessGroup):
     """A group around another one: what torch sets on it is set on both.
 
@@ -92,6 +99,9 @@ class GroupAround(dist.ProcessGroup):
         self._inner = dist.ProcessGroup(store, rank, size)
 
     def _register_backend(self, device: torch.device, backend_type: Any, backend: Any) -> None:
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it, whose waits cannot be given up, and with which a DDP
+        # over a group that is not torch's own ends the process (SIGSEGV)
+        backend = unwrapped(backend)
         super()._register_backend(device, backend_type, backend)
         self._inner._register_backend(device, backend_type, backend)
 
