@@ -55,7 +55,7 @@ $(READY_TORCH): pyproject.toml constraints.txt
 	grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(VENV_TORCH)/constraints.txt
 	$(VENV_TORCH)/bin/python -m pip install --quiet -c $(VENV_TORCH)/constraints.txt torch==$(TORCH)
 	$(VENV_TORCH)/bin/python -m pip install --quiet -c $(VENV_TORCH)/constraints.txt torch==$(TORCH) \
-		-e '.[standalone,examples,test,docs]'
+		-e '.[standalone,examples,test,docs]' 'setuptools>=77'
 	touch $(READY_TORCH)
 
 demo: $(READY)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def message(numbers: torch.Tensor) -> None:
 
 def reduce_scatter(numbers: torch.Tensor) -> None:
     """FSDP2's, in each backward pass."""
-    dist.reduce_scatter_single(numbers.new_empty(NUMBERS // 2), numbers)
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(numbers.new_empty(NUMBERS // 2), numbers)
 
 
 def functional_reduce_scatter(numbers: torch.Tensor) -> None:
@@ -48,12 +49,13 @@ def functional_reduce_scatter(numbers: torch.Tensor) -> None:
 
     world = dist.group.WORLD
     assert world is not None
-    (collectives.reduce_scatter_single(numbers, "sum", 0, world) + 0).sum()
+    scatter: Any = getattr(collectives, "reduce_scatter_single", collectives.reduce_scatter_tensor)
+    (scatter(numbers, "sum", 0, world) + 0).sum()
 
 
 def all_gather(numbers: torch.Tensor) -> None:
     """FSDP2's, in each forward pass."""
-    dist.all_gather_single(numbers.new_empty(2 * NUMBERS), numbers)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(numbers.new_empty(2 * NUMBERS), numbers)
 
 
 def all_to_all(numbers: torch.Tensor) -> None:
