@@ -144,7 +144,8 @@ _plain_pickles: set[bytes] = set()
 def _checked(content: Any, fqn: str, allow_pickles: bool) -> memoryview:
     if not isinstance(content, io.BytesIO):
         raise TypeError(f"the planner gives a {type(content).__name__} for {fqn!r}: it must be an io.BytesIO")
-    view = content.getbuffer()
+    # not getbuffer(): where the error of a failed save keeps both in a cycle, Python 3.12.1's garbage collector crashes
+    view = memoryview(content.getvalue())
     if allow_pickles:
         return view
     digest = xxhash.xxh3_128_digest(view)
