@@ -140,12 +140,15 @@ class Rank:
             given_up_s.append(time.monotonic())
             abort()
 
-        threading.Timer(WAITS_S, give_up).start()
+        timer = threading.Timer(WAITS_S, give_up)
+        timer.start()
         try:
             self._all_reduce()
         except RuntimeError:
             pass
-        waited_ms = 1000 * (time.monotonic() - given_up_s[0])
+        ended_s = time.monotonic()
+        timer.join()
+        waited_ms = max(0.0, 1000 * (ended_s - given_up_s[0]))  # 0: it has failed by itself before
         self._meet()
         return waited_ms
 

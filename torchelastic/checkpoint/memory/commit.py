@@ -217,7 +217,7 @@ def decode_metadata(data: bytes) -> Metadata:
         },
         storage_meta=None if meta is None else StorageMeta(**meta),
     )
-    if hasattr(metadata, "version"):  # pragma: no branch
+    if hasattr(metadata, "version"):  # pragma: no branch - as above
         metadata.version = document["version"]
     for name, value in unflatten(document["extra"], {}).items():
         setattr(metadata, name, value)
