@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 #: In the environment of the launcher and of its workers: the form of their log lines.
 FORMAT_VARIABLE = "TORCHELASTIC_LOG_FORMAT"
@@ -134,7 +134,14 @@ class HumanFormatter(logging.Formatter):
         return f"{record.levelname} {where}: {text[len(record.levelname) + 1 :]}" if where else text
 
 
-class _ForPeople(logging.StreamHandler[Any]):
+# generic since Python 3.11
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[Any]
+else:
+    _StreamHandler = logging.StreamHandler
+
+
+class _ForPeople(_StreamHandler):
     """Writes nothing once the script has set up logging its own way: then it has the lines, and in its own form."""
 
     def emit(self, record: logging.LogRecord) -> None:
