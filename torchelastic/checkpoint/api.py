@@ -192,6 +192,12 @@ def load_latest(manager: CheckpointManager, state: SavableState) -> Checkpoint |
             continue
         with stream:
             state.load(stream)
+        if damages:
+            log.warning(
+                "%r is loaded in place of %d newer one(s): what came after it is trained again",
+                checkpoint,
+                len(damages),
+            )
         return checkpoint
     if damages:
         raise CorruptCheckpointError(

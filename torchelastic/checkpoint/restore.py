@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,11 +18,14 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.replication.client import Transferred, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination
+from torchelastic.checkpoint.replication.topology import root_id
 from torchelastic.checkpoint.restore_plan import Candidate, ShardSource
 from torchelastic.checkpoint.shards.partial import Fetch, PartialCopy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import tensors_of
 from torchelastic.checkpoint.shards.writing import HIDDEN
+from torchelastic.checkpoint.store.folder import FolderTier
+from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.owner import locked
 from torchelastic.checkpoint.store.reading import require_shard, stated
@@ -51,24 +55,40 @@ def newest_readable(
     """The first checkpoint that can be read, and what `read` returned for it; None if there is none.
 
     Args:
-        found: newest first; what was never completed is passed over.
+        found: newest first; what was never completed is passed over, with a text.
         read: reads one. If several ranks read together, it raises on all of them alike.
-        tell: is called with a text for each that is of no use; on all ranks alike.
+        tell: is called with a text for each that is of no use, and how many steps that costs; on all ranks alike.
         faults: what is known to be of no use, and why; what proves so is added.
     """
+    passed_over: list[SaveId] = []
     for candidate in found:
         if candidate.save in faults:
             continue
         fault = candidate.fault
         if candidate.is_complete:
             try:
-                return candidate, read(candidate)
+                got = read(candidate)
             except CorruptCheckpointError as error:
                 fault = f"{candidate.save} is damaged: {error}"
+            else:
+                if passed_over:
+                    tell(_price(passed_over[0], candidate.save))
+                for told in candidate.told:
+                    tell(told)
+                return candidate, got
+        elif not candidate.is_committed and not fault:
+            passed_over.append(candidate.save)  # no fault: the first save of a run may have been stopped here
+            tell(f"{candidate.save} has no manifest: it counts as never completed; looking for an older one")
         if fault:
+            passed_over.append(candidate.save)
             faults[candidate.save] = fault
             tell(f"{fault}; looking for an older one")
     return None
+
+
+def _price(newest: SaveId, chosen: SaveId) -> str:
+    steps = max(0, newest.step - chosen.step)  # none after a rollback
+    return f"{chosen} is restored, since {newest} cannot be put together: {steps} step(s) are trained again"
 
 
 def because(faults: Mapping[SaveId, str]) -> str:
@@ -166,14 +186,14 @@ def fetch(
         shard: which.
         sources: where it may be, best first.
         pull: asks one.
-        instead_of: why what lay there under its name is of no use; it is replaced. None: that is as good.
+        instead_of: why what lay there under its name is of no use; it is replaced. None: it is as good, if it is whole.
 
     Returns:
         How many bytes came; 0 if it was there by now.
 
     Raises:
-        CorruptCheckpointError: nobody gives it, or all copies are damaged; or it cannot replace what lay there.
-        CheckpointError: there is no room for it.
+        CorruptCheckpointError: nobody gives it, or all copies are damaged.
+        CheckpointError: there is no room for it, or it cannot replace what lay there.
     """
 
     def take(source: ShardSource) -> int:
@@ -183,26 +203,36 @@ def fetch(
         where = f"the copy of {shard}"
         header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
         require_shard(shard, header.meta, where)
-        if instead_of is not None:
-            tier.remove_damaged(shard)
+        tier.remove_damaged(shard)  # nobody would have asked if what lies there were of use
 
     root, disk = tier.shelf.root, tier.shelf.disk
     lock = root / f"{HIDDEN}fetch-{shard.name}.{shard_file_name(shard.rank, shard.world_size)}"
     try:
         disk.make_folder(root)  # somebody may have removed it, with all that was in it
         with locked(lock, FETCHING_ELSEWHERE_S):
-            is_wanted = instead_of is not None or not tier.path_of(shard).exists()
+            is_wanted = instead_of is not None or not tier.has_whole(shard)
             came = first_good_copy(shard, sources, take) if is_wanted else 0
             disk.remove(lock)  # who waits for it has it open
             return came
     except CheckpointError as error:
         if instead_of is None:
             raise
-        raise CorruptCheckpointError(f"{instead_of}; and on other hosts: {error}") from error
+        kind = CorruptCheckpointError if isinstance(error, CorruptCheckpointError) else CheckpointError
+        raise kind(f"{instead_of}; and on other hosts: {error}") from error
+
+
+def folder_id(tier: FolderTier, rank: int) -> str:
+    """Equal for the ranks that share the folder of a tier that each host has for itself."""
+    try:
+        return root_id(tier.root)
+    except OSError:  # nobody could prepare it
+        return f"rank {rank}"
 
 
 def verify(tier: MemoryTier, shards: Iterable[ShardId]) -> list[int]:
     """Compares shards that lie in a tier with their checksums; what is damaged is removed, with a warning.
+
+    What cannot be read now stays: no other copy may be left, and somebody may mend that.
 
     Args:
         tier: where they are.
@@ -240,11 +270,53 @@ def open_remote(shard: ShardId, fetch: Fetch) -> ShardReader:
     return stated(ShardReader(copy.path, where, copy), shard, where)
 
 
+def give_manifest(
+    tier: FolderTier, save: SaveId, rank: int, run_on_all: Callable[[Callable[[], Any]], list[Any]]
+) -> bool:
+    """Has every folder of a group get the manifest of a checkpoint, if one of them has it. Collective.
+
+    Where it cannot be written, a warning says so: what lies there counts for less, and can still be read.
+
+    Args:
+        tier: of this rank; each host has its own.
+        save: which checkpoint; it was restored.
+        rank: of this process.
+        run_on_all: has each rank do something, and returns what each of them returned.
+
+    Returns:
+        Whether some folder has it.
+    """
+
+    def look() -> list[Any]:
+        return [folder_id(tier, rank), tier.manifest_of(save) is not None]
+
+    def tell() -> str | None:
+        manifest = tier.manifest_of(save) if rank == giver else None
+        return None if manifest is None else encode_manifest(manifest).decode()
+
+    looked = run_on_all(look)
+    folders, has = [folder for folder, _ in looked], [has_it for _, has_it in looked]
+    if not any(has) and rank == 0:
+        log.warning("%s has no manifest on any host: it can be read, and counts for nothing when there is more", save)
+    if all(has) or not any(has):
+        return any(has)
+    giver = has.index(True)
+    told = run_on_all(tell)[giver]
+    if told is not None and not has[rank] and folders.index(folders[rank]) == rank:
+        try:
+            tier.adopt(decode_manifest(told.encode()))
+        except CheckpointError as error:
+            log.warning("%s has no manifest on this host, and gets none: %s", save, error)
+    return True
+
+
 def make_copies(
     tier: MemoryTier,
     copies: Iterable[tuple[ShardId, Sequence[ShardSource]]],
     pull: Pull,
     is_wanted: Callable[[], bool] = lambda: True,
+    *,
+    instead_of: Mapping[ShardId, CheckpointError] = MappingProxyType({}),
 ) -> bool:
     """Makes copies again that were lost; one that cannot be made costs a warning, and the next save makes its own.
 
@@ -253,6 +325,7 @@ def make_copies(
         copies: what this rank fetches, and where it is, best first.
         pull: asks one of these.
         is_wanted: whether the checkpoint still is the one to keep.
+        instead_of: of these, why what lies here is of no use though it is whole.
 
     Returns:
         Whether they are there, or not wanted any more.
@@ -262,7 +335,7 @@ def make_copies(
         if not is_wanted():
             break
         try:
-            came = fetch(tier, shard, sources, pull)
+            came = fetch(tier, shard, sources, pull, instead_of=instead_of.get(shard))
         except Exception as error:  # noqa: BLE001 - training goes on
             if not is_wanted():
                 break

@@ -65,6 +65,11 @@ class Candidate:
     damages: tuple[str, ...] = ()
 
     @property
+    def told(self) -> list[str]:
+        """What is to be said when it was restored all the same."""
+        return [f"{damage}; {self.save} was restored from other copies" for damage in self.damages]
+
+    @property
     def missing(self) -> list[int]:
         """The shards that nobody has."""
         return [shard for shard in range(self.world_size) if shard not in self.sources]
@@ -174,6 +179,29 @@ def plan_reads(
         if ordered and ordered[0].rank != reader:
             given[ordered[0].rank] += 1
     return plan
+
+
+def lacks(
+    candidate: Candidate, own: Iterable[TierEntry], private: Collection[str], rank: int, world_size: int
+) -> list[str]:
+    """What a rank's own places have lost of a checkpoint that they had, in words.
+
+    Args:
+        candidate: the checkpoint.
+        own: what this rank can read in its places.
+        private: the places that each host has for itself.
+        rank: who asks.
+        world_size: how many ranks there are; another number than saved it has no shards of its own.
+    """
+    told = []
+    for entry in own:
+        if entry.name != candidate.save or entry.place not in private or entry.damage is not None:
+            continue  # damage is told by `Candidate.damages`
+        if not entry.is_committed:
+            told.append(f"{entry.name} has no manifest in the {entry.place} tier: it counts for nothing there")
+        elif rank < entry.world_size == world_size and rank not in entry.ranks:
+            told.append(f"the shard of rank {rank} of {entry.name} is missing in the {entry.place} tier")
+    return told
 
 
 # --- where each rank keeps what it fetches ----------------------------------------------------------------------------

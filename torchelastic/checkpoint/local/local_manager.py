@@ -29,6 +29,7 @@ from torchelastic.checkpoint.replication.topology import PeerTopology, Replicati
 from torchelastic.checkpoint.restore import (
     fetch,
     first_good_copy,
+    give_manifest,
     make_copies,
     open_remote,
     read_good_copies,
@@ -365,7 +366,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _make_copies_again(self, call: str, save: SaveId) -> None:
         found = self._found[save]
-        lost = lost_copies(found.sources, self._roots, self._peers.hosts, self._peers.partners_of)
+        lost = lost_copies(found.sources, self._roots, self._peers.hosts, self._peers.partners_of, own_too=True)
         shards = shards_of(found)
 
         def fetch_own() -> None:
@@ -374,6 +375,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         if lost:  # nobody goes while others fetch from it
             self._ranks.run_on_all(f"{call}, making lost copies again", fetch_own)
+        give_manifest(self._files, save, self.rank, partial(self._ranks.run_on_all, f"{call}, manifests"))
 
     def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
@@ -403,6 +405,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
         def opened(reader: ShardReader) -> Used:
             try:
                 return use(reader)
+            except CheckpointError as error:
+                reader.close()
+                if reader.failure is None:  # another copy would be no better
+                    raise
+                raise CorruptCheckpointError(str(error)) from error
             except BaseException:
                 reader.close()
                 raise
@@ -413,15 +420,24 @@ class LocalCheckpointManager(BaseCheckpointManager):
         copies = self._copies_of(shard)
         if not keep:
             return first_good_copy(described(shard), copies, use_of)
-        own, why = ShardSource(self.rank), None
+        own = ShardSource(self.rank)
+        why: CorruptCheckpointError | None = None
         if own in copies:
             try:
                 return use_of(own)
             except CorruptCheckpointError as error:
                 log.warning("%s is of no use at %s: %s", described(shard), own, error)
                 why = error
-        fetch(self._files, shard, self._others(shard), self._pull, instead_of=why)
-        return use_of(own)
+        others, kept = self._others(shard), False
+        try:
+            fetch(self._files, shard, others, self._pull, instead_of=why)
+            kept = True
+            return use_of(own)
+        except CheckpointError as error:
+            if isinstance(error, CorruptCheckpointError) and not kept:
+                raise  # nobody has a good one
+            log.warning("%s cannot be kept on this host, and is read where it is: %s", described(shard), error)
+            return first_good_copy(described(shard), others, use_of)
 
     def _copies_of(self, shard: ShardId) -> list[ShardSource]:
         """Where a shard is, nearest first."""

@@ -148,7 +148,7 @@ class Container(MemoryTier):
                 "letters, digits and _.=@+,- there, at most 128, the first of them no dot"
             )
         super().__init__(folder, name=folder.name, disk=disk)
-        self.root, self.disk, self.fence = folder, disk, self._fence
+        self.disk, self.fence = disk, self._fence
         self.run_id = self.fence.enter(known_run_id() or "")
         self.shelf = ContainerShelf(self)
         self.item_layout, self.copy_layout = CachedLayout(), CachedLayout()
@@ -316,7 +316,8 @@ class Container(MemoryTier):
             folder, newest = self.root / name.folder_name, self.save_of(name.step)
             manifest = commit.manifest(record_in(self.path_of(commit.shard), commit.shard.rank))
             for record in manifest.found_in(sizes_in(folder))[0]:
-                require_stored(folder, record)
+                if not by_all:  # else what is needed here was read, and another damaged copy is no reason to give up
+                    require_stored(folder, record)
             # where the step was saved anew meanwhile, its attached files are those of the newer save
             extras = commit.extras if newest is None or newest <= name else {}
             self._publish_manifest(manifest, extras, check)

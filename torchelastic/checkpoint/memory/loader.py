@@ -107,6 +107,11 @@ def _held_by(rank: int, candidate: Candidate) -> list[int]:
     return [shard for shard, sources in candidate.sources.items() if ShardSource(rank) in sources]
 
 
+def _instead_of(container: Container, shard: ShardId) -> CheckpointError | None:
+    """Why a shard is fetched that lies here: it was not found good when all were verified."""
+    return CheckpointError(f"{shard} could not be read here") if container.has_whole(shard) else None
+
+
 class DefaultCheckpointLoader(CheckpointLoader):
     """Loads from the containers of all hosts.
 
@@ -175,7 +180,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             CheckpointError: it is nowhere to be had, or there is no room for it.
         """
         container, shard = self._shard_of(checkpoint_id, file)
-        if not container.path_of(shard).exists():
+        if not container.has_whole(shard):
             log.info("fetching %s from another host", shard)
             self._fetch(container, shard)
         return container.open(shard.name, shard.rank)
@@ -344,7 +349,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
                 if not sources[0].place and found.folders[sources[0].rank] == found.folders[rank]:
                     continue
                 try:
-                    came = fetch(container, shards[shard], sources, self._pull(container))
+                    why = _instead_of(container, shards[shard])
+                    came = fetch(container, shards[shard], sources, self._pull(container), instead_of=why)
                 except CheckpointError as error:  # without room for it, there may be some for an older one
                     raise CorruptCheckpointError(f"could not fetch {shards[shard]}: {error}") from error
                 publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", came)
@@ -366,9 +372,11 @@ class DefaultCheckpointLoader(CheckpointLoader):
         there = kept(candidate.sources, found.wanted(candidate), folders)
         lost = lost_copies(there, folders, hosts, self._replication.partners_of).get(rank, [])
         own = [(shards[one], sources_elsewhere(there, one, rank, folders)) for one in lost]
+        instead_of = {shard: why for shard, _ in own if (why := _instead_of(container, shard)) is not None}
         is_wanted = partial(container.has_committed, save)
         self._making = in_background(
-            partial(make_copies, container, own, self._pull(container), is_wanted), "replica-copies"
+            partial(make_copies, container, own, self._pull(container), is_wanted, instead_of=instead_of),
+            "replica-copies",
         )
 
     def _fetch(self, container: Container, shard: ShardId, instead_of: CheckpointError | None = None) -> None:

@@ -43,6 +43,9 @@ class FolderTier(Tier):
         name: for logs and metrics.
         is_shared: whether all hosts see the same folder.
         disk: what touches files.
+
+    Attributes:
+        root: the folder.
     """
 
     #: See `Fence`.
@@ -63,7 +66,7 @@ class FolderTier(Tier):
                 f"the folder of the {name} tier is empty: name the folder that shall hold the checkpoints (for memory, "
                 "one below /dev/shm)"
             )
-        self._root = Path(folder).absolute()
+        self.root = self._root = Path(folder).absolute()
         self.name = name
         self.is_shared = is_shared
         self.keep = keep

@@ -12,9 +12,11 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.folder import FolderTier
 from torchelastic.checkpoint.store.manifest import ShardRecord
+from torchelastic.checkpoint.store.reading import is_whole
 from torchelastic.checkpoint.store.received import ReceivedShards
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import SealedShard
+from torchelastic.checkpoint.store.writing import remove_whatever
 
 
 class MemoryTier(FolderTier):
@@ -84,10 +86,16 @@ class MemoryTier(FolderTier):
         """Where a shard lies, or would."""
         return self._root / str(shard)
 
+    def has_whole(self, shard: ShardId) -> bool:
+        """Whether a shard lies here; see `is_whole`. From any thread."""
+        return is_whole(self.path_of(shard), shard.rank)
+
     def remove_damaged(self, shard: ShardId) -> None:
         """Removes a shard that proved damaged, also where another process holds it: nobody can use it."""
-        self._retire(self.path_of(shard))
-        self._disk.remove(self.path_of(shard))
+        path = self.path_of(shard)
+        if path.is_file():
+            self._retire(path)
+        remove_whatever(path, self._disk)
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:
         return super()._may_remove(name, rank, path) or self.pool.holds(path) or self.shelf.holds(path)

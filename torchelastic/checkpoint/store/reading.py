@@ -84,6 +84,28 @@ def record_in(path: Path, rank: int) -> ShardRecord:
         return _described(file.read(PREAMBLE_BYTES), os.fstat(file.fileno()).st_size, rank, path.name)
 
 
+def is_whole(path: Path, rank: int) -> bool:
+    """Whether a shard lies there that is as long as its manifest says; where that cannot be read, as it says itself.
+
+    A look at 64 bytes: whether the rest is what was written only a reader finds out. What cannot be read is not whole.
+
+    Args:
+        path: where it should lie.
+        rank: who wrote it.
+    """
+    try:
+        if not path.is_file():  # opening a pipe would wait for its writer
+            return False
+        found = record_in(path, rank)
+    except OSError:
+        return False
+    try:
+        records = read_manifest(path.parent).shards
+    except CheckpointError:
+        return True
+    return all(found == record for record in records if record.rank == rank)
+
+
 def _described(preamble_bytes: bytes, stored_bytes: int, rank: int, file: str) -> ShardRecord:
     preamble = decode_preamble(preamble_bytes)
     return ShardRecord(rank, file, preamble.shard_bytes(stored_bytes), preamble.header_digest.hex())
@@ -167,7 +189,7 @@ def open_in(root: Path, name: SaveId, rank: int) -> ShardReader:
     folder = root / name.folder_name
     try:
         manifest = read_manifest(folder)
-    except CorruptCheckpointError:
+    except CheckpointError:
         for file in sizes_in(folder):
             parsed = parse_shard_file_name(file)
             if parsed is not None and parsed[0] == rank:
@@ -272,8 +294,13 @@ def sizes_in(folder: Path) -> dict[str, int | None]:
 
 def _look_at(folder: Path, name: SaveId, *, whole: bool) -> CheckpointInfo:
     manifest: Manifest | CheckpointError
+    sizes: dict[str, int | None] = {}
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         manifest = error
-    return info_of(name, folder, manifest, sizes_in(folder), whole=whole)
+    try:
+        sizes = sizes_in(folder)
+    except CheckpointError as error:  # one folder that cannot be read hides no other
+        manifest = error
+    return info_of(name, folder, manifest, sizes, whole=whole)

@@ -16,7 +16,9 @@ from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Entry, Header, decode_preamble
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.reading import is_whole
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name, shard_file_name
+from torchelastic.checkpoint.store.writing import remove_whatever
 from torchelastic.processes.file_locks import lock_file
 
 Shelf = TypeVar("Shelf", bound="ReceivedShards")
@@ -63,7 +65,7 @@ class ReceivedShards:
         return stage.slot.view()[:size_bytes]
 
     def received(self, object_id: str, digest: str | None) -> None:
-        """See `ReplicaStore`. What has that name already stays, being the same shard.
+        """See `ReplicaStore`. What has that name already stays, being the same shard, unless it is not whole.
 
         Args:
             object_id: as given to `destination`.
@@ -79,8 +81,9 @@ class ReceivedShards:
             try:
                 if _shard_bytes(stage.slot.view()[:size_bytes]) != size_bytes:
                     raise CorruptCheckpointError(f"what was received as {path.name} is longer than its shard")
-                if not path.exists():
+                if not is_whole(path, ShardId.parse(object_id).rank):
                     self.disk.make_folder(path.parent)
+                    remove_whatever(path, self.disk)
                     self._pool.publish(stage, path)
                     self._published[path] = digest
                     return
@@ -104,7 +107,7 @@ class ReceivedShards:
         """What was given to `received`; None if the shard is not here, or is this host's own."""
         path = self.path_of(object_id)
         with self._lock:
-            return self._published.get(path) if path.exists() else None
+            return self._published.get(path) if is_whole(path, ShardId.parse(object_id).rank) else None
 
     def ids(self) -> list[str]:
         """All shards that are here, whoever put them."""

@@ -61,6 +61,14 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
     return removed
 
 
+def remove_whatever(path: Path, disk: Disk = REAL_DISK) -> None:
+    """Removes what lies where a shard belongs and is none: a file, a link, a folder. Raises: CheckpointError."""
+    if path.is_dir() and not path.is_symlink():
+        disk.remove_folder(path)
+    else:
+        disk.remove(path)
+
+
 def remove_folder(root: Path, name: str, disk: Disk = REAL_DISK) -> None:
     """Removes the folder of a checkpoint, or the hidden one in which it is written; it may be gone. Called by any rank.
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.placement import partners
+from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.replication.topology import root_id
-from torchelastic.checkpoint.restore import Pull, make_copies, shards_of
+from torchelastic.checkpoint.restore import Pull, folder_id, make_copies, shards_of
 from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, lost_copies, sources_elsewhere
-from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
@@ -70,7 +69,7 @@ class Replicas:
         if self._server is not None:
             self._server.fence(round_number)
 
-    def make_again(self, restored: Candidate, peers: Peers, pull: Pull) -> None:
+    def make_again(self, restored: Candidate, peers: Peers, pull: Pull, bad: Mapping[ShardId, CheckpointError]) -> None:
         """A checkpoint was restored: what it has lost with a host in memory is fetched. On the thread that trains.
 
         Shards that are in no host's memory any more stay where they are, in another tier. What cannot be made costs a
@@ -80,32 +79,36 @@ class Replicas:
             restored: where its shards are.
             peers: all of them call it.
             pull: fetches a shard from a tier of another rank.
+            bad: what this rank has found to be of no use in its tier, and why.
 
         Raises:
             RuntimeError: a peer is lost.
         """
         name, tier, rank = restored.save, self.tier, peers.rank
-        said = peers.all_gather([self._host, _root_of(tier, rank), tier.manifest_of(name) is not None])
+        shards = shards_of(restored)
+        damaged = [shard.rank for shard in shards if shard in bad]
+        said = peers.all_gather([self._host, folder_id(tier, rank), damaged])
         hosts, roots = [host for host, *_ in said], [root for _, root, _ in said]
-        knows = [other for other, (*_, is_known) in enumerate(said) if is_known]
-        sources, shards = _sources_in(restored, tier.name), shards_of(restored)
+        found_bad = {(root, shard) for _, root, each in said for shard in each}
+        sources = {
+            shard: good
+            for shard, each in _sources_in(restored, tier.name).items()
+            if (good := [source for source in each if (roots[source.rank], shard) not in found_bad])
+        }
         partners_of = [partners(hosts, other, self._copies) for other in range(peers.world_size)]
         lost = lost_copies(sources, roots, hosts, partners_of, own_too=True)
-        if not lost or not knows:
-            return
 
-        def fetch_own() -> str | None:
+        def fetch_own() -> None:
             own = [(shards[one], sources_elsewhere(sources, one, rank, roots)) for one in lost.get(rank, ())]
-            make_copies(tier, own, lambda shard, source, into: pull(shard, replace(source, place=tier.name), into))
-            manifest = tier.manifest_of(name) if rank == knows[0] else None
-            return encode_manifest(manifest).decode() if manifest is not None else None
 
-        manifest = run_with_peers(peers, f"making lost replicas of {name} again", fetch_own)[knows[0]]
-        if manifest is not None and rank not in knows and roots.index(roots[rank]) == rank:
-            try:
-                tier.adopt(decode_manifest(manifest.encode()))
-            except CheckpointError as error:
-                log.warning("the new replicas of %s count for nothing: %s", name, error)
+            def pull_there(shard: ShardId, source: ShardSource, into: Destination) -> Transferred:
+                return pull(shard, replace(source, place=tier.name), into)
+
+            make_copies(tier, own, pull_there, instead_of=bad)
+
+        if not lost:
+            return
+        run_with_peers(peers, f"making lost replicas of {name} again", fetch_own)
         peers.barrier()  # nobody trains, and may be lost, before all have what they should
 
     def push(self, shard: SealedShard) -> None:
@@ -143,14 +146,6 @@ def _sources_in(restored: Candidate, tier: str) -> dict[int, list[ShardSource]]:
         shard: [ShardSource(one.rank) for one in each if one.place == tier] for shard, each in restored.sources.items()
     }
     return {shard: each for shard, each in there.items() if each}
-
-
-def _root_of(tier: MemoryTier, rank: int) -> str:
-    """Equal for the ranks that share a folder."""
-    try:
-        return root_id(tier.shelf.root)
-    except OSError:  # nobody could prepare it
-        return f"rank {rank}"
 
 
 def replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:

@@ -20,9 +20,17 @@ from torchelastic.checkpoint.replication.client import ReplicaClient, Transferre
 from torchelastic.checkpoint.replication.errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.restore import because, newest_readable, open_remote, read_good_copies, shards_of
-from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, plan_reads
+from torchelastic.checkpoint.restore import (
+    because,
+    give_manifest,
+    newest_readable,
+    open_remote,
+    read_good_copies,
+    shards_of,
+)
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, lacks, plan_reads
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.folder import FolderTier
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.checkpoint.tiered.reading import Reading
@@ -81,6 +89,7 @@ class Restoring:
         self._replicas = replicas
         self._on_damage = self._log_damage if on_damage is None else on_damage
         self._servers: Sequence[Sequence[Any] | None] = []  # of each rank: host, port and token, if it has one
+        self._bad: dict[ShardId, CheckpointError] = {}  # copies that have replicas, as this rank has found in its tier
 
     def run(self) -> Restored | None:
         """Find the newest checkpoint that is intact.
@@ -99,8 +108,8 @@ class Restoring:
             for text in unreadable:
                 self._on_damage(f"a newer checkpoint may lie where nothing can be read: {text}")
             restored = newest_readable(candidates(inventories), self.restore_one, self._on_damage, faults)
-            if restored is not None and self._replicas is not None:
-                self._replicas.make_again(restored[0], self._peers, self._pull)
+            if restored is not None:
+                self._make_whole(restored[0], inventories[self._peers.rank])
         if restored is not None:
             return restored[1]
         if faults:
@@ -154,6 +163,23 @@ class Restoring:
 
     def _log_damage(self, text: str) -> None:
         if self._peers.rank == 0:
+            log.warning("%s", text)
+
+    def _make_whole(self, restored: Candidate, own: Sequence[TierEntry]) -> None:
+        """What the places of the hosts have lost of a checkpoint they get again; what they do not get is named."""
+        if self._replicas is not None:
+            self._replicas.make_again(restored, self._peers, self._pull, self._bad)
+        given = set()
+        for tier in self._tiers.values():
+            has_some = any(source.place == tier.name for each in restored.sources.values() for source in each)
+            if isinstance(tier, FolderTier) and not tier.is_shared and has_some:
+                share = partial(run_with_peers, self._peers, f"the manifest of {restored.save} in the {tier.name} tier")
+                if give_manifest(tier, restored.save, self._peers.rank, share):
+                    given.add(tier.name)
+        own = [replace(entry, is_committed=entry.is_committed or entry.place in given) for entry in own]
+        made_again = {self._replicas.tier.name} if self._replicas is not None else set()
+        private = {tier.name for tier in self._tiers.values() if not tier.is_shared} - made_again
+        for text in lacks(restored, own, private, self._peers.rank, self._peers.world_size):
             log.warning("%s", text)
 
     # --- one checkpoint -----------------------------------------------------------------------------------------------
@@ -226,6 +252,8 @@ class Restoring:
         bad, is_damage = sources.pop(0), isinstance(error, CorruptCheckpointError)
         if is_damage and self._tiers[bad.place].is_shared:
             sources[:] = [source for source in sources if source.place != bad.place]
+        if self._replicas is not None and bad == ShardSource(self._peers.rank, self._replicas.tier.name):
+            self._bad[shard] = error
         text = f"shard {shard.rank} in the {bad.place} tier of rank {bad.rank}: {error}"
         log.warning("%s: %s", shard.name, text)
         return text, is_damage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import BinaryIO
@@ -11,12 +12,14 @@ import torch
 
 from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.restore_plan import Candidate, candidates
+from torchelastic.checkpoint.restore_plan import Candidate, candidates, lacks
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
 from torchelastic.checkpoint.tiered.reading import WholeOnRank0
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.group.peers import Alone
+
+log = logging.getLogger(__name__)
 
 #: What a shard says that its checkpoint holds: a state as a tree, or named streams of bytes.
 TREE, STREAMS = "tree", "streams"
@@ -103,10 +106,12 @@ class StoredCheckpoint(Checkpoint):
         *,
         allow_pickles: bool,
         damage: str | None = None,
+        told: Sequence[str] = (),
     ) -> None:
         self.name = candidate.save
         self.sequence_id = candidate.save.step
         self.damage = damage
+        self._told = tuple(told)
         self._candidate = candidate
         self._tiers = tiers
         self._allow_pickles = allow_pickles
@@ -124,6 +129,8 @@ class StoredCheckpoint(Checkpoint):
             restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {error}") from error
+        for text in self._told:
+            log.warning("%s", text)
         if restored.kind == STREAMS and key in restored.content:
             return io.BytesIO(restored.content[key])
         if restored.kind == TREE and key == DEFAULT_KEY:
@@ -157,9 +164,11 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     """
     for tier in tiers:
         tier.require_own()
-    stored = []
-    for found in candidates([[replace(entry, place=tier.name) for tier in tiers for entry in tier.inventory()]]):
+    stored, private = [], {tier.name for tier in tiers if not tier.is_shared}
+    here = [replace(entry, place=tier.name) for tier in tiers for entry in tier.inventory()]
+    for found in candidates([here]):
         damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
-            stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage))
+            told = [*found.told, *lacks(found, here, private, 0, 1)]
+            stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage, told=told))
     return stored

@@ -1,0 +1,294 @@
+"""Ranks whose checkpoints lie in two places each, one of which is damaged before they resume; by public names alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.contracts import durable_ranks, memory_ranks
+from tests.contracts.damages import (
+    MANIFEST_DAMAGES,
+    SHARD_DAMAGES,
+    Stored,
+    Victim,
+    bad_disk,
+    copied,
+    obey_modes,
+    repair_disk,
+)
+from tests.contracts.facades import Model, Streamed, outcome, step_of, weights_at
+from tests.contracts.local_ranks import rank
+from torchelastic.checkpoint import BCPState, DiskTier, DurableTier, KeepLast, MemoryTier, TieredCheckpointManager
+from torchelastic.checkpoint.api import load_latest, save
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
+
+OLDER, NEWER = 3, 5
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Facade:
+    """One way to keep two copies of each shard.
+
+    Attributes:
+        save: a step, on all ranks, and keeps so many checkpoints.
+        resume: gives the step that this rank has loaded, whose values were compared; None: a job would start afresh.
+        world_sizes: that can resume it, the one that saves it first.
+        keeps: how many checkpoints it may keep.
+    """
+
+    save: Callable[[Path, int, int], None]
+    resume: Callable[[Path, int], int | None]
+    world_sizes: Sequence[int] = (2, 1, 3)
+    keeps: Sequence[int] = (1, 2)
+
+
+def _host(root: Path) -> Path:
+    return root / f"host-{rank()}"
+
+
+# --- local ------------------------------------------------------------------------------------------------------------
+
+
+def _local(root: Path, keep: int = 1) -> LocalCheckpointManager:
+    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{rank()}"
+    strategy = LazyCliqueReplicationStrategy(1, 2) if dist.is_initialized() else None
+    return LocalCheckpointManager(_host(root), "", strategy, keep=keep, timeout_s=TIMEOUT_S)
+
+
+def _save_local(root: Path, step: int, keep: int) -> None:
+    manager = _local(root, keep)
+    manager.save(BasicTensorAwareStateDict({"weights": weights_at(step + 100 * rank()), "rank": rank()}), step)
+    manager.close()
+
+
+def _resume_local(root: Path, saved_by: int) -> int | None:
+    manager = _local(root)
+    try:
+        if manager.find_latest() < 0:
+            return None
+        state, id_ = manager.load(shard=rank() % saved_by)
+        assert isinstance(state, BasicTensorAwareStateDict)
+        tree = state.to_tree()
+        assert step_of(tree["weights"]) == id_.iteration + 100 * tree["rank"]
+        assert tree["rank"] == rank() % saved_by
+        return id_.iteration
+    finally:
+        if dist.is_initialized():
+            dist.barrier()
+        manager.close()
+
+
+def _resume_local_resharded(root: Path, saved_by: int) -> int | None:
+    manager = _local(root)
+    try:
+        template = {"weights": weights_at(0), "rank": -1}
+        tree, id_ = manager.load_resharded(template, strict=False)
+        assert step_of(tree["weights"]) % 100 == id_.iteration
+        return id_.iteration
+    finally:
+        if dist.is_initialized():
+            dist.barrier()
+        manager.close()
+
+
+# --- with copies in durable storage -----------------------------------------------------------------------------------
+
+
+def _with_durable(kind: str) -> Facade:
+    def save_durable(root: Path, step: int, keep: int) -> None:
+        durable_ranks.save(kind, root, [step])
+
+    return Facade(save_durable, lambda root, _: durable_ranks.resume(kind, root), (2,), (2,))
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+Tiers = Callable[[Path, int], "list[DiskTier | MemoryTier | DurableTier]"]
+
+
+def _training(tiers: Tiers, replicas: int = 0, world_sizes: Sequence[int] = (2, 1, 3)) -> Facade:
+    """BCPState over tiers; each rank has something of its own."""
+
+    def state(root: Path, keep: int) -> tuple[Model, BCPState]:
+        module, mine = Model(weights_at(0)), {"rank": rank()}
+        options: dict[str, Any] = {"replicas": replicas, "host": f"host-{rank()}", "timeout_s": TIMEOUT_S}
+        return module, BCPState(module, None, tiers=tiers(root, keep), get_extra_fn=lambda: mine, **options)
+
+    def save_training(root: Path, step: int, keep: int) -> None:
+        module, training = state(root, keep)
+        training.maybe_resume_from_ckpt()
+        module.weights.data.copy_(weights_at(step))
+        training.save()
+        training.close()
+
+    def resume(root: Path, saved_by: int) -> int | None:
+        module, training = state(root, 2)
+        try:
+            extra = training.maybe_resume_from_ckpt()
+            if extra is None:
+                return None
+            assert extra["rank"] == rank() % saved_by
+            return step_of(module.weights.detach())
+        finally:
+            training.close()
+
+    return Facade(save_training, resume, world_sizes)
+
+
+def _streamed(tiers: Tiers) -> Facade:
+    """A state for managers of 0.1's interface, of one rank."""
+
+    def save_streamed(root: Path, step: int, keep: int) -> None:
+        manager, state = TieredCheckpointManager(tiers(root, keep)), Streamed()
+        load_latest(manager, state)
+        state.weights = weights_at(step)
+        save(manager, state)
+        manager.close()
+
+    def resume(root: Path, saved_by: int) -> int | None:
+        manager, state = TieredCheckpointManager(tiers(root, 2)), Streamed()
+        try:
+            return step_of(state.weights) if load_latest(manager, state) else None
+        finally:
+            manager.close()
+
+    return Facade(save_streamed, resume, (1,))
+
+
+def _memory(root: Path, keep: int) -> MemoryTier:
+    return MemoryTier(_host(root) / "memory", KeepLast(keep))
+
+
+def _durable(root: Path, keep: int) -> DurableTier:
+    return DurableTier((root / "store").as_uri(), KeepLast(keep))
+
+
+FACADES: Mapping[str, Facade] = {
+    "local": Facade(_save_local, _resume_local),
+    "local, resharded": Facade(_save_local, _resume_local_resharded),
+    "local, durable": _with_durable("local"),
+    "memory": Facade(
+        lambda root, step, _: memory_ranks.save(root, step),
+        lambda root, saved_by: _recovered(memory_ranks.recover(root, saved_by)),
+        keeps=(1,),
+    ),
+    "memory, durable": _with_durable("memory"),
+    "training, memory": _training(lambda root, keep: [_memory(root, keep)], replicas=1),
+    "training, memory and durable": _training(lambda root, keep: [_memory(root, keep), _durable(root, keep)]),
+    "training, disk and durable": _training(
+        lambda root, keep: [DiskTier(root / "shared", KeepLast(keep)), _durable(root, keep)]
+    ),
+    "training, own disks and durable": _training(
+        lambda root, keep: [DiskTier(_host(root), KeepLast(keep), shared=False), _durable(root, keep)]
+    ),
+    "streamed, memory and disk": _streamed(
+        lambda root, keep: [_memory(root, keep), DiskTier(root / "shared", KeepLast(keep))]
+    ),
+}
+
+
+def _recovered(found: tuple[int | None, bool]) -> int | None:
+    step, is_equal = found
+    assert is_equal, "other values"
+    return step
+
+
+# --- what the ranks do ------------------------------------------------------------------------------------------------
+
+
+def save_steps(name: str, root: Path, keep: int, steps: Sequence[int]) -> None:
+    """Save some steps, one after the other; each as a job of its own."""
+    for step in steps:
+        FACADES[name].save(root, step, keep)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what is done to which files.
+
+    Attributes:
+        name: for people.
+        damage: as `damages` calls it.
+        files: below the root.
+        others: of each of them, what another rank has saved, and another save; below the root that was saved.
+    """
+
+    name: str
+    damage: str
+    files: Sequence[Path]
+    others: Sequence[tuple[Path, Path]]
+
+
+def resume_after(
+    name: str, saved: Path, older: Path, saved_by: int, faults: Sequence[Fault], lengths: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """What becomes of each fault on this rank: see `outcome`; and on rank 0, of which files what was saved is there.
+
+    Args:
+        name: of the façade.
+        saved: what was saved, which is copied for each fault.
+        older: where another save lies.
+        saved_by: how many ranks saved it.
+        faults: one after the other, each as a job of its own.
+        lengths: of each file, how much of it counts.
+    """
+    logging.getLogger("torchelastic").setLevel(logging.WARNING)
+    obey_modes()
+    root, told = saved.parent / "now", []
+    for fault in faults:
+        repair_disk()
+        if rank() == 0:
+            copied(saved, root)
+        if dist.is_initialized():
+            dist.barrier()
+        damage = {**SHARD_DAMAGES, **MANIFEST_DAMAGES}[fault.damage]
+        for file, (other_rank, other_save) in zip(fault.files, fault.others, strict=True):
+            victim = Victim(
+                root / file,
+                (saved / other_rank).read_bytes()[: lengths[str(other_rank)]],
+                (older / other_save).read_bytes(),
+                lengths[str(file)],
+            )
+            if fault.damage == "on a bad disk" or rank() == 0:
+                damage(victim)
+        if dist.is_initialized():
+            dist.barrier()
+        with bad_disk(), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = outcome(lambda: FACADES[name].resume(root, saved_by))
+        found["warnings"] += [str(one.message) for one in warned]
+        if dist.is_initialized():
+            dist.barrier()
+        found["whole"] = [is_as_saved(saved / file, root / file, lengths[str(file)]) for file in fault.files]
+        told.append(found)
+    return told
+
+
+def is_as_saved(saved: Path, now: Path, length: int) -> bool:
+    """Whether what counts of a file is what was saved."""
+    try:
+        return now.read_bytes()[:length] == saved.read_bytes()[:length]
+    except OSError:
+        return False
+
+
+def lengths_of(root: Path, stored: Stored) -> dict[str, int]:
+    """How much of each file counts: of a shard what its manifest says."""
+    sizes = {}
+    for manifest in stored.manifests:
+        for record in json.loads((root / manifest).read_text())["shards"]:
+            sizes[record["file"]] = record["size_bytes"]
+    found = {str(path): sizes[path.name] for copies in stored.shards.values() for path in copies}
+    return found | {str(path): (root / path).stat().st_size for path in stored.manifests}

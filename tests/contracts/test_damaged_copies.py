@@ -1,0 +1,172 @@
+"""Contract: what one good copy has is never lost, whatever becomes of the others, and is made whole again.
+
+Every way to keep two copies, every damage, in every place: the newest checkpoint of which every shard is good somewhere
+is loaded on all ranks with the values that were saved; afterwards the damaged place is whole again, or a warning names
+it. Where no good copy is left it is the next older checkpoint, and a line says how many steps that costs; or, without
+one, an error or a warning that names what is damaged. `test_damage` is for what lies in one place only.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.copies_ranks import FACADES, NEWER, OLDER, Fault, lengths_of, resume_after, save_steps
+from tests.contracts.damages import HARMLESS, MANIFEST_DAMAGES, SHARD_DAMAGES, VISIBLE, Stored
+from tests.process.forked_ranks import run_ranks, values
+
+#: Damages after which no file is there.
+GONE = ("deleted", "a folder", "a link to nowhere")
+#: Whose copies are damaged.
+WHOSE = ("own", "copy", "both", "all but one")
+CASES = [(name, keep, whose) for name, facade in FACADES.items() for keep in facade.keeps for whose in WHOSE]
+OTHER_WORLDS = [(name, world) for name, facade in FACADES.items() for world in facade.world_sizes[1:]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """What was saved by a façade that keeps so many checkpoints, and beside it, an older one."""
+
+    @cache
+    def save(name: str, keep: int) -> Path:
+        root, ranks = tmp_path_factory.mktemp("saved"), FACADES[name].world_sizes[0]
+        values(run_ranks(save_steps, name, root / "older", keep, [OLDER], ranks=ranks))
+        values(run_ranks(save_steps, name, root / "saved", keep, [OLDER, NEWER], ranks=ranks))
+        return root
+
+    return save
+
+
+def faults_in(stored: Stored, older: Stored, whose: str) -> list[Fault]:
+    """Every damage of one shard, and of a manifest; "all but one": of the first copy of every shard."""
+    victim = 1 if len(stored.shards) > 1 else 0
+    chosen = {"own": slice(0, 1), "copy": slice(1, None), "both": slice(None), "all but one": slice(0, 1)}[whose]
+    shards = stored.shards if whose == "all but one" else {victim: stored.shards[victim]}
+    files = [path for copies in shards.values() for path in copies[chosen]]
+    others = [_others(path, stored, older) for path in files]
+    manifests = sorted(stored.manifests, key=lambda path: path.parts[0] != f"host-{victim}")[chosen]
+    of_manifests = [(manifest, older.manifests[0]) for manifest in manifests]
+    return [
+        *(Fault(f"{whose}: {damage}", damage, files, others) for damage in SHARD_DAMAGES),
+        *(Fault(f"{whose}: {damage}", damage, manifests, of_manifests) for damage in MANIFEST_DAMAGES),
+    ]
+
+
+def _others(path: Path, stored: Stored, older: Stored) -> tuple[Path, Path]:
+    """What of another rank, and of another save, has its place in a file's folder."""
+    shard = int(path.name.split("-")[1])
+    return stored.shards[(shard + 1) % len(stored.shards)][0], older.shards[shard][0]
+
+
+def judged(fault: Fault, told: list[dict[str, Any]], is_left: bool, is_older_left: bool, seen: list[bool]) -> str:
+    """What is wrong with what the ranks have told; "" if nothing is.
+
+    Args:
+        fault: what was done.
+        told: by the ranks; see `resume_after`.
+        is_left: whether a good copy of all is left.
+        is_older_left: whether an older checkpoint is.
+        seen: of the files of the fault, whether the ranks can see what has become of it.
+    """
+    steps = {one.get("value") for one in told}
+    text = "\n".join([*(one.get("error", "") for one in told), *(text for one in told for text in one["warnings"])])
+    folder = fault.files[0].parent.name
+    if any("AssertionError" in one.get("kinds", []) for one in told):
+        return "other values"
+    if any("error" in one and "CheckpointError" not in one["kinds"] for one in told):
+        return "an error of another kind"
+    if len(steps) != 1:
+        return "the ranks do not agree"
+    if steps == {NEWER}:
+        for file, is_whole, is_seen in zip(fault.files, told[0]["whole"], seen, strict=True):
+            is_named = f"{file.parent}/" in text or any(
+                folder in line and (file.name in line or file.stem in line or f"{_rank_in(file)} of {folder}" in line)
+                for line in text.splitlines()
+            )
+            if not is_whole and is_seen and not is_named:
+                return f"{file} is not whole again, and nobody says so"
+        return ""
+    if is_left:
+        return "a good copy was left, and it is not loaded"
+    if folder not in text:
+        return "nobody names what is damaged"
+    if steps == {OLDER}:
+        return (
+            ""
+            if re.search(r"\b[1-9] (step\(s\) are|newer one\(s\): what came after it is) trained again", text)
+            else "nobody says what it costs"
+        )
+    if is_older_left and not any("error" in one for one in told):
+        return "an older one was left"
+    return ""
+
+
+def _rank_in(file: Path) -> str:
+    return f"the shard of rank {int(file.name.split('-')[1])}" if file.suffix == ".shard" else "nobody"
+
+
+def _is_seen(fault: Fault, file: Path, *, is_same_world: bool) -> bool:
+    """Whether a job that starts can see it without a look at every byte.
+
+    Which copies another number of ranks had on a host nobody knows: such a job lays its copies out anew. A folder of an
+    object store without a manifest is what a job leaves that was stopped while it uploaded, and no checkpoint: nobody
+    can tell that there was one.
+    """
+    if file.parts[0] == "store" and fault.damage in ("manifest deleted", "manifest empty"):
+        return False
+    if fault.damage in GONE and file.parts[0].startswith("host-") and not is_same_world:
+        return False
+    return fault.damage in VISIBLE or fault.damage in MANIFEST_DAMAGES
+
+
+def wrong(name: str, keep: int, root: Path, whose: str, world: int) -> list[str]:
+    """What is wrong with a façade after each damage, in words."""
+    stored, older = Stored.newest(root / "saved"), Stored.newest(root / "older")
+    saved_by = FACADES[name].world_sizes[0]
+    hosts = {f"host-{host}" for host in range(max(world, saved_by))} if world >= saved_by else {"host-0"}
+    faults = faults_in(stored, older, whose)
+    arguments = name, root / "saved", root / "older", saved_by, faults, lengths_of(root / "saved", stored)
+    told = values(run_ranks(resume_after, *arguments, ranks=world))
+    shutil.rmtree(root / "now", ignore_errors=True)
+
+    def is_there(path: Path) -> bool:
+        return not path.parts[0].startswith("host-") or path.parts[0] in hosts
+
+    found = []
+    for number, fault in enumerate(faults):
+        bad = set() if fault.damage in HARMLESS else set(fault.files)
+        places = [stored.manifests, *stored.shards.values()] if fault.damage in MANIFEST_DAMAGES else []
+        places = places or list(stored.shards.values())
+        is_left = all(any(is_there(path) and path not in bad for path in copies) for copies in places)
+        each = [one[number] for one in told]
+        seen = [is_there(path) and _is_seen(fault, path, is_same_world=world == saved_by) for path in fault.files]
+        verdict = judged(fault, each, is_left, keep > 1, seen)
+        if verdict:
+            shown = [{key: one.get(key) for key in ("value", "error", "warnings", "whole")} for one in each]
+            found.append(f"{fault.name}: {verdict}: {shown}")
+    return found
+
+
+@pytest.mark.parametrize(("name", "keep", "whose"), CASES)
+def test_one_good_copy_is_enough_and_what_is_damaged_is_made_whole_or_named(
+    name: str, keep: int, whose: str, saved: Callable[[str, int], Path]
+) -> None:
+    found = wrong(name, keep, saved(name, keep), whose, FACADES[name].world_sizes[0])
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whose", WHOSE)
+@pytest.mark.parametrize(("name", "world"), OTHER_WORLDS)
+def test_the_same_for_another_number_of_ranks(
+    name: str, world: int, whose: str, saved: Callable[[str, int], Path]
+) -> None:
+    keep = FACADES[name].keeps[-1]
+    found = wrong(name, keep, saved(name, keep), whose, world)
+    assert not found, "\n".join(found)
