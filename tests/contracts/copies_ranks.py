@@ -25,6 +25,7 @@ from tests.contracts.damages import (
     repair_disk,
 )
 from tests.contracts.facades import Model, Streamed, outcome, step_of, weights_at
+from tests.contracts.faults import with_fault
 from tests.contracts.local_ranks import rank
 from torchelastic.checkpoint import BCPState, DiskTier, DurableTier, KeepLast, MemoryTier, TieredCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
@@ -292,3 +293,33 @@ def lengths_of(root: Path, stored: Stored) -> dict[str, int]:
             sizes[record["file"]] = record["size_bytes"]
     found = {str(path): sizes[path.name] for copies in stored.shards.values() for path in copies}
     return found | {str(path): (root / path).stat().st_size for path in stored.manifests}
+
+
+# --- killed while they do it ------------------------------------------------------------------------------------------
+
+
+def resume_and_be_killed(name: str, root: Path, saved_by: int, victim: int, number: int) -> bool:
+    """Resume; one rank is killed at its n-th call to the disk. Returns whether it came to that, on that rank."""
+    return _with_kill(lambda: FACADES[name].resume(root, saved_by), victim, number)
+
+
+def save_and_be_killed(name: str, root: Path, keep: int, victim: int, number: int) -> bool:
+    """The same of a save."""
+    return _with_kill(lambda: FACADES[name].save(root, NEWER, keep), victim, number)
+
+
+def _with_kill(action: Callable[[], object], victim: int, number: int) -> bool:
+    if rank() != victim:
+        action()
+        return False
+    _, has_struck = with_fault(action, "kill", number)()
+    return bool(has_struck)
+
+
+def resume_and_save(name: str, root: Path, saved_by: int, step: int) -> list[Any]:
+    """What this rank has found, and after one more save once more, each as a job of its own."""
+    found = [outcome(lambda: FACADES[name].resume(root, saved_by)).get("value")]
+    FACADES[name].save(root, step, 1)
+    if dist.is_initialized():
+        dist.barrier()
+    return [*found, outcome(lambda: FACADES[name].resume(root, saved_by)).get("value")]
