@@ -212,7 +212,11 @@ class Container(MemoryTier):
 
     def hold(self, held: HeldSlot, owner: Any) -> None:
         """Names the owner of a slot: when that is gone the save is over."""
-        when_dropped(owner, self._over.append, held)
+        when_dropped(owner, self.end, held)
+
+    def end(self, held: HeldSlot) -> None:
+        """The save of a slot is over, also where its owner is still there: the traceback of an error keeps it, say."""
+        self._over.append(held)
 
     def warm_bytes(self, needed_bytes: int) -> int:
         """How large the largest free slot is; what newer checkpoints have replaced is removed if that is needed."""

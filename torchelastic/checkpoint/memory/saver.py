@@ -8,6 +8,7 @@ import platform
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -116,6 +117,8 @@ class DefaultCheckpointSaver:
         self.skipped = SkippedSaves()
         self._last_staged: Callable[[], StagedState | None] = lambda: None
         self._current = threading.local()
+        self._written_on: weakref.WeakKeyDictionary[StagedItems, threading.Thread] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
         self._saves: dict[SaveId, PlannedSave] = {}
         self._containers = SaverContainers(self._manager)
 
@@ -154,7 +157,23 @@ class DefaultCheckpointSaver:
         """
         base, step = parts_of(checkpoint_id)
         self._current.save = PlannedSave(CheckpointContainerId(checkpoint_id), step, base)
-        self._current.staged = None  # the save before on this thread is over
+        self._current.staged = None
+        self._end_saves(before_this=True)
+
+    def _end_saves(self, *, before_this: bool) -> None:
+        """Ends the saves of threads that are gone, and that before this one on this thread: their slots are needed.
+
+        Not left to the last reference to them: torch's error of a failed save and its traceback hold each other, and
+        all that was on the stack, until the garbage collector comes by.
+        """
+        with self._lock:
+            written = list(self._written_on.items())
+        for staged, thread in written:
+            if not thread.is_alive() or (before_this and thread is threading.current_thread()):
+                with self._lock:
+                    self._written_on.pop(staged, None)
+                if staged.held is not None:
+                    staged.held.container.end(staged.held)
 
     def attach(self, name: str, content: bytes) -> None:
         """Adds a file to the checkpoint of this thread's save; see `MemoryStorageWriter.attach`."""
@@ -180,6 +199,7 @@ class DefaultCheckpointSaver:
             TypeError: the state holds a tensor that is not stored; names it.
         """
         del non_blocking
+        self._end_saves(before_this=False)
         taken = TakenApart(state_dict)
         try:
             base = CheckpointContainerId(checkpoint_id).get_parent() if checkpoint_id is not None else None
@@ -312,8 +332,10 @@ class DefaultCheckpointSaver:
         """
         save = self.save
         try:
-            self._current.staged = self.prepare_write_data(plan, planner, with_checksums=True)
-            results = self.write_data(self._current.staged)
+            staged = self._current.staged = self.prepare_write_data(plan, planner, with_checksums=True)
+            with self._lock:
+                self._written_on[staged] = threading.current_thread()
+            results = self.write_data(staged)
             self.skipped.publish_held(self._containers.at(save.base).root)
             return results
         except FencedError:

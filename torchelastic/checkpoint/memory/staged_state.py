@@ -144,9 +144,11 @@ class StagedState(dict[str, Any]):
         skeleton: see `TakenApart`.
     """
 
-    def __init__(self, skeleton: Any, stage: Stage | None, content: dict[str, Any]) -> None:
+    def __init__(
+        self, skeleton: Any, stage: Stage | None, content: dict[str, Any], held: HeldSlot | None = None
+    ) -> None:
         super().__init__(content)
-        self.skeleton, self.stage = skeleton, stage
+        self.skeleton, self.stage, self._held = skeleton, stage, held
         self._made_on = threading.current_thread()
         self._written_on: threading.Thread | None = None
 
@@ -161,6 +163,11 @@ class StagedState(dict[str, Any]):
     def is_over(self) -> bool:
         """Whether its save has ended, although somebody still has it: the error of a save, say."""
         return self._written_on is not None and not self._written_on.is_alive()
+
+    def end(self) -> None:
+        """Frees its slot for the next save, if no checkpoint was made of it: call it once `is_over`."""
+        if self._held is not None:
+            self._held.container.end(self._held)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.is_written_here()
@@ -186,7 +193,7 @@ def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
     tensors_only(stage).copy(taken.sources)
     with _lock:
         _copies.add(held)
-    return StagedState(taken.skeleton, stage, fill(taken.skeleton, stage.places.__getitem__))
+    return StagedState(taken.skeleton, stage, fill(taken.skeleton, stage.places.__getitem__), held)
 
 
 def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:

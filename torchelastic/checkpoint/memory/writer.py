@@ -181,6 +181,8 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
                 has_told = True
                 log.warning("a save has waited for %d s for the async_save before it: save less often", waited_s)
             time.sleep(_POLL_S)
+        if last is not None:
+            last.end()  # its error keeps it, or the garbage collector was not there yet
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

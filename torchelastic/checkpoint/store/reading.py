@@ -293,14 +293,18 @@ def sizes_in(folder: Path) -> dict[str, int | None]:
 
 
 def _look_at(folder: Path, name: SaveId, *, whole: bool) -> CheckpointInfo:
-    manifest: Manifest | CheckpointError
-    sizes: dict[str, int | None] = {}
-    try:
+    try:  # errors are kept in no variable: they keep this frame and all below it
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        manifest = error
+        return info_of(name, folder, error, _sizes_if_readable(folder), whole=whole)
     try:
-        sizes = sizes_in(folder)
-    except CheckpointError as error:  # one folder that cannot be read hides no other
-        manifest = error
-    return info_of(name, folder, manifest, sizes, whole=whole)
+        return info_of(name, folder, manifest, sizes_in(folder), whole=whole)
+    except CheckpointError as error:
+        return info_of(name, folder, error, {}, whole=whole)
+
+
+def _sizes_if_readable(folder: Path) -> dict[str, int | None]:
+    try:
+        return sizes_in(folder)
+    except CheckpointError:  # one folder that cannot be read hides no other
+        return {}
