@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import stat
 import threading
 from contextlib import suppress
@@ -74,10 +75,10 @@ def resume(root: Path, **options: Any) -> dict[str, Any]:
     return {"found": found, "loaded": loaded}
 
 
-def resume_and_save(root: Path, size_bytes: int, steps: list[int]) -> list[str]:
+def resume_and_save(root: Path, size_bytes: int, steps: list[int], keep: int = 1) -> list[str]:
     """One rank resumes, keeps what it has loaded, and saves; how each save ended."""
-    manager = _manager(root)
-    kept = manager.load()[0] if manager.find_latest() >= 0 else None
+    manager = _manager(root, keep=keep)
+    kept, id_ = manager.load() if manager.find_latest() >= 0 else (None, None)
     ended = []
     for step in steps:
         try:
@@ -85,8 +86,40 @@ def resume_and_save(root: Path, size_bytes: int, steps: list[int]) -> list[str]:
             ended.append("saved")
         except CheckpointError as error:
             ended.append(str(error))
-    assert kept is None or isinstance(kept, BasicTensorAwareStateDict)
+    if isinstance(kept, BasicTensorAwareStateDict) and id_ is not None:
+        assert float(kept.to_tree()["weights"].unique()) == id_.iteration
     return ended
+
+
+def train_and_save(root: Path, steps: int) -> tuple[list[float], list[bytes]]:
+    """One rank resumes a model and its optimizer, on the CPU, and saves after each step.
+
+    The optimizer keeps the tensors of its state that are loaded.
+
+    Returns:
+        How many MiB of the tmpfs are taken after each save, and at the end the model and the optimizer's state.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager, taken = _manager(root), []
+    begun = manager.find_latest()
+    if begun >= 0:
+        loaded = manager.load()[0]
+        assert isinstance(loaded, BasicTensorAwareStateDict)
+        tree = loaded.to_tree()
+        model.load_state_dict(tree["model"])
+        optimizer.load_state_dict(tree["optimizer"])
+    for step in range(begun + 1, begun + 1 + steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        manager.save(
+            BasicTensorAwareStateDict({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), step
+        )
+        taken.append(round(shutil.disk_usage(root).used / MIB, 1))
+    moments = [value for each in optimizer.state.values() for value in each.values()]
+    return taken, [tensor.detach().numpy().tobytes() for tensor in (*model.parameters(), *moments)]
 
 
 def drop_managers(root: Path, count: int) -> dict[str, list[int]]:

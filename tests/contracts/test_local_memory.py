@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,23 @@ MIB = local_ranks.MIB
 STATE_MIB = 5
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs with room for 2.4 states: one that is kept and one that is written."""
-    with small_tmpfs(tmp_path / "memory", STATE_MIB * MIB * 12 // 5) as folder:
-        yield folder
+@pytest.mark.parametrize(("keep", "first"), [(1, 3), (2, 1), (2, 3)])
+def test_a_resumed_manager_needs_no_more_room_than_a_fresh_one(tmp_path: Path, keep: int, first: int) -> None:
+    """Also where it comes to keep more checkpoints than there are at its start."""
+    with small_tmpfs(tmp_path / "memory", STATE_MIB * MIB * (5 * keep + 7) // 5) as folder:  # keep + 1.4
+        for steps in ([*range(first)], [3, 4, 5, 6], [7, 8, 9, 10]):  # fresh, then resumed
+            size_bytes = (STATE_MIB * MIB * 95) // 100
+            (ended,) = values(run_ranks(local_ranks.resume_and_save, folder, size_bytes, steps, keep))
+            assert ended == ["saved"] * len(steps)
 
 
-def test_a_resumed_manager_needs_no_more_room_than_a_fresh_one(small: Path) -> None:
-    for steps in ([1, 2, 3], [4, 5, 6, 7]):  # fresh, then resumed
-        (ended,) = values(run_ranks(local_ranks.resume_and_save, small, (STATE_MIB * MIB * 95) // 100, steps))
-        assert ended == ["saved"] * len(steps)
+def test_an_optimizer_that_keeps_what_it_is_given_takes_no_more_room_on_tmpfs(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "memory", 256 * MIB) as folder:
+        lives = [values(run_ranks(local_ranks.train_and_save, folder, 5))[0] for _ in range(3)]
+    (fresh, _), *resumed = lives
+    assert all(max(taken) <= max(fresh) for taken, _ in resumed), [taken for taken, _ in lives]
+    ((_, undisturbed),) = values(run_ranks(local_ranks.train_and_save, tmp_path / "undisturbed", 15))
+    assert resumed[-1][1] == undisturbed, "and nothing else has changed"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,18 +11,18 @@ But a shard may be written by another process too, into a slot of this one and b
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.mapped_files import give_back
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
@@ -78,12 +78,6 @@ class HostFolder(MemoryTier):
         self._fence.check(*shard.name.token)
         return record_in(self.path_of(shard), shard.rank)
 
-    def has_room_beside(self) -> bool:
-        """Whether saving can go on beside what lies here, if all of that stays: each rank comes to two more slots."""
-        with explained("look for room for checkpoints", self._root):
-            held_bytes = sum(path.stat().st_size for path in self._root.glob("step-*/shard-*.shard"))
-            return shutil.disk_usage(self._root).free >= 2 * held_bytes
-
     # --- own saves ----------------------------------------------------------------------------------------------------
 
     def stage(self, header: Header) -> Stage:
@@ -138,6 +132,8 @@ class HostFolder(MemoryTier):
     def tidy(self, damaged: Collection[SaveId], pending: Collection[SaveId]) -> None:
         """Removes what is not to be kept; a failure is logged, and tried again the next time.
 
+        What was loaded from it may still be in use, and takes no room beside those that are kept.
+
         Args:
             damaged: saves that cannot be read any more, and go.
             pending: saves that are still being written, and stay.
@@ -151,6 +147,7 @@ class HostFolder(MemoryTier):
             log.warning("a local checkpoint could not be removed: %s", error)
         finally:
             self._left_alone = ()
+            give_back()
 
     def _own_checkpoints(self) -> list[CheckpointInfo]:
         return [info for info in super()._own_checkpoints() if info.name not in self._left_alone]

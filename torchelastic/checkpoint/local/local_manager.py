@@ -37,9 +37,10 @@ from torchelastic.checkpoint.restore import (
 )
 from torchelastic.checkpoint.restore_plan import ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.shards import ShardReader, read_into
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, file_system_of
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
+from torchelastic.checkpoint.shards.mapped_files import can_give_back
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -388,9 +389,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _is_to_map(self, reader: ShardReader) -> bool:
         """On tmpfs the file is memory already, and fresh memory for a copy costs more than the copy.
 
-        But a file that is mapped keeps its room on tmpfs, after it was pruned too, as long as the state lives.
+        But a file that is mapped keeps its room on tmpfs, unless that can be had back when it is pruned.
         """
-        return is_in_memory(reader.path) and self._files.has_room_beside()
+        return file_system_of(reader.path) == "tmpfs" and can_give_back()
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.

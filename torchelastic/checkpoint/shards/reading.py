@@ -30,6 +30,7 @@ from torchelastic.checkpoint.shards.header import (
     decode_header,
     decode_preamble,
 )
+from torchelastic.checkpoint.shards.mapped_files import MappedFile, note_mapped
 from torchelastic.checkpoint.shards.partial import PartialCopy
 from torchelastic.checkpoint.shards.tensors import dtype_named, memory_of
 from torchelastic.checkpoint.shards.tree import unflatten
@@ -69,6 +70,7 @@ class ShardReader:
                 # O_NONBLOCK: opening a pipe by mistake must not wait for its writer
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._map: mmap.mmap | None = None
+        self._mapped: list[MappedFile] = []
         try:
             with explained("read the checkpoint", self.path):
                 self._lock()
@@ -147,8 +149,9 @@ class ShardReader:
 
         Fresh memory costs more than the copy into it; this costs one pass of the checksum. The tensors may be changed
         (the kernel then copies the page): the file does not change with them. As long as one of them lives the file
-        stays locked, so that a slot is not used again; what is removed meanwhile stays readable. Whoever cuts the file
-        short without asking for the lock kills the reader (SIGBUS): use `read` where others may write.
+        stays locked, so that a slot is not used again; what is removed meanwhile stays readable, and keeps its room:
+        see `mapped_files`. Whoever cuts the file short without asking for the lock kills the reader (SIGBUS): use
+        `read` where others may write.
 
         Raises:
             CorruptCheckpointError: a tensor is not what was written; names it.
@@ -162,6 +165,8 @@ class ShardReader:
         checksums = checksums_in(memoryview(mapped), entries, begin)
         for entry, checksum in zip(entries, checksums, strict=True):
             self._compare(entry, checksum)
+        with explained("read the checkpoint", self.path):
+            self._mapped.append(note_mapped(mapped, self._descriptor))
         return {entry.name: _mapped(mapped, begin + entry.offset_bytes, entry) for entry in entries}
 
     def read_one(self, name: str) -> torch.Tensor:
@@ -195,6 +200,8 @@ class ShardReader:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+        for mapped in self._mapped:
+            mapped.is_read = False
         self._map = None  # a view of it that is still in use keeps it
 
     def _bring(self, entries: Iterable[Entry]) -> None:
