@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.testing import FaultyDisk, fail_at
 
 MIB = local_ranks.MIB
@@ -50,6 +55,39 @@ def test_managers_that_are_dropped_without_close_leave_nothing(tmp_path: Path, r
 def test_quick_asynchronous_saves_do_not_take_ever_more_room(tmp_path: Path) -> None:
     (most,) = values(run_ranks(local_ranks.save_quickly, tmp_path, 20))
     assert most <= 5, "kept, two that are written, one that is begun, and headers"
+
+
+class FailsWhenTold(Disk):
+    """A disk of which a call fails as long as that is wanted."""
+
+    def __init__(self, call: str) -> None:
+        self._call, self.fails = getattr(super(), call), False
+        setattr(self, call, self._maybe)
+
+    def _maybe(self, *arguments: object) -> object:
+        if self.fails:
+            raise CheckpointError(errno.EIO, os.strerror(errno.EIO))
+        return self._call(*arguments)
+
+
+@pytest.mark.parametrize("call", ["sync", "publish", "sync_folder"])
+def test_saves_that_fail_take_no_more_room_each_time(tmp_path: Path, call: str) -> None:
+    """Without the garbage collector: the slot of a failed save goes when it has failed."""
+    disk, taken = FailsWhenTold(call), []
+    with small_tmpfs(tmp_path / "memory", 64 * MIB) as folder:
+        manager = LocalCheckpointManager(folder, disk=disk)
+        gc.collect()
+        gc.disable()
+        try:
+            for step in range(8):
+                disk.fails = step % 2 == 1
+                with pytest.raises(CheckpointError, match="Input/output") if disk.fails else nullcontext():
+                    manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(MIB)}), step)
+                taken.append(shutil.disk_usage(folder).used // MIB)
+        finally:
+            gc.enable()
+        manager.close()
+    assert max(taken) < 3 * 4, f"more than two slots of 4 MiB: {taken}"
 
 
 def begun(folder: Path, disk: FaultyDisk) -> tuple[LocalCheckpointManager, AsyncRequest]:

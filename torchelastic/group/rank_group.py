@@ -113,7 +113,10 @@ class RankGroup:
             answers = self.all_gather(call, _told(running) if is_done else {"busy": True})
             if not any("busy" in each for each in answers):
                 break
-        return _values(call, answers, running)
+        try:
+            return _values(call, answers, running)
+        finally:
+            del running  # see `_raise_failure`
 
     def own_on_all(self, call: str, work: Callable[[], Got]) -> Got:
         """The same for a result that the others do not need: returns what the own part returned, whatever that is."""
@@ -253,12 +256,18 @@ def _values(call: str, answers: Sequence[dict[str, Any]], own: Future[Any]) -> l
     """What all ranks' parts returned; raises where one has failed."""
     failed = {rank: each for rank, each in enumerate(answers) if "error" in each}
     if failed:
-        _raise_failure(call, failed, own.exception())
+        try:
+            _raise_failure(call, failed, own.exception())
+        finally:
+            del own
     return [each["value"] for each in answers]
 
 
 def _raise_failure(call: str, failed: dict[int, dict[str, Any]], failure: BaseException | None) -> NoReturn:
     """At least one rank has failed.
+
+    No frame keeps the own failure, whose traceback has all frames: what is on the stack, a save's memory too, would
+    stay until the garbage collector comes by.
 
     Args:
         call: at what.
@@ -266,10 +275,13 @@ def _raise_failure(call: str, failed: dict[int, dict[str, Any]], failure: BaseEx
         failure: the own one.
     """
     explained = "; ".join(f"rank {rank}: {each['error']}" for rank, each in list(failed.items())[:_EXPLAINED_RANKS])
-    if all(each["is_damage"] for each in failed.values()):
-        raise CorruptCheckpointError(explained) from failure
-    if failure is not None and not isinstance(failure, CorruptCheckpointError):
-        raise failure
-    if len(failed) == 1:
-        explained = next(iter(failed.values()))["error"]
-    raise CheckpointError(f"{call} failed on {listed(list(failed))}: {explained}") from failure
+    try:
+        if all(each["is_damage"] for each in failed.values()):
+            raise CorruptCheckpointError(explained) from failure
+        if failure is not None and not isinstance(failure, CorruptCheckpointError):
+            raise failure
+        if len(failed) == 1:
+            explained = next(iter(failed.values()))["error"]
+        raise CheckpointError(f"{call} failed on {listed(list(failed))}: {explained}") from failure
+    finally:
+        del failure

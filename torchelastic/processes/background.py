@@ -39,7 +39,10 @@ def done_here(call: Callable[[], T]) -> Future[T]:
         future.set_result(call())
     except Exception as error:  # noqa: BLE001 - whoever waits gets it
         future.set_exception(error)
-    return future
+    try:
+        return future
+    finally:
+        del future  # the error's traceback has this frame
 
 
 def side_by_side(calls: Mapping[str, Callable[[], T]], timeouts_s: Mapping[str, float]) -> dict[str, Future[T]]:
