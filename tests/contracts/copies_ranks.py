@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.contracts import durable_ranks, memory_ranks
 from tests.contracts.damages import (
+    FOLDER_DAMAGES,
     MANIFEST_DAMAGES,
     SHARD_DAMAGES,
     Stored,
@@ -254,13 +255,13 @@ def resume_after(
             copied(saved, root)
         if dist.is_initialized():
             dist.barrier()
-        damage = {**SHARD_DAMAGES, **MANIFEST_DAMAGES}[fault.damage]
+        damage = {**SHARD_DAMAGES, **MANIFEST_DAMAGES, **FOLDER_DAMAGES}[fault.damage]
         for file, (other_rank, other_save) in zip(fault.files, fault.others, strict=True):
             victim = Victim(
                 root / file,
                 (saved / other_rank).read_bytes()[: lengths[str(other_rank)]],
                 (older / other_save).read_bytes(),
-                lengths[str(file)],
+                lengths.get(str(file), 0),
             )
             if fault.damage == "on a bad disk" or rank() == 0:
                 damage(victim)
@@ -272,15 +273,19 @@ def resume_after(
         found["warnings"] += [str(one.message) for one in warned]
         if dist.is_initialized():
             dist.barrier()
-        found["whole"] = [is_as_saved(saved / file, root / file, lengths[str(file)]) for file in fault.files]
+        found["whole"] = [is_as_saved(saved, root, file, lengths) for file in fault.files]
         told.append(found)
     return told
 
 
-def is_as_saved(saved: Path, now: Path, length: int) -> bool:
-    """Whether what counts of a file is what was saved."""
+def is_as_saved(saved: Path, now: Path, what: Path, lengths: Mapping[str, int]) -> bool:
+    """Whether what counts of a file, or of all in a folder, is what was saved."""
+    if (saved / what).is_dir():
+        inside = [Path(file) for file in lengths if Path(file).parent == what]
+        return all(is_as_saved(saved, now, file, lengths) for file in inside)
+    length = lengths[str(what)]
     try:
-        return now.read_bytes()[:length] == saved.read_bytes()[:length]
+        return (now / what).read_bytes()[:length] == (saved / what).read_bytes()[:length]
     except OSError:
         return False
 

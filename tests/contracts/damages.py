@@ -106,6 +106,24 @@ MANIFEST_DAMAGES: Mapping[str, Damage] = {
 }
 
 
+#: What may lie where the folder of a checkpoint was.
+FOLDER_DAMAGES: Mapping[str, Damage] = {
+    "folder moved, and a link to nowhere left": lambda victim: _moved(victim.path),
+    "folder of another user": HIDDEN["unreadable"],
+    "folder replaced by a file": lambda victim: _replaced_by_a_file(victim.path),
+}
+
+
+def _moved(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("/nowhere/on/a/disk/that/is/not/mounted")
+
+
+def _replaced_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
 def _put(victim: Victim, content: bytes) -> None:
     victim.path.write_bytes(content)
 
@@ -167,7 +185,8 @@ def obey_modes() -> None:
 
 def _without(sets: Any, *capabilities: int) -> int:
     for capability in capabilities:
-        sets[0] &= ~(1 << capability)
+        for which in (0, 1):  # access(2) asks what root may have, and not what this thread has
+            sets[which] &= ~(1 << capability)
     return 0
 
 
@@ -203,5 +222,8 @@ class Stored:
 
 def copied(saved: Path, root: Path) -> None:
     """A copy of all places, for one more fault."""
+    for folder in root.rglob("*"):
+        if folder.is_dir() and not folder.is_symlink():
+            folder.chmod(0o700)
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(saved, root, symlinks=True)

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.contracts.copies_ranks import FACADES, NEWER, OLDER, Fault, lengths_of, resume_after, save_steps
-from tests.contracts.damages import HARMLESS, MANIFEST_DAMAGES, SHARD_DAMAGES, VISIBLE, Stored
+from tests.contracts.damages import FOLDER_DAMAGES, HARMLESS, HIDDEN, MANIFEST_DAMAGES, SHARD_DAMAGES, Stored
 from tests.process.forked_ranks import run_ranks, values
 
 #: Damages after which no file is there.
-GONE = ("deleted", "a folder", "a link to nowhere")
+GONE = ("deleted", "a folder", "a link to nowhere", *FOLDER_DAMAGES)
 #: Whose copies are damaged.
 WHOSE = ("own", "copy", "both", "all but one")
 CASES = [(name, keep, whose) for name, facade in FACADES.items() for keep in facade.keeps for whose in WHOSE]
@@ -52,9 +52,12 @@ def faults_in(stored: Stored, older: Stored, whose: str) -> list[Fault]:
     others = [_others(path, stored, older) for path in files]
     manifests = sorted(stored.manifests, key=lambda path: path.parts[0] != f"host-{victim}")[chosen]
     of_manifests = [(manifest, older.manifests[0]) for manifest in manifests]
+    folders = [manifest.parent for manifest in manifests if manifest.parts[0] != "store"]
+    of_folders = of_manifests[: len(folders)]
     return [
         *(Fault(f"{whose}: {damage}", damage, files, others) for damage in SHARD_DAMAGES),
         *(Fault(f"{whose}: {damage}", damage, manifests, of_manifests) for damage in MANIFEST_DAMAGES),
+        *(Fault(f"{whose}: {damage}", damage, folders, of_folders) for damage in FOLDER_DAMAGES if folders),
     ]
 
 
@@ -76,7 +79,7 @@ def judged(fault: Fault, told: list[dict[str, Any]], is_left: bool, is_older_lef
     """
     steps = {one.get("value") for one in told}
     text = "\n".join([*(one.get("error", "") for one in told), *(text for one in told for text in one["warnings"])])
-    folder = fault.files[0].parent.name
+    folder = next(part for part in fault.files[0].parts if part.startswith("step-"))
     if any("AssertionError" in one.get("kinds", []) for one in told):
         return "other values"
     if any("error" in one and "CheckpointError" not in one["kinds"] for one in told):
@@ -96,6 +99,8 @@ def judged(fault: Fault, told: list[dict[str, Any]], is_left: bool, is_older_lef
         return "a good copy was left, and it is not loaded"
     if folder not in text:
         return "nobody names what is damaged"
+    if steps == {OLDER} and fault.damage in FOLDER_DAMAGES:  # what was there nobody can look up
+        return ""
     if steps == {OLDER}:
         return (
             ""
@@ -122,7 +127,7 @@ def _is_seen(fault: Fault, file: Path, *, is_same_world: bool) -> bool:
         return False
     if fault.damage in GONE and file.parts[0].startswith("host-") and not is_same_world:
         return False
-    return fault.damage in VISIBLE or fault.damage in MANIFEST_DAMAGES
+    return fault.damage not in HIDDEN and fault.damage not in HARMLESS
 
 
 def wrong(name: str, keep: int, root: Path, whose: str, world: int) -> list[str]:
@@ -141,9 +146,9 @@ def wrong(name: str, keep: int, root: Path, whose: str, world: int) -> list[str]
     found = []
     for number, fault in enumerate(faults):
         bad = set() if fault.damage in HARMLESS else set(fault.files)
-        places = [stored.manifests, *stored.shards.values()] if fault.damage in MANIFEST_DAMAGES else []
-        places = places or list(stored.shards.values())
-        is_left = all(any(is_there(path) and path not in bad for path in copies) for copies in places)
+        places = list(stored.shards.values()) if fault.damage in SHARD_DAMAGES else []
+        places = places or [stored.manifests, *stored.shards.values()]
+        is_left = all(any(is_there(path) and bad.isdisjoint([path, path.parent]) for path in each) for each in places)
         each = [one[number] for one in told]
         seen = [is_there(path) and _is_seen(fault, path, is_same_world=world == saved_by) for path in fault.files]
         verdict = judged(fault, each, is_left, keep > 1, seen)

@@ -11,7 +11,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from torchelastic.checkpoint.schedule import TierSchedules
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.durable import DurableTier
 from torchelastic.checkpoint.store.manifest import Manifest
-from torchelastic.checkpoint.store.save_id import ShardId
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext, TierEntry
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.background import in_background
@@ -274,7 +274,22 @@ class DurableInventory:
         entries, unreadable = told
         return cls(tuple(map(TierEntry.from_plain, entries)), unreadable)
 
-    def require(self) -> None:
-        """Nothing was found elsewhere. Raises: CheckpointError: then it is unknown whether there is anything."""
+    def require(self, faults: Mapping[SaveId, str]) -> None:
+        """Nothing can be loaded.
+
+        Args:
+            faults: what is of no use, and why.
+
+        Raises:
+            CorruptCheckpointError: what was completed in durable storage is damaged: nobody starts from scratch then
+                without a word.
+            CheckpointError: durable storage does not answer: it is unknown whether there is anything.
+        """
         if self.unreadable is not None:
             raise CheckpointError(f"no host has a checkpoint, and durable storage does not answer: {self.unreadable}")
+        lost = [entry.name for entry in self.held if entry.name in faults and (entry.is_committed or entry.damage)]
+        if lost:
+            raise CorruptCheckpointError(
+                f"no checkpoint can be loaded, from any host or durable storage: {'; '.join(faults.values())}. Restore "
+                f"one of them from a copy; to start from scratch, move {max(lost)} and the others away from there"
+            )

@@ -95,8 +95,8 @@ def kind_in(folder: Path) -> Kind | None:
 
 
 def is_foreign(folder: Path, own: Kind) -> bool:
-    """Whether a folder certainly holds a checkpoint of another kind than the own one; errors as `kind_in`."""
-    return kind_in(folder) not in (own, None)
+    """Whether a folder certainly holds a checkpoint of another kind than the own one."""
+    return _kind_if_readable(folder) not in (own, None)
 
 
 def require_own_folder(root: Path, own: Kind) -> None:
@@ -106,7 +106,15 @@ def require_own_folder(root: Path, own: Kind) -> None:
         ForeignCheckpointsError: it holds only checkpoints of others.
         CheckpointError: it cannot be read.
     """
-    require_own(own, _names(root), lambda name: kind_in(root / name), str(root))
+    require_own(own, _names(root), lambda name: _kind_if_readable(root / name), str(root))
+
+
+def _kind_if_readable(folder: Path) -> Kind | None:
+    """As `kind_in`; None where one of several folders cannot be read: it hides no other."""
+    try:
+        return kind_in(folder)
+    except CheckpointError:
+        return None
 
 
 def require_own(own: Kind, names: Iterable[str], kind_in: Callable[[str], Kind | None], where: str) -> None:

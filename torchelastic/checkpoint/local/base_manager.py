@@ -341,7 +341,7 @@ class BaseCheckpointManager(ABC):
         self._faults = {save: why for save, why in self._damaged.items() if save in self._found}
         found = newest_readable(self._found.values(), read, partial(log.warning, "%s"), self._faults)
         if found is None:
-            self._durable.require()
+            self._durable.require(self._faults)
         self._damaged |= {save: why for save, why in self._faults.items() if self._found[save].is_complete}
         self._complete -= self._faults.keys()
         self.latest_iteration = -1 if found is None else found[0].save.step

@@ -319,8 +319,8 @@ class Container(MemoryTier):
         with self._lock:
             folder, newest = self.root / name.folder_name, self.save_of(name.step)
             manifest = commit.manifest(record_in(self.path_of(commit.shard), commit.shard.rank))
-            for record in manifest.found_in(sizes_in(folder))[0]:
-                if not by_all:  # else what is needed here was read, and another damaged copy is no reason to give up
+            if not by_all:  # else what is needed here was read, and another damaged copy is no reason to give up
+                for record in manifest.found_in(sizes_in(folder))[0]:
                     require_stored(folder, record)
             # where the step was saved anew meanwhile, its attached files are those of the newer save
             extras = commit.extras if newest is None or newest <= name else {}

@@ -238,9 +238,10 @@ class DefaultCheckpointLoader(CheckpointLoader):
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
         tell = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
-        newest = newest_readable(found.candidates, read, tell, {})
+        faults: dict[SaveId, str] = {}
+        newest = newest_readable(found.candidates, read, tell, faults)
         if newest is None:
-            found.durable.require()
+            found.durable.require(faults)
         elif self._objects.copies is not None:
             self._objects.copies.restored(newest[0].save.step)
         return None if newest is None else newest[1]

@@ -135,7 +135,9 @@ class MemoryStorageReader(StorageReader):
         try:
             with self._loader.open(self._require_id(), file) as shard:
                 self._read_items(shard, items, planner)
-        except CorruptCheckpointError:
+        except CheckpointError as error:
+            if not isinstance(error, CorruptCheckpointError) and error.errno is None:
+                raise  # another copy would be no better
             with self._loader.repair(self._require_id(), file) as shard:
                 self._read_items(shard, items, planner)
 

@@ -16,6 +16,7 @@ from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import write_whole
 from torchelastic.checkpoint.store.received import ReceivedShards
 from torchelastic.checkpoint.store.save_id import ShardId
+from torchelastic.checkpoint.store.writing import make_place
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.container import Container
@@ -64,7 +65,7 @@ class ContainerShelf(ReceivedShards):
         commit = commit_from(header.meta, unflatten(header.structure, tensors))
         if str(commit.shard) != object_id:
             raise CorruptCheckpointError(f"{where} is the commit of {commit.name}")
-        self.disk.make_folder(path.parent)
+        make_place(path.parent, self.disk)
         write_whole(path, [memoryview(memory)], self.disk)
         if not self._fetch:
             self._container.complete(commit)

@@ -14,6 +14,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,7 +94,14 @@ class DurableTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
-        require_own(self.kind, self._sizes(self._root), self._kind_of, self.where)
+
+        def kind_of_one(folder: str) -> Kind | None:
+            try:
+                return self._kind_of(folder)
+            except CheckpointError:  # one that cannot be read hides no other
+                return None
+
+        require_own(self.kind, self._sizes(self._root), kind_of_one, self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -187,19 +195,23 @@ class DurableTier(Tier):
 
     def _infos(self) -> list[CheckpointInfo]:
         """Own checkpoints, newest first; those without a manifest are being written, or their writers are dead."""
-        infos = []
-        for name in self._own_names():
-            manifest: Manifest | CheckpointError
-            try:
-                manifest = self._read_manifest(name)
-            except FileNotFoundError:
-                continue
-            except CorruptCheckpointError as error:
-                manifest = error
-            sizes = self._sizes(self._folder(name))
-            shown = self._shown(self._folder(name))
-            infos.append(info_of(name, Path(shown), manifest, sizes, whole=True, shown=shown))
-        return infos
+        return [info for name in self._own_names() if (info := self._info(name)) is not None]
+
+    def _info(self, name: SaveId) -> CheckpointInfo | None:
+        """None if there is nothing of it. Of one without a manifest no shard can be read."""
+        manifest: Manifest | CheckpointError
+        is_whole = True
+        try:
+            manifest = self._read_manifest(name)
+        except FileNotFoundError:
+            manifest, is_whole = CorruptCheckpointError("it has no manifest"), False
+        except CorruptCheckpointError as error:
+            manifest = error
+        sizes, shown = self._sizes(self._folder(name)), self._shown(self._folder(name))
+        if not is_whole:
+            sizes.pop(MANIFEST_NAME, None)  # an empty one
+        info = info_of(name, Path(shown), manifest, sizes, whole=is_whole, shown=shown)
+        return info if is_whole else replace(info, shards={}) if info.shards else None
 
     def _kind_of(self, folder: str) -> Kind | None:
         """The kind of checkpoint in a folder; asked once, since what is published does not change."""

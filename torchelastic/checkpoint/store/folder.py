@@ -28,7 +28,13 @@ from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
-from torchelastic.checkpoint.store.writing import remove_folder, remove_left_overs, require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import (
+    make_place,
+    remove_folder,
+    remove_left_overs,
+    require_stored,
+    write_manifest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +144,11 @@ class FolderTier(Tier):
 
     def inventory(self) -> list[TierEntry]:
         """See `Tier`."""
-        return [TierEntry.of(info) for info in self._own_checkpoints() if info.manifest is not None or info.shards]
+        return [
+            TierEntry.of(info)
+            for info in self._own_checkpoints()
+            if info.manifest is not None or info.shards or info.damage
+        ]
 
     def noted_inventory(self) -> list[TierEntry]:
         """`inventory`; a warning names, once, what names, sizes and the manifest show to be damaged."""
@@ -189,7 +199,7 @@ class FolderTier(Tier):
     def _folder_of(self, name: SaveId) -> Path:
         """Where the shards of a checkpoint lie; created if it is missing."""
         folder = self._root / name.folder_name
-        self._disk.make_folder(folder)
+        make_place(folder, self._disk)
         return folder
 
     def _own_checkpoints(self) -> list[CheckpointInfo]:

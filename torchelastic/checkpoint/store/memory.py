@@ -16,7 +16,7 @@ from torchelastic.checkpoint.store.reading import is_whole
 from torchelastic.checkpoint.store.received import ReceivedShards
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import SealedShard
-from torchelastic.checkpoint.store.writing import remove_whatever
+from torchelastic.checkpoint.store.writing import make_place, remove_whatever
 
 
 class MemoryTier(FolderTier):
@@ -91,9 +91,13 @@ class MemoryTier(FolderTier):
         return is_whole(self.path_of(shard), shard.rank)
 
     def remove_damaged(self, shard: ShardId) -> None:
-        """Removes a shard that proved damaged, also where another process holds it: nobody can use it."""
+        """Removes a shard that proved damaged, also where another process holds it: nobody can use it.
+
+        Another one can be put there then, whatever lay there.
+        """
         path = self.path_of(shard)
-        if path.is_file():
+        make_place(path.parent, self._disk)
+        if os.path.isfile(path):  # noqa: PTH113 - that of Path raises where a folder may not be read
             self._retire(path)
         remove_whatever(path, self._disk)
 

@@ -93,17 +93,22 @@ def is_whole(path: Path, rank: int) -> bool:
         path: where it should lie.
         rank: who wrote it.
     """
-    try:
-        if not path.is_file():  # opening a pipe would wait for its writer
-            return False
-        found = record_in(path, rank)
-    except OSError:
+    found = _as_it_says(path, rank)
+    if found is None:
         return False
     try:
         records = read_manifest(path.parent).shards
     except CheckpointError:
         return True
     return all(found == record for record in records if record.rank == rank)
+
+
+def _as_it_says(path: Path, rank: int) -> ShardRecord | None:
+    """A shard by what it says about itself; None if it is none, or not all of it, or cannot be read."""
+    try:
+        return record_in(path, rank) if path.is_file() else None  # opening a pipe would wait for its writer
+    except OSError:
+        return None
 
 
 def _described(preamble_bytes: bytes, stored_bytes: int, rank: int, file: str) -> ShardRecord:
@@ -293,18 +298,27 @@ def sizes_in(folder: Path) -> dict[str, int | None]:
 
 
 def _look_at(folder: Path, name: SaveId, *, whole: bool) -> CheckpointInfo:
+    if not folder.is_dir() and os.path.lexists(folder):
+        return _unusable(folder, name, f"{folder} is no folder")
     try:  # errors are kept in no variable: they keep this frame and all below it
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return info_of(name, folder, error, _sizes_if_readable(folder), whole=whole)
+        try:
+            return info_of(name, folder, error, _without_cut(folder, sizes_in(folder)), whole=whole)
+        except CheckpointError as unlisted:  # one folder that cannot be read hides no other
+            return _unusable(folder, name, str(unlisted))
     try:
         return info_of(name, folder, manifest, sizes_in(folder), whole=whole)
     except CheckpointError as error:
-        return info_of(name, folder, error, {}, whole=whole)
+        return _unusable(folder, name, str(error))
 
 
-def _sizes_if_readable(folder: Path) -> dict[str, int | None]:
-    try:
-        return sizes_in(folder)
-    except CheckpointError:  # one folder that cannot be read hides no other
-        return {}
+def _unusable(folder: Path, name: SaveId, why: str) -> CheckpointInfo:
+    return CheckpointInfo(step=name.step, saved_s=0.0, name=name, folder=folder, manifest=None, damage=why)
+
+
+def _without_cut(folder: Path, sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """What is whole as far as the shards themselves say: no manifest does."""
+    parsed = {file: parse_shard_file_name(file) for file in sizes}
+    cut = [file for file, one in parsed.items() if one is not None and _as_it_says(folder / file, one[0]) is None]
+    return {file: size for file, size in sizes.items() if file not in cut}

@@ -18,7 +18,7 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.reading import is_whole
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name, shard_file_name
-from torchelastic.checkpoint.store.writing import remove_whatever
+from torchelastic.checkpoint.store.writing import make_place, remove_whatever
 from torchelastic.processes.file_locks import lock_file
 
 Shelf = TypeVar("Shelf", bound="ReceivedShards")
@@ -82,7 +82,7 @@ class ReceivedShards:
                 if _shard_bytes(stage.slot.view()[:size_bytes]) != size_bytes:
                     raise CorruptCheckpointError(f"what was received as {path.name} is longer than its shard")
                 if not is_whole(path, ShardId.parse(object_id).rank):
-                    self.disk.make_folder(path.parent)
+                    make_place(path.parent, self.disk)
                     remove_whatever(path, self.disk)
                     self._pool.publish(stage, path)
                     self._published[path] = digest

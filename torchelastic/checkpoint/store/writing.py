@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
-from torchelastic.checkpoint.shards.writing import write_whole
+from torchelastic.checkpoint.shards.writing import HIDDEN, write_whole
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
+from torchelastic.checkpoint.store.owner import locked
 from torchelastic.checkpoint.store.reading import names_in, record_in, require_same
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
+log = logging.getLogger(__name__)
+
+#: For how long another process of this host is waited for that does the same.
+SETTING_ASIDE_S = 60.0
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
 
 
@@ -61,9 +68,31 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
     return removed
 
 
+def make_place(folder: Path, disk: Disk = REAL_DISK) -> None:
+    """Makes the folder of a checkpoint; what lies there and cannot be used gets another name, with a warning.
+
+    A link to a disk that is not mounted, the folder of another user, a file: nothing of it is lost.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    if os.path.lexists(folder) and not _is_usable(folder):
+        with locked(folder.parent / f"{HIDDEN}place", SETTING_ASIDE_S):
+            if os.path.lexists(folder) and not _is_usable(folder):
+                aside = folder.with_name(f"unusable-{folder.name}-{secrets.token_hex(4)}")
+                disk.rename(folder, aside)
+                log.warning("%s cannot be used: it is called %s from now on", folder, aside.name)
+            disk.make_folder(folder)
+    disk.make_folder(folder)
+
+
+def _is_usable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+
+
 def remove_whatever(path: Path, disk: Disk = REAL_DISK) -> None:
     """Removes what lies where a shard belongs and is none: a file, a link, a folder. Raises: CheckpointError."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - that of Path raises where it may not look
         disk.remove_folder(path)
     else:
         disk.remove(path)
