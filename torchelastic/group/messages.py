@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from torchelastic.group import under_way
 from torchelastic.group.watched_group import WatchedGroup
 
 #: What every rank sends at once; where more is to be said, all of it follows in a second round.
@@ -77,6 +78,7 @@ class LaggedMax:
         self.group, self.number = group, number
         self._values = torch.tensor(values, dtype=torch.float64, device=group.device)
         self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group.group, async_op=True)
+        under_way.hold(self._work)  # the last one of a run is never finished
 
     def finish(self) -> list[float]:
         """The largest of each number over all ranks.
@@ -86,4 +88,5 @@ class LaggedMax:
             RuntimeError: the group is broken, for example because a rank has died.
         """
         self.group.wait(self._work, f"maximum-{self.number}")
+        under_way.release_ended()
         return [float(value) for value in self._values.tolist()]

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchelastic.group import under_way
 from torchelastic.group.backends import device_names
 from torchelastic.text import listed
 from torchelastic.torch_internals.process_groups import default_store
@@ -131,6 +132,15 @@ class WatchedGroup:
         """
         if work is None:  # what torch returns to ranks outside the group
             raise ValueError("this rank is not in the process_group: give it a group that it belongs to")
+        try:
+            self._wait_in_slices(work, call)
+        except BaseException:  # Ctrl-C too
+            under_way.hold(work)
+            raise
+        work.wait()  # raises what went wrong
+
+    def _wait_in_slices(self, work: dist.Work, call: str) -> None:
+        """Waits until it has ended, well or not; raises as `wait`, of which this is the greater part."""
         start_s, report_s = self._clock(), min(_REPORT_AFTER_S, self._timeout_s / 2)
         while not work.is_completed():
             waited_s = self._clock() - start_s
@@ -142,7 +152,6 @@ class WatchedGroup:
             if waited_s >= self._timeout_s:
                 raise RanksMissingError(self._without_report(call))
             time.sleep(_POLL_S if waited_s < _SLOW_AFTER_S else _SLOW_POLL_S)
-        work.wait()  # raises what went wrong
 
     def lost(self) -> list[int]:
         """Who is lost, after a collective has broken: whoever does not report soon; the other ranks learn of it.
