@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests.process.fork_server import fork_server, kill, started
+from torchelastic.p2p.groups import ProcessGroups
+from torchelastic.torch_internals.c10d_types import PrefixStore, Store
+from torchelastic.torch_internals.process_groups import default_store
 
 ANSWER_S = 60
 
@@ -77,6 +80,18 @@ def succeeded(answers: list[Any]) -> list[Any]:
     failures = [f"rank {rank}: {answer.text}" for rank, answer in enumerate(answers) if isinstance(answer, Failed)]
     assert not failures, "\n".join(failures)
     return answers
+
+
+def form_ours(timeout_s: float = 20.0) -> tuple[ProcessGroups, Store]:
+    """In place of the group of the ranks one as `CoordinatorP2P` makes it; and a store of theirs."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
+    connected = PrefixStore("connected", store)
+    connected.set(str(rank), "1")
+    connected.wait([str(each) for each in range(size)])  # else one may yet be connecting when another one destroys
+    dist.destroy_process_group()
+    groups = ProcessGroups("gloo", timedelta(seconds=timeout_s))
+    groups.form(PrefixStore("ours", store), rank, size)
+    return groups, PrefixStore("tests", store)
 
 
 def _serve(end: Connection, environment: dict[str, str]) -> None:

@@ -114,7 +114,7 @@ def test_a_torch_whose_usual_store_takes_no_open_socket_gets_the_other_one(monke
             made.append(use_libuv)
             if use_libuv:
                 raise NotImplementedError("the usual store takes no descriptor")
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, **{**kwargs, "use_libuv": use_libuv})
 
     monkeypatch.setattr(c10d_types, "TCPStore", Store26)
     store = RoundStore()

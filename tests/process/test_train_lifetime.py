@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.process.local_ranks import crew_of, succeeded
+from tests.process.local_ranks import crew_of, form_ours, succeeded
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.checkpoint.store import list_checkpoints
@@ -186,14 +186,16 @@ def test_a_tier_that_does_not_answer_costs_neither_the_other_tier_nor_the_end_in
 def tell_of_it_at(steps_of_rank_1: int) -> list[int]:
     """Which of its steps a rank hears of the deadline that rank 1 has from some step on, and of its end."""
     agreement.interval_steps = lambda *_: 3  # else it depends on how fast this machine is
-    said = StepAgreement(dist.group.WORLD)
+    rank, (groups, _) = dist.get_rank(), form_ours()
+    said = StepAgreement(groups.control)
     heard = []
     for step in range(60):
-        own = dist.get_rank() == 1 and steps_of_rank_1 <= step < steps_of_rank_1 + 20
+        own = rank == 1 and steps_of_rank_1 <= step < steps_of_rank_1 + 20
         if said.deadline_is_near(own):
             heard.append(step)
         said.leave(False)
-        time.sleep(0.001 * (1 + dist.get_rank()))
+        time.sleep(0.001 * (1 + rank))
+    groups.destroy()  # the last agreement may be under way
     return heard
 
 
