@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import MakeJob
+from tests.older_torch import needs_helper_process
 
 SCRIPT = """
 import os, pathlib, signal
@@ -102,6 +103,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
+@needs_helper_process
 def test_helper_processes_of_async_save_are_started_anew_when_a_worker_was_replaced(
     jobs: MakeJob, tmp_path: Path
 ) -> None:

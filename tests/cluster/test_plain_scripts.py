@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.framework_scripts import LIGHTNING_SHARDED
+from tests.older_torch import needs_fsdp2_on_cpus
 from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
@@ -276,6 +277,7 @@ def test_on_two_hosts_a_script_that_fails_again_and_again_fails(tmp_path: Path, 
 
 @pytest.mark.long
 @pytest.mark.timeout(450)
+@needs_fsdp2_on_cpus
 def test_a_sharded_model_of_lightning_goes_on_from_memory_in_its_next_life(tmp_path: Path) -> None:
     """FSDP2: all workers are started again, each with its part, at the step that the killed one was in."""
     if importlib.util.find_spec("lightning") is None:

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from tests.cluster.elastic_job import make_dataset
 from tests.cluster.harness import Job, batch_indices
 from tests.cluster.sharded_job import SEED, WIDTH, as_list, optimizers, plain_model
+from tests.older_torch import needs_fsdp2_on_cpus
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.testing.faults import Fault
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), needs_fsdp2_on_cpus]
 #: A run of FSDP2 costs 20 s of processor time: of each sort CI has one or two.
 SLOW = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from tests.older_torch import async_save_in
 from tests.waiting import wait_until
 from torchelastic.checkpoint import CheckpointError, DurableTier, EverySteps, KeepLast
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
@@ -153,9 +153,8 @@ class Memory(Checkpoints):
         dcp.save(state, checkpoint_id=id_, storage_writer=self._writer)
 
     def save_aside(self, step: int) -> None:
-        kind = AsyncCheckpointerType.PROCESS
         state, id_ = self._state(step)
-        dcp.async_save(state, checkpoint_id=id_, storage_writer=self._writer, async_checkpointer_type=kind).result()
+        dcp.async_save(state, checkpoint_id=id_, storage_writer=self._writer, **async_save_in("process")).result()
 
     def _state(self, step: int) -> tuple[dict[str, torch.Tensor], str]:
         id_ = self.folder / CheckpointContainerId.format_version_container(step)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from tests.older_torch import async_save_in
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,
@@ -118,7 +118,7 @@ def save_with_helpers(root: Path, victim: int, *, during: bool) -> list[str]:
                 state_of(rank, step),
                 checkpoint_id=str(folder_of(root, rank, step)),
                 storage_writer=writer,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                **async_save_in("process"),
             )
             if during and step == 2 and rank == victim:
                 _kill_helper()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts import durable_ranks
+from tests.older_torch import HAS_HELPER_PROCESS, NO_HELPER_PROCESS
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.checkpoint.durable_copies import ANSWER_S
 
@@ -54,6 +55,8 @@ def test_copies_are_as_rare_as_they_are_wanted_and_the_newer_save_on_the_hosts_i
 
 
 def test_what_a_process_of_its_own_has_saved_is_copied_too(tmp_path: Path, kind: str) -> None:
+    if kind == "memory" and not HAS_HELPER_PROCESS:
+        pytest.skip(NO_HELPER_PROCESS)
     values(run_ranks(durable_ranks.save_aside, kind, tmp_path, 4, ranks=2))
     _lose(tmp_path, 0, 1)
     assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [4, 4]

@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin  # type: ignore[import-untyped, unused-ignore]
 from torch.distributed.tensor import DTensor
 
+from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.checkpoint import BCPState, MemoryTier
 
@@ -86,6 +87,7 @@ def base() -> Iterator[str]:
         yield folder
 
 
+@needs_fsdp2_on_cpus
 def test_killed_ranks_of_a_sharded_model_go_on_from_memory_also_where_a_host_is_lost(base: str) -> None:
     undisturbed = values(run_ranks(train, f"{base}/undisturbed", None, ranks=2))
     killed = run_ranks(train, base, 5, ranks=2)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process import training_state_jobs as jobs
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.training_state_jobs import Job
@@ -345,7 +346,7 @@ def test_the_interpreter_does_not_end_before_the_save_in_the_background_is_publi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2_on_cpus)])
 @pytest.mark.parametrize("sync", [True, False])
 def test_each_of_two_ranks_goes_on_bit_for_bit(crew: Crew, folder: Path, kind: str, sync: bool) -> None:
     answers = succeeded(crew.run(_in_one_folder, str(folder), sync, kind, ranks=2))
@@ -364,6 +365,7 @@ def _in_one_folder(folder: str, sync: bool, kind: str) -> Any:
     return jobs.in_one_folder(folder, sync=sync, kind=kind)
 
 
+@needs_fsdp2_on_cpus
 def test_two_sharded_ranks_are_resumed_by_one_and_one_by_two(crew: Crew, folder: Path) -> None:
     by_two, _ = succeeded(crew.run(jobs.saved_by, str(folder), "fsdp2", ranks=2))
     ((one, extra, kept, words),) = succeeded(crew.run(_resumed_plain, str(folder), ranks=1))
@@ -453,11 +455,13 @@ def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folde
     assert "does not fit" in second[1]
 
 
+@needs_fsdp2_on_cpus
 def test_what_a_lost_host_had_of_a_sharded_model_comes_from_its_copy_on_another(crew: Crew, folder: Path) -> None:
     answers = succeeded(crew.run(jobs.after_a_host_is_lost, str(folder), ranks=2))
     assert answers == [(2, 0, True), (2, 1, True)]
 
 
+@needs_fsdp2_on_cpus
 def test_of_a_shard_on_another_host_a_rank_receives_only_what_it_reads(crew: Crew, folder: Path) -> None:
     for is_same, received_bytes, part_bytes in succeeded(crew.run(jobs.received_by_each_rank, str(folder), ranks=2)):
         assert is_same

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
+from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process import local_ranks
 from tests.process.lightning_memory_job import Batches, Model, Outcome, quiet_trainer, train, train_ranks
 from tests.process.local_ranks import Crew, crew_of, succeeded
@@ -98,6 +99,7 @@ def test_a_killed_run_of_two_ranks_goes_on_from_memory_as_if_nothing_had_happene
 
 
 @pytest.mark.long
+@needs_fsdp2_on_cpus
 def test_with_fsdp2_each_rank_saves_its_part(crew: Crew, folder: Path) -> None:
     options = {"strategy": "fsdp2"}
     succeeded(crew.run(train_with, folder, {"max_steps": 7, **options}, ranks=2))
@@ -108,7 +110,7 @@ def test_with_fsdp2_each_rank_saves_its_part(crew: Crew, folder: Path) -> None:
     assert_equal(resumed[1], whole[1], but="running")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2_on_cpus)])
 def test_another_number_of_ranks_goes_on_from_it(crew: Crew, folder: Path, strategy: str) -> None:
     options = {"max_steps": 6, "strategy": strategy}
     before = succeeded(crew.run(train_with, folder, options, ranks=2))[0]

@@ -16,21 +16,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.older_torch import async_save_in, needs_cached_plans, needs_helper_process
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_jobs import EMPTY
 from tests.process.memory_saves import Saving, State, blank, quietly, same, saving
@@ -47,10 +47,11 @@ from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.store import SaveId
 from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
+from torchelastic.torch_internals.checkpoints import forget_plans
 
 SIZE = 50_000
 WAIT_S = 60
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+Place: TypeAlias = Literal["thread", "process"]
 CREW_SIZE = 3
 
 
@@ -128,6 +129,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(alone: Saving) -> None:
     assert len(alone.shards()) == 1
 
 
+@needs_cached_plans
 def test_planners_may_cache_their_plans(alone: Saving) -> None:
     for step in (1, 2, 3):
         alone.save(state_of(step), step, planner=DefaultSavePlanner(enable_plan_caching=True))
@@ -277,8 +279,7 @@ def whole_of(state: State) -> State:
 
 
 def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) -> dict[str, Any]:
-    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        getattr(SavePlanner, f"_cached_{name}").clear()  # of a group that these ranks formed before
+    forget_plans()  # of a group that these ranks formed before
     with saving(root, hosts) as one:
         for step in steps:
             planner = DefaultSavePlanner(enable_plan_caching=True) if cached else None
@@ -296,7 +297,7 @@ def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) ->
         return answer
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["planned", "cached"])
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=needs_cached_plans)], ids=["planned", "cached"])
 @pytest.mark.parametrize(("hosts", "shards"), [("aa", 2), ("ab", 2), ("abc", 2), ("aab", 3)])
 def test_ranks_save_together(crew: Crew, root: Path, hosts: str, shards: int, cached: bool) -> None:
     answers = succeeded(crew.run(save_steps, str(root), hosts, [1, 2, 3, 4], cached, ranks=len(hosts)))
@@ -486,23 +487,25 @@ def change_all(state: State) -> None:
 
 
 @contextmanager
-def saving_beside(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -> Iterator[Saving]:
+def saving_beside(root: str, hosts: str, place: Place, port: int) -> Iterator[Saving]:
     """A rank that may have a child, which saves."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with saving(root, hosts) as one:
         yield one
         one.replication.all_gather("done", None)
-    if kind is PROCESS:
+    if place == "process":
+        from torch.distributed.checkpoint import _async_process_executor as executor
+
         executor._CHECKPOINT_PROCESS = None
 
 
-def overlapping(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -> list[Any]:
-    with saving_beside(root, hosts, kind, port) as one:
+def overlapping(root: str, hosts: str, place: Place, port: int) -> list[Any]:
+    with saving_beside(root, hosts, place, port) as one:
         states = {step: sharded(step) for step in range(1, 9)}
         futures = []
         for step, state in states.items():
-            futures.append(one.async_save(state, step, async_checkpointer_type=kind))
+            futures.append(one.async_save(state, step, **async_save_in(place)))
             change_all(state)
         under_way = sum(not future.done() for future in futures)
         for future in futures:
@@ -514,11 +517,11 @@ def overlapping(root: str, hosts: str, kind: AsyncCheckpointerType, port: int) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "slots"), [(THREAD, 7), (PROCESS, 8)], ids=["thread", "process"])
+@pytest.mark.parametrize(("place", "slots"), [("thread", 7), pytest.param("process", 8, marks=needs_helper_process)])
 def test_a_save_is_of_the_values_at_the_call_and_waits_for_the_one_before_it(
-    crew: Crew, root: Path, kind: AsyncCheckpointerType, slots: int
+    crew: Crew, root: Path, place: Place, slots: int
 ) -> None:
-    answers = succeeded(crew.run(overlapping, str(root), "ab", kind, *unused_ports("127.0.0.1"), ranks=2))
+    answers = succeeded(crew.run(overlapping, str(root), "ab", place, *unused_ports("127.0.0.1"), ranks=2))
     for is_alone, latest, is_same, held in answers:
         assert (is_alone, latest, is_same) == (True, 8, True)
         assert held <= slots

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.older_torch import needs_helper_process
 from torchelastic.network.ports import unused_ports
+
+pytestmark = needs_helper_process
 
 GUIDE = Path(__file__).with_name("flashpoint_guide.py")
 GUARD = 'if __name__ == "__main__":'

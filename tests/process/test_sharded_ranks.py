@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.local_ranks import Crew, succeeded
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.copying import Pending
@@ -94,6 +95,7 @@ def gone_back(fails_once: bool) -> tuple[int, list[float], list[float], list[lis
 
 
 @pytest.mark.parametrize("fails_once", [False, True])
+@needs_fsdp2_on_cpus
 def test_a_live_state_that_is_not_gone_on_from_is_given_up_before_the_parts_come(crew: Crew, fails_once: bool) -> None:
     for reached, before, after, found in succeeded(crew.run(gone_back, fails_once, ranks=2)):
         assert reached == 3
@@ -113,6 +115,7 @@ def handed_over_without_memory() -> int:
     return state.step
 
 
+@needs_fsdp2_on_cpus
 def test_where_copies_have_no_memory_a_rank_that_leaves_does_not_end_the_others(crew: Crew) -> None:
     assert succeeded(crew.run(handed_over_without_memory, ranks=2)) == [2, 2]
 
@@ -140,6 +143,7 @@ def grown_bytes(changes: int) -> tuple[int, int]:
     return sizes[-1] - sizes[1], sum(tensor.nbytes for tensor in state._live.present.tensors().values())
 
 
+@needs_fsdp2_on_cpus
 def test_a_process_does_not_grow_with_the_changes_of_its_group(crew: Crew) -> None:
     for grown, parts in succeeded(crew.run(grown_bytes, 10, ranks=2)):
         # glibc would keep half of them at each change; what the tests before this one left may move the figure by one
@@ -212,6 +216,7 @@ def interrupted(rank_that_fails: int, sync_fails: bool = False) -> tuple[int, li
 
 @pytest.mark.parametrize("sync_fails", [False, True])
 @pytest.mark.parametrize("rank_that_fails", [0, 1])
+@needs_fsdp2_on_cpus
 def test_a_step_that_others_complete_counts_with_the_rate_that_was_set_in_it(
     crew: Crew, rank_that_fails: int, sync_fails: bool
 ) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 import torchelastic
+from tests.older_torch import needs_fsdp2_on_cpus
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
 from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, TieredCheckpointManager
 from torchelastic.errors import NonRetryableException, RetryableException, UnfitError
@@ -115,6 +116,7 @@ def whole(state: ShardedState) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("made", [build(on_meta=True), build(on_meta=False), build_replicated])
+@needs_fsdp2_on_cpus
 def test_first_values_are_those_of_one_process_with_this_seed(made: Callable[[DeviceMesh], tuple[Any, ...]]) -> None:
     state = ShardedState(made, seed=7)
     before = torch.get_rng_state()
@@ -126,11 +128,13 @@ def test_first_values_are_those_of_one_process_with_this_seed(made: Callable[[De
         assert torch.equal(whole(state)[name], value), name
 
 
+@needs_fsdp2_on_cpus
 def test_a_module_that_cannot_initialize_itself_is_named() -> None:
     with pytest.raises(NonRetryableException, match=r"the module '1' is a Scaled, was built on the meta device"):
         ShardedState(build(Scaled)).sync()
 
 
+@needs_fsdp2_on_cpus
 def test_initialize_is_called_with_whole_modules_of_the_users_classes() -> None:
     seen = []
 
@@ -149,6 +153,7 @@ def test_initialize_is_called_with_whole_modules_of_the_users_classes() -> None:
 
 
 @pytest.mark.parametrize("made", [build(), build_on_two_meshes])
+@needs_fsdp2_on_cpus
 def test_the_next_group_takes_all_over_bit_for_bit(made: Callable[[DeviceMesh], tuple[Any, ...]]) -> None:
     state = ShardedState(made, extra={"note": "kept"})
     state.sync()
@@ -166,6 +171,7 @@ def test_the_next_group_takes_all_over_bit_for_bit(made: Callable[[DeviceMesh], 
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
+@needs_fsdp2_on_cpus
 def test_a_step_that_failed_is_undone_or_stands(has_stepped: bool) -> None:
     """After its optimizer has stepped on all that are left, it stands, as the commit rule says."""
     state = ShardedState(build(), sampler=ElasticBatchSampler(40, 4))
@@ -199,6 +205,7 @@ def interrupt_the_optimizer(state: ShardedState) -> None:
     state.apply(snapshot)
 
 
+@needs_fsdp2_on_cpus
 def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> None:
     state = ShardedState(build())
     state.sync()
@@ -212,6 +219,7 @@ def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> Non
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
+@needs_fsdp2_on_cpus
 def test_a_failed_step_that_has_changed_weights_itself_leaves_nothing_to_go_on_from(has_stepped: bool) -> None:
     """The others' copies of the state before the step do."""
     state = ShardedState(build())
@@ -250,11 +258,13 @@ def optimizer_before_sharding(mesh: DeviceMesh) -> tuple[Any, ...]:
     (first_layer_only, r"has left the parameter '1\.\w+' unsharded"),
     (optimizer_before_sharding, "make the optimizer after fully_shard"),
 ])  # fmt: skip
+@needs_fsdp2_on_cpus
 def test_what_build_must_not_return(made: Callable[[DeviceMesh], Any], told: str) -> None:
     with pytest.raises((ValueError, TypeError, NonRetryableException), match=told):
         ShardedState(made).sync()
 
 
+@needs_fsdp2_on_cpus
 def test_another_model_in_the_next_group_is_named() -> None:
     layers: list[Callable[[], torch.nn.Module]] = []
     state = ShardedState(lambda mesh: build(*layers)(mesh))
@@ -276,6 +286,7 @@ class Odd(torch.optim.SGD):
         return result
 
 
+@needs_fsdp2_on_cpus
 def test_an_optimizer_with_state_of_other_kinds_is_refused() -> None:
     def made(mesh: DeviceMesh) -> tuple[Any, ...]:
         model, _ = build()(mesh)
@@ -341,6 +352,7 @@ def test_gradients_that_cannot_be_weighted_are_an_error() -> None:
         weighting.check()
 
 
+@needs_fsdp2_on_cpus
 def test_its_checkpoint_has_the_form_of_a_model_states() -> None:
     sharded = ShardedState(build())
     sharded.sync()
@@ -369,6 +381,7 @@ def saved(state: Any, folder: Path) -> TieredCheckpointManager:
     return manager
 
 
+@needs_fsdp2_on_cpus
 def test_a_run_that_began_unsharded_goes_on_sharded(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = model_of()
@@ -395,6 +408,7 @@ def test_a_run_that_began_unsharded_goes_on_sharded(tmp_path: Path) -> None:
     manager.close()
 
 
+@needs_fsdp2_on_cpus
 def test_a_key_that_is_new_in_extra_stays_as_built_where_an_older_checkpoint_lacks_it(tmp_path: Path) -> None:
     older = ShardedState(build(), extra={"seen": 5})
     older.sync()
@@ -414,6 +428,7 @@ def test_a_key_that_is_new_in_extra_stays_as_built_where_an_older_checkpoint_lac
     manager.close()
 
 
+@needs_fsdp2_on_cpus
 def test_a_sharded_run_goes_on_unsharded(tmp_path: Path) -> None:
     state = ShardedState(build(), extra={"seen": 5})
     state.sync()
@@ -428,6 +443,7 @@ def test_a_sharded_run_goes_on_unsharded(tmp_path: Path) -> None:
     manager.close()
 
 
+@needs_fsdp2_on_cpus
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     def build_otherwise(mesh: DeviceMesh) -> tuple[Any, ...]:
         model, _ = build()(mesh)
@@ -444,6 +460,7 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused(tmp_path: Path) ->
     manager.close()
 
 
+@needs_fsdp2_on_cpus
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     state = ShardedState(build())
     state.sync()
@@ -460,5 +477,5 @@ def test_a_torch_whose_fsdp2_does_not_run_on_cpus_is_refused(monkeypatch: pytest
     """As torch 2.6: its error would come from the first backward pass, at every attempt."""
     monkeypatch.setattr(torch.cpu, "Stream", object)
     with pytest.raises(UnfitError, match=r"FSDP2 of torch .* does not run on CPUs: install torch 2\.9 or later"):
-        check_device("cpu")
+        ShardedState(build()).sync()
     check_device("cuda")

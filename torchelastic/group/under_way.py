@@ -7,6 +7,7 @@ With torch 2.6 whoever releases the group keeps the interpreter and waits for th
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -29,5 +30,5 @@ def hold(work: dist.Work | None) -> None:
 def release_ended() -> None:
     """Let go of the operations that have ended. From any thread, as `hold`."""
     for ended in [one for one in list(_held) if one.is_completed()]:
-        if ended in _held:
+        with suppress(ValueError):  # another thread was quicker
             _held.remove(ended)
