@@ -6,14 +6,17 @@ import gc
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.process.async_work import PATIENCE_S
+from tests.waiting import wait_until
 from torchelastic.checkpoint.async_ckpt import (
     AsyncCallsQueue,
     AsyncCheckpointError,
@@ -21,6 +24,7 @@ from torchelastic.checkpoint.async_ckpt import (
     TorchAsyncCheckpoint,
     abort_checkpoints,
 )
+from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
 from torchelastic.checkpoint.async_ckpt.torch_checkpoint import save_and_rename
 from torchelastic.checkpoint.staging import new_staging_path
 
@@ -130,12 +134,38 @@ def test_work_that_takes_too_long_has_failed_and_the_queue_goes_on() -> None:
     queue.schedule_async_request(behind.request)
     with pytest.raises(AsyncCheckpointError, match=r"call 1 .* not done within 0.2 s"):
         queue.maybe_finalize_async_calls(blocking=True)
-    with pytest.raises(AsyncCheckpointError, match=r"call 2 .* given up"):
-        queue.maybe_finalize_async_calls(blocking=True)
     index = queue.schedule_async_request(after.request)
-    assert queue.maybe_finalize_async_calls(blocking=True) == [index]
+    assert queue.maybe_finalize_async_calls(blocking=True) == [2, index]
+    assert behind.thread is not hung.thread
     hung.may_end.set()
-    assert (hung.finalized, behind.finalized, after.finalized) == (0, 0, 1)
+    assert (hung.finalized, behind.finalized, after.finalized) == (0, 1, 1)
+
+
+def test_polls_that_do_not_block_name_a_call_that_takes_too_long_once(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Work()
+    with AsyncCallsQueue(worker="thread", timeout_s=0.01) as queue:
+        queue.schedule_async_request(slow.request)
+        assert slow.has_begun.wait(PATIENCE_S)
+        time.sleep(0.02)
+        assert [queue.maybe_finalize_async_calls() for _ in range(3)] == [[], [], []]
+        assert [text.split(" (")[0] for text in caplog.messages] == [
+            "asynchronous checkpoint call 1 is not done 0.01 s"
+        ]
+        slow.may_end.set()
+        wait_until(lambda: queue.maybe_finalize_async_calls() == [1], PATIENCE_S, "the slow call")
+
+
+def test_what_a_failed_call_has_begun_is_taken_back_once(queue: AsyncCallsQueue) -> None:
+    done: list[str] = []
+    for work in (done_work(ValueError("disk on fire")), done_work()):
+        names = ("together", "alone", "given up")
+        hook = CollectiveFinalize(*(partial(done.append, name) for name in names))
+        queue.schedule_async_request(work.request._replace(finalize_fns=[hook]))
+    with pytest.raises(AsyncCheckpointError):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert done == ["given up"]
+    assert queue.maybe_finalize_async_calls(blocking=True) == [2]
+    assert done == ["given up", "together"]
 
 
 def test_abort_drops_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]  # typeshed does not know it
@@ -142,7 +144,7 @@ def test_a_worker_that_hangs_is_given_up(
     monkeypatch.setattr(persistent, "_timeout_s", 0.1)
     with pytest.raises(AsyncCheckpointError, match=r"not done within 0.1 s"):
         persistent.maybe_finalize_async_calls(blocking=True)
-    assert is_gone(pid)
+    wait_until(lambda: is_gone(pid), PATIENCE_S, "the worker ends")
 
 
 @pytest.mark.long
@@ -274,3 +276,73 @@ def test_a_worker_that_hangs_before_it_is_ready_is_named_with_the_likely_reason(
         f"the checkpoint worker {worker.pid} is not ready after 0 s: see what it has printed (scripts need an "
         '`if __name__ == "__main__":`)'
     ]
+
+
+def starting_worker(queue: AsyncCallsQueue, *requests: AsyncRequest) -> psutil.Process:
+    """The new worker that has these to do, stopped before it is ready."""
+    others = set(multiprocessing.active_children())
+    for request in requests:
+        queue.schedule_async_request(request)
+    (child,) = (child for child in multiprocessing.active_children() if child not in others)
+    worker = psutil.Process(child.pid)
+    worker.suspend()
+    return worker
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_start_of_a_worker_is_no_part_of_the_limit_of_its_call(tmp_path: Path, persistent: bool) -> None:
+    with AsyncCallsQueue(persistent, timeout_s=8.0) as queue:
+        worker = starting_worker(queue, AsyncRequest(async_work.note_sum, (torch.ones(3), tmp_path / "sum"), []))
+        late = threading.Timer(10.0, worker.resume)
+        late.start()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+        assert not late.is_alive(), "it was ready before it was let go"
+
+
+@pytest.mark.long
+def test_the_start_of_a_worker_is_no_part_of_the_limit_of_staging(tmp_path: Path) -> None:
+    args = ("label", None, tmp_path / "seen")
+    staging = partial(async_work.stage, tmp_path / "staged")
+    with AsyncCallsQueue(timeout_s=8.0) as queue:
+        done = threading.Thread(target=stop_for, args=(set(multiprocessing.active_children()), 10.0))
+        done.start()
+        queue.schedule_async_request(AsyncRequest(async_work.note_staged, args, [], preload_fn=staging))
+        assert not done.is_alive(), "it was ready before it was let go"
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+
+
+def stop_for(others: set[Any], duration_s: float) -> None:
+    wait_until(lambda: bool({*multiprocessing.active_children()} - others), PATIENCE_S, "a worker is started")
+    (child,) = {*multiprocessing.active_children()} - others
+    worker = psutil.Process(child.pid)
+    worker.suspend()
+    time.sleep(duration_s)
+    worker.resume()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_worker_that_is_not_ready_in_time_is_ended_and_named(persistent: bool) -> None:
+    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S, start_timeout_s=0.2) as queue:
+        worker = starting_worker(queue, AsyncRequest(os.getpid, (), [never]))
+        with pytest.raises(
+            AsyncCheckpointError,
+            match=rf"the worker process {worker.pid} was not ready within 0.2 s \(start_timeout_s\) and was ended: see",
+        ):
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert is_gone(worker.pid)
+    with pytest.raises(ValueError, match="start_timeout_s is 0: give seconds, more than 0"):
+        AsyncCallsQueue(start_timeout_s=0)
+
+
+def test_staging_that_waits_for_too_long_behind_a_call_leaves_that_call_alone(tmp_path: Path) -> None:
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        args = (torch.ones(2), tmp_path / "sum", tmp_path / "go")
+        queue.schedule_async_request(AsyncRequest(async_work.note_sum, args, []))
+        run_first = AsyncRequest(async_work.note_staged, (1, 2, 3), [never], preload_fn=os.getpid)
+        queue._timeout_s = 0.2
+        with pytest.raises(AsyncCheckpointError, match=r"call 2 .* its preload_fn was not through within 0.2 s"):
+            queue.schedule_async_request(run_first)
+        queue._timeout_s = PATIENCE_S
+        async_work.write(tmp_path / "go", "")
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]

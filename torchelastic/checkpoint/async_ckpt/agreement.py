@@ -77,14 +77,23 @@ class CallAgreement:
     def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._round = 0
+        self._more_s = 0.0
         self._begun: tuple[LaggedMax, int] | None = None
         self._verdict: CallVerdict | None = None
 
-    def begin(self, group: dist.ProcessGroup, call_idx: int, work: Future[float]) -> None:
-        """Begin a round about this call and its work here. Waits for nobody."""
+    def begin(self, group: dist.ProcessGroup, call_idx: int, work: Future[float], more_s: float = 0.0) -> None:
+        """Begin a round about this call and its work here. Waits for nobody.
+
+        Args:
+            group: whose ranks do.
+            call_idx: the call.
+            work: of this rank.
+            more_s: the ranks that do not come to this round are waited for this much longer, in seconds.
+        """
         self._round += 1
         self._verdict = None
-        watched = self._watched(group)
+        self._more_s = more_s
+        watched = self._watched(group, more_s)
         values = encode(call_idx, work, watched.rank, watched.world_size)
         self._begun = LaggedMax(watched, self._round, values), call_idx
 
@@ -101,7 +110,7 @@ class CallAgreement:
         if self._verdict is None:
             maximum, _ = self._begun
             try:
-                with self._naming_the_missing(group, f"poll call {call_idx}"):
+                with self._naming_the_missing(group, f"poll call {call_idx}", self._more_s):
                     verdict = decode(maximum.finish(), maximum.group.world_size)
                 if not verdict.is_in_step:
                     self._raise_out_of_step(group, call_idx)
@@ -140,8 +149,8 @@ class CallAgreement:
         if verdict is not None and verdict.failing_rank is not None:
             raise self.failure(group, verdict.failing_rank, call_idx, work)
 
-    def _watched(self, group: dist.ProcessGroup) -> WatchedGroup:
-        return WatchedGroup(group, self._timeout_s, "async_ckpt")  # not kept: it may be formed anew
+    def _watched(self, group: dist.ProcessGroup, more_s: float = 0.0) -> WatchedGroup:
+        return WatchedGroup(group, self._timeout_s + more_s, "async_ckpt")  # not kept: it may be formed anew
 
     def _raise_out_of_step(self, group: dist.ProcessGroup, call_idx: int) -> NoReturn:
         told = self._told(group, f"call {call_idx}", "say where they are")
@@ -164,13 +173,13 @@ class CallAgreement:
         return [each.decode(errors="replace") for each in texts]
 
     @contextmanager
-    def _naming_the_missing(self, group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    def _naming_the_missing(self, group: dist.ProcessGroup, what: str, more_s: float = 0.0) -> Iterator[None]:
         try:
             yield
         except RanksMissingError as error:
             missing = RanksMissingError([dist.get_global_rank(group, rank) for rank in error.ranks])
             raise AsyncCheckpointError(
-                f"{missing} within {self._timeout_s:g} s to {what}: every rank of the group has to call "
+                f"{missing} within {self._timeout_s + more_s:g} s to {what}: every rank of the group has to call "
                 "schedule_async_request, maybe_finalize_async_calls and close in step (or use no_dist=True)"
             ) from error
 

@@ -22,7 +22,13 @@ from torchelastic.checkpoint.async_ckpt.executors import (
     publish_stage,
     timed_stage,
 )
-from torchelastic.checkpoint.async_ckpt.worker_process import ProcessWorkers, WorkerSettings, end_spare, warm_up
+from torchelastic.checkpoint.async_ckpt.worker_process import (
+    START_TIMEOUT_S,
+    ProcessWorkers,
+    WorkerSettings,
+    end_spare,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,12 +53,18 @@ class _ScheduledCall:
     Attributes:
         request: what was scheduled, without the work once that is the worker's.
         work: of this rank.
+        since_s: monotonic; when it was scheduled.
         was_told: `schedule` has raised for it, which the other ranks may not know.
+        is_overdue: a warning has said that it takes long.
+        start_s: another rank may be held in `schedule` for so long until its worker is ready.
     """
 
     request: AsyncRequest
     work: Future[float]
+    since_s: float
+    start_s: float
     was_told: bool = False
+    is_overdue: bool = False
 
 
 class AsyncCallsQueue:
@@ -64,7 +76,9 @@ class AsyncCallsQueue:
 
     A call that fails on any rank is finalised on none. Every rank then gets one `AsyncCheckpointError`, from the next
     method at which they can know of it together: `maybe_finalize_async_calls`, `close`, or `schedule_async_request`
-    (which then has scheduled nothing). The queue can be used on after it.
+    (which then has scheduled nothing: give it the request again). The queue can be used on after it: the part of that
+    call that still runs on other ranks is given up, and holds up no later call. A worker process is ended for that; a
+    thread cannot be, so it is left behind, and another one does the calls after it.
 
     As a context manager it closes at the end of the block, with abort if the block raised.
 
@@ -81,6 +95,10 @@ class AsyncCallsQueue:
             `schedule_async_request` returns (those of a GPU arrive as CPU tensors), all else is pickled.
         process_group: whose ranks act together; None: the default one, as it is at each call.
         timeout_s: for how many seconds a blocking call waits for the work, and any call for a rank that does not come.
+            The start of a worker process is no part of it.
+        start_timeout_s: for how many seconds a worker process may import the main module and torch before it takes its
+            first call; then it is killed, and the call has failed. A rank that may be held in `schedule_async_request`
+            by that, because of a `preload_fn`, is waited for as much longer.
 
     Raises:
         ValueError: an argument is out of its range, or does not go with a thread.
@@ -98,6 +116,7 @@ class AsyncCallsQueue:
         worker: Worker | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         worker = worker or ("persistent" if persistent else "process")
         if worker not in ("thread", "process", "persistent"):
@@ -111,8 +130,10 @@ class AsyncCallsQueue:
             if io_priority is not None or cpu_shm_mode:
                 raise ValueError("io_priority and cpu_shm_mode are for worker processes: leave them out for a thread")
             self._workers = ThreadWorkers(cpu_priority)
+            self._start_timeout_s = 0.0
         else:
-            settings = WorkerSettings(is_daemon, cpu_priority, io_priority, sigterm_timeout)
+            settings = WorkerSettings(is_daemon, cpu_priority, io_priority, sigterm_timeout, start_timeout_s)
+            self._start_timeout_s = start_timeout_s
             self._workers = ProcessWorkers(settings, once=worker == "process", reuse_memory=cpu_shm_mode)
         self._process_group = process_group
         self._timeout_s = timeout_s
@@ -260,7 +281,8 @@ class AsyncCallsQueue:
             log.warning("a queue with %d unfinalised checkpoint calls was forgotten: call close()", len(self._calls))
 
     def _schedule(self, request: AsyncRequest) -> None:
-        call = self._calls[request.call_idx] = _ScheduledCall(request, Future())
+        start_s = self._start_timeout_s if request.preload_fn is not None else 0.0
+        call = self._calls[request.call_idx] = _ScheduledCall(request, Future(), time.monotonic(), start_s)
         try:
             request.check()
             if request.async_fn is None:
@@ -270,6 +292,7 @@ class AsyncCallsQueue:
         except BaseException as error:
             if self._group() is None or self._acts_alone:
                 self._calls.pop(request.call_idx, None)
+                request.take_back()
             else:  # the others have scheduled it, and hear at their next poll that it failed here
                 call.work, call.was_told = failed(error), True
             raise
@@ -312,9 +335,11 @@ class AsyncCallsQueue:
         return group_in_use(self._process_group)
 
     def _taken_here(self, call_idx: int, blocking: bool) -> AsyncRequest | None:
-        work = self._waited_for(call_idx, self._timeout_s if blocking else 0.0)
-        if blocking and not work.done():
-            work = self._timed_out(call_idx)
+        deadline_s = time.monotonic() + self._timeout_s
+        work, deadline_s = self._wait_a_slice(call_idx, deadline_s, blocking)
+        while blocking and not work.done():
+            work, deadline_s = self._wait_a_slice(call_idx, deadline_s, blocking)
+        self._warn_if_overdue(call_idx)
         return self._drop(call_idx, work) if work.done() else None
 
     def _taken(self, call_idx: int, blocking: bool, group: dist.ProcessGroup) -> AsyncRequest | None:
@@ -327,13 +352,23 @@ class AsyncCallsQueue:
             if verdict is not None and verdict.is_done:
                 self._agreement.clear()
                 return self._drop(call_idx, self._waited_for(call_idx, 0.0))
-            left_s = max(0.0, deadline_s - time.monotonic())
-            work = self._waited_for(call_idx, min(_SLICE_S, left_s) if blocking else 0.0)
-            if blocking and not left_s and not work.done():
-                work = self._timed_out(call_idx)
-            self._agreement.begin(group, call_idx, work)
+            work, deadline_s = self._wait_a_slice(call_idx, deadline_s, blocking)
+            call = self._calls.get(call_idx)
+            self._agreement.begin(group, call_idx, work, call.start_s if call is not None else 0.0)
             if not blocking:
+                self._warn_if_overdue(call_idx)
                 return None
+
+    def _wait_a_slice(self, call_idx: int, deadline_s: float, blocking: bool) -> tuple[Future[float], float]:
+        """The work of a call after a part of a blocking wait, failed at the deadline; and the deadline, which moves."""
+        now_s = time.monotonic()
+        if self._workers.is_starting(call_idx):
+            deadline_s = now_s + self._timeout_s
+        left_s = max(0.0, deadline_s - now_s)
+        work = self._waited_for(call_idx, min(_SLICE_S, left_s) if blocking else 0.0)
+        if blocking and not left_s and not work.done():
+            work = self._timed_out(call_idx)
+        return work, deadline_s
 
     def _waited_for(self, call_idx: int, timeout_s: float) -> Future[float]:
         """The work of a call, which may have ended within so many seconds."""
@@ -355,6 +390,19 @@ class AsyncCallsQueue:
             self._calls[call_idx].work = work
         return work
 
+    def _warn_if_overdue(self, call_idx: int) -> None:
+        """A poll that does not block waits for no work, and gives none up; but whoever only polls has to know."""
+        call = self._calls.get(call_idx)
+        if call is None or call.is_overdue or call.work.done() or time.monotonic() - call.since_s < self._timeout_s:
+            return
+        call.is_overdue = True
+        log.warning(
+            "asynchronous checkpoint call %d is not done %g s (timeout_s) after it was scheduled, and holds up those "
+            "after it: maybe_finalize_async_calls(blocking=True) or close() gives it up if it goes on",
+            call_idx,
+            self._timeout_s,
+        )
+
     def _drop(self, call_idx: int, ended: Future[float]) -> AsyncRequest | None:
         """Forget a call whose work has ended here, and return it; raise its error if it has failed and was not told."""
         call = self._calls.pop(call_idx, None)
@@ -362,8 +410,11 @@ class AsyncCallsQueue:
         if error is None:
             if ended.result():  # else there was nothing to do
                 publish_stage("write", call_idx, ended.result())
-        elif call is None or not call.was_told:
-            raise failed_call(call_idx, own_rank(), describe(error)) from error
+        else:
+            if call is not None:
+                call.request.take_back()
+            if call is None or not call.was_told:
+                raise failed_call(call_idx, own_rank(), describe(error)) from error
         return call.request if call is not None and error is None else None
 
     def _drop_failed(self, call_idx: int, failing_rank: int, group: dist.ProcessGroup) -> None:
@@ -371,7 +422,11 @@ class AsyncCallsQueue:
         self._agreement.clear()
         call = self._calls.pop(call_idx, None)
         work: Future[float] = call.work if call is not None else Future()
+        if not work.done():  # nobody wants it any more, and the next call must not wait behind it
+            self._workers.give_up(call_idx)
         error = self._agreement.failure(group, failing_rank, call_idx, work)
+        if call is not None:
+            call.request.take_back()
         if call is None or not call.was_told:
             raise error
 

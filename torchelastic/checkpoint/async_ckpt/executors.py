@@ -42,8 +42,11 @@ class Workers(Protocol):
             asks any more.
         """
 
+    def is_starting(self, call_idx: int) -> bool:
+        """Whether this call waits for a worker that is not ready yet; that has a limit of its own."""
+
     def give_up(self, call_idx: int) -> None:
-        """End the worker that hangs in this call; its other calls fail with it."""
+        """End the work of this call, if it is not done, waiting for nothing; those behind it go to a new worker."""
 
     def end(self, abort: bool) -> None:
         """End all workers, in bounded time; those that have work left only if `abort`."""
@@ -64,22 +67,30 @@ class ThreadWorkers:
         check_priorities(cpu_priority, None)
         self._cpu_priority = cpu_priority
         self._thread: DaemonExecutor | None = None
+        self._dropped: weakref.finalize[Any, Any] | None = None
         # weakly: the error of a call that has failed holds the frames of its work, and they its tensors
-        self._works: weakref.WeakSet[Future[float]] = weakref.WeakSet()
+        self._works: weakref.WeakValueDictionary[int, Future[float]] = weakref.WeakValueDictionary()
 
     def start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:  # noqa: ARG002 - it waits for no other
         """See `Workers`."""
         staged = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
         if self._thread is None:
-            self._thread = DaemonExecutor("async-checkpoint", partial(lower_priority, self._cpu_priority))
-            when_dropped(self, partial(self._thread.shutdown, cancel_futures=True))
-        work = self._thread.submit(staged.work)
-        self._works.add(work)
+            self._thread = self._new_thread()
+        work = self._works[request.call_idx] = self._thread.submit(staged.work)
         return work
 
-    def give_up(self, call_idx: int) -> None:  # noqa: ARG002 - one thread does all calls
+    def is_starting(self, call_idx: int) -> bool:  # noqa: ARG002 - no thread needs longer than the others
         """See `Workers`."""
-        self.end(abort=True)
+        return False
+
+    def give_up(self, call_idx: int) -> None:
+        """See `Workers`."""
+        work, thread = self._works.get(call_idx), self._thread
+        if work is None or not work.cancel() or thread is None:
+            return
+        log.warning("a checkpoint thread is left at work on call %d, which is not finalised", call_idx)
+        self._thread = self._new_thread()
+        thread.hand_over_to(self._thread)
 
     def end(self, abort: bool) -> None:
         """See `Workers`."""
@@ -87,8 +98,15 @@ class ThreadWorkers:
         if thread is None:
             return
         thread.shutdown(cancel_futures=abort)
-        if abort and not all(work.done() for work in self._works):
+        if abort and not all(work.done() for work in self._works.values()):
             log.warning("a checkpoint thread is still at work; it is not waited for, and its work is not finalised")
+
+    def _new_thread(self) -> DaemonExecutor:
+        thread = DaemonExecutor("async-checkpoint", partial(lower_priority, self._cpu_priority))
+        if self._dropped is not None:
+            self._dropped.detach()  # the thread before ends by itself
+        self._dropped = when_dropped(self, partial(thread.shutdown, cancel_futures=True))
+        return thread
 
 
 class DaemonExecutor(Executor):
@@ -119,10 +137,21 @@ class DaemonExecutor(Executor):
         """
         del wait
         if cancel_futures:
-            with suppress(queue.Empty):
-                while (job := self._inbox.get_nowait()) is not None:
-                    job[0].cancel()
+            for future, _ in self._not_begun():
+                future.cancel()
         self._inbox.put(None)
+
+    def hand_over_to(self, successor: DaemonExecutor) -> None:
+        """Has another one do what this one was given and has not begun, and this one end after what it is at."""
+        for job in self._not_begun():
+            successor._inbox.put(job)
+        self._inbox.put(None)
+
+    def _not_begun(self) -> Iterator[tuple[Future[Any], Callable[[], Any]]]:
+        """Takes out what it was given."""
+        with suppress(queue.Empty):
+            while (job := self._inbox.get_nowait()) is not None:
+                yield job
 
 
 def _serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torchelastic.checkpoint.async_ckpt.agreement import CallAgreement, group_in_use
 from torchelastic.processes.background import done_here
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,13 @@ class CollectiveFinalize:
     Attributes:
         together: called by all ranks.
         alone: called by a rank that finalizes without the others (`no_dist`); it waits for nobody.
+        given_up: called in place of them by a rank whose queue reports that the call has failed, here or on another
+            rank, to take back what was begun. The work may still be at it. Waits for nobody.
     """
 
     together: Callable[[], object]
     alone: Callable[[], object]
+    given_up: Callable[[], object] = lambda: None
 
     def __call__(self) -> None:
         """As the ranks do it together."""
@@ -132,3 +138,12 @@ class AsyncRequest(NamedTuple):
             else:
                 finalize_fn()
         return self.call_idx
+
+    def take_back(self) -> None:
+        """The call has failed on some rank: take back what was begun (`CollectiveFinalize.given_up`). Never raises."""
+        for finalize_fn in self.finalize_fns:
+            if isinstance(finalize_fn, CollectiveFinalize):
+                try:
+                    finalize_fn.given_up()
+                except Exception:
+                    log.exception("what was begun by the failed checkpoint call %d is not taken back", self.call_idx)

@@ -1,7 +1,7 @@
 """The program of a worker process. It does what it is sent, one request after the other, and dies with its trainer.
 
-It answers in pairs: ("ready", None) once it takes requests; of each request ("staged", None) when its `preload_fn` is
-through, and ("done", seconds) or ("failed", exception) at its end.
+It answers in pairs: ("ready", None) once all is imported that it needs for any request; of each request
+("staged", None) when its `preload_fn` is through, and ("done", seconds) or ("failed", exception) at its end.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def work(connection: Connection, parent_pid: int, cpu_priority: int, io_priority
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lower_priority(cpu_priority, io_priority)
+    from torchelastic.checkpoint.async_ckpt.shipping import Parcel  # torch: if the trainer ends meanwhile, so does this
+
     _answer(connection, "ready")
     with suppress(EOFError, OSError):  # the trainer has closed its end
         while (sent := connection.recv()) is not None:
-            from torchelastic.checkpoint.async_ckpt.shipping import Parcel  # torch is loaded when it is needed
-
             _serve(connection, [Parcel.received(connection, *sent)])
 
 

@@ -249,7 +249,7 @@ class BaseCheckpointManager(ABC):
         request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), is_async=is_async)
         finalize = partial(self._finalize, save, float(saved_s), self._formation)
         alone = partial(self._written.__setitem__, save, finalize) if self.world_size > 1 else finalize
-        request = request._replace(finalize_fns=[CollectiveFinalize(finalize, alone)])
+        request = request._replace(finalize_fns=[CollectiveFinalize(finalize, alone, partial(self._give_up, save))])
         if is_async:
             return request
         self._finish(request, save, f"{call}, writing")
@@ -371,6 +371,12 @@ class BaseCheckpointManager(ABC):
         """Makes the saves count that all ranks have finalised, each without the others; called by all of them."""
         for save in sorted(save for save in self._written if str(save) in by_all):
             self._written.pop(save)()
+
+    def _give_up(self, save: SaveId) -> None:
+        """Its background part has failed on some rank: its memory is wanted for the next ones."""
+        if self._pending.pop(save, None) is not None:
+            self._written.pop(save, None)
+            self._cleanup_failed_save(save)
 
     def _finalize(self, save: SaveId, saved_s: float, formation: int) -> None:
         """All ranks of the present group have written it. Called on the thread that trains, by all of them."""
