@@ -110,6 +110,7 @@ MANIFEST_DAMAGES: Mapping[str, Damage] = {
 FOLDER_DAMAGES: Mapping[str, Damage] = {
     "folder moved, and a link to nowhere left": lambda victim: _moved(victim.path),
     "folder of another user": HIDDEN["unreadable"],
+    "folder of empty files": lambda victim: _emptied(victim.path),
     "folder replaced by a file": lambda victim: _replaced_by_a_file(victim.path),
 }
 
@@ -117,6 +118,11 @@ FOLDER_DAMAGES: Mapping[str, Damage] = {
 def _moved(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.symlink_to("/nowhere/on/a/disk/that/is/not/mounted")
+
+
+def _emptied(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(b"")
 
 
 def _replaced_by_a_file(folder: Path) -> None:

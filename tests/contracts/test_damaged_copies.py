@@ -99,7 +99,9 @@ def judged(fault: Fault, told: list[dict[str, Any]], is_left: bool, is_older_lef
         return "a good copy was left, and it is not loaded"
     if folder not in text:
         return "nobody names what is damaged"
-    if steps == {OLDER} and fault.damage in FOLDER_DAMAGES:  # what was there nobody can look up
+    if steps == {OLDER} and fault.damage in set(FOLDER_DAMAGES) - {
+        "folder of empty files"
+    }:  # what was there nobody can look up
         return ""
     if steps == {OLDER}:
         return (

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,6 +88,10 @@ class BaseCheckpointManager(ABC):
     @abstractmethod
     def _my_ckpt_ids(self) -> Sequence[ShardId]:
         """The parts that this rank holds, its own and those of others."""
+
+    def _my_damages(self) -> Mapping[SaveId, str]:
+        """Saves of which this rank holds nothing that could be read, though something of them lies here; and why."""
+        return {}
 
     @abstractmethod
     def _load(self, shard: ShardId) -> TensorAwareStateDict:
@@ -279,14 +283,19 @@ class BaseCheckpointManager(ABC):
     def _look(self, call: str, copies: DurableCopies | None) -> None:
         """Has all ranks tell what they hold, and rank 0 what is in durable storage."""
 
-        def tell() -> tuple[list[str], Any]:
-            return list(map(str, self._my_ckpt_ids())), DurableInventory.tell(copies, self.rank)
+        def tell() -> tuple[list[str], dict[str, str], Any]:
+            mine, damages = list(map(str, self._my_ckpt_ids())), self._my_damages()
+            return mine, {str(save): why for save, why in damages.items()}, DurableInventory.tell(copies, self.rank)
 
         reports = self._ranks.run_on_all(f"{call}, looking", tell)
-        known = [list(map(ShardId.parse, each)) for each, _ in reports]
+        known = [list(map(ShardId.parse, each)) for each, *_ in reports]
         held = [[TierEntry(one.name, one.world_size, (one.rank,)) for one in each] for each in known]
-        self._durable = DurableInventory.of(copies, reports[0][1])
+        self._durable = DurableInventory.of(copies, reports[0][2])
         held.append([*self._durable.held])
+        readable = {entry.name for each in held for entry in each}
+        for _, damages, _ in reports:
+            lost = ((SaveId.parse(save), why) for save, why in damages.items())
+            held.append([TierEntry(save, 1, (), False, why) for save, why in lost if save not in readable])
         self._found = {candidate.save: candidate for candidate in candidates(held)}
         self._generation = max([self._generation, *(save.generation for save in self._found)])
         self._complete = {save for save in self._found if self._is_loadable(save)}

@@ -68,6 +68,10 @@ class HostFolder(MemoryTier):
         self.settle()
         return [ShardId(entry.name, rank, entry.world_size) for entry in self.noted_inventory() for rank in entry.ranks]
 
+    def unreadable(self) -> dict[SaveId, str]:
+        """The saves of which something lies here and nothing can be read, and why."""
+        return {entry.name: entry.damage for entry in self.inventory() if entry.damage is not None and not entry.ranks}
+
     def record_of(self, shard: ShardId) -> ShardRecord:
         """What the manifest says of an own shard that was just written.
 

@@ -347,6 +347,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _my_ckpt_ids(self) -> Sequence[ShardId]:
         return self._files.held()
 
+    def _my_damages(self) -> Mapping[SaveId, str]:
+        return self._files.unreadable()
+
     def _load(self, shard: ShardId) -> TensorAwareStateDict:
         checked, self._checked = self._checked, None
         if checked is not None and checked[0] == shard:

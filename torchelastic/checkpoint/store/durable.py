@@ -208,6 +208,9 @@ class DurableTier(Tier):
         except CorruptCheckpointError as error:
             manifest = error
         sizes, shown = self._sizes(self._folder(name)), self._shown(self._folder(name))
+        empty = [file for file, size in sizes.items() if size == 0]
+        if MANIFEST_NAME in empty and len(empty) > 1:  # shards come first: no writer that died has left it so
+            manifest, is_whole = CorruptCheckpointError(f"{shown}: {', '.join(sorted(empty)[:3])} have 0 bytes"), True
         if not is_whole:
             sizes.pop(MANIFEST_NAME, None)  # an empty one
         info = info_of(name, Path(shown), manifest, sizes, whole=is_whole, shown=shown)
