@@ -102,18 +102,18 @@ def test_everything_is_on_the_disk_before_it_is_published_and_the_name_after(
 ) -> None:
     # A power failure cannot be had in a test; the order of the calls that guard against one can.
     calls: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, rename = os.fsync, Path.rename
 
     def recorded_fsync(descriptor: int) -> None:
         calls.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name.partition('-')[0]}")
         fsync(descriptor)
 
-    def recorded_rename(source: Path, target: Path) -> None:
+    def recorded_rename(source: Path, target: Path) -> Path:
         calls.append(f"rename to {target.name}")
-        rename(source, target)
+        return rename(source, target)
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
     commit(manager)
     parent = tmp_path.name.partition("-")[0]
     assert calls == ["fsync default", "fsync manifest.json", "fsync .tmp", "rename to 0", f"fsync {parent}"]

@@ -142,7 +142,7 @@ class Invariants:
         self.require(self.writer == self.leader, f"{self.writer} decided while {self.leader or 'nobody'} led")
         self.require(len(set(now.roster)) == len(now.roster), f"a member has two ranks: {now.roster}")
         self.require(0 not in now.stale, "rank 0 must be a source")
-        self.require(now.state in MAY_FOLLOW[before.state], f"{now.state} follows {before.state}")
+        self.require(now.state in MAY_FOLLOW[before.state], f"{now.state.name} follows {before.state.name}")
         self.require(now.edition == before.edition + 1, f"edition {now.edition} follows {before.edition}")
         if now.hopeless:
             self.hopeless += 1
@@ -157,7 +157,7 @@ class Invariants:
             self.require(now.state is not RoundState.RUNNING, f"round {now.number} runs a second time")
         else:
             self.require(now.number == before.number + 1, f"round {now.number} follows {before.number}")
-            self.require(now.state is RoundState.RUNNING, f"round {now.number} begins {now.state}")
+            self.require(now.state is RoundState.RUNNING, f"round {now.number} begins {now.state.name}")
             size, settings = len(now.roster), self._settings
             least = 2 if before.state is RoundState.CLOSING else settings.min_workers  # nobody trains in it
             self.require(least <= size <= settings.max_workers, f"a roster of {size}")

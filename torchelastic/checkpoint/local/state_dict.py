@@ -306,7 +306,8 @@ def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
 
 def _moved(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
     if device.type not in ("cpu", "meta"):
-        accelerator = torch.accelerator.current_accelerator()
+        # a torch that is built for GPUs names one where there is none, too
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None or accelerator.type != device.type:
             return tensor
     if tensor.device == device:

@@ -63,7 +63,9 @@ def _members(file: OpenFile, at: int | None) -> Iterator[tuple[str, str, int, by
     end = file.stream.seek(at or 0)
     try:
         with tarfile.TarFile(fileobj=file.stream) as archive:  # an archive may begin anywhere in its file
-            while (member := archive.next()) is not None:
+            # Python 3.10 seeks to a place before the file if there is no first member
+            is_empty = archive.firstmember is None  # type: ignore[attr-defined]
+            while not is_empty and (member := archive.next()) is not None:
                 end = member.offset
                 archive.members.clear()  # type: ignore[attr-defined] # or it keeps them all
                 if member.isdir():
