@@ -149,9 +149,11 @@ def test_a_state_that_was_read_for_other_devices_keeps_those_it_has() -> None:
         assert [tensor.device.type for tensor in made.tensors] == [expected]
 
 
-def test_a_tensor_goes_back_to_the_accelerator_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is played: where a tensor is sent is written down."""
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_tensor_goes_back_to_the_accelerator_that_is_here(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is played: where a tensor is sent is written down. A torch built for GPUs names one without any, too."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: is_there)
     moved: list[object] = []
 
     def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
@@ -161,7 +163,7 @@ def test_a_tensor_goes_back_to_the_accelerator_that_is_here(monkeypatch: pytest.
     monkeypatch.setattr(torch.Tensor, "to", to)
     for device in ("xpu", "cuda"):
         BasicTensorAwareStateDict.from_tree({"w": torch.zeros(2)}, [torch.device(device)]).restore_tensor_device()
-    assert moved == [(torch.device("xpu"), True)]
+    assert moved == ([(torch.device("xpu"), True)] if is_there else [])
 
 
 def test_an_id_of_a_checkpoint_is_a_path_to_whoever_opens_it() -> None:
