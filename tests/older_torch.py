@@ -32,6 +32,12 @@ needs_cached_plans = pytest.mark.skipif(
 )
 
 
+KEEPS_THE_INTERPRETER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+NO_OTHER_THREADS = f"torch {torch.__version__} keeps the interpreter while it waits here, for ever; {_RUN_IT}"
+
+needs_released_interpreter = pytest.mark.skipif(KEEPS_THE_INTERPRETER, reason=NO_OTHER_THREADS)
+
+
 def async_save_in(place: Literal["thread", "process"]) -> dict[str, Any]:
     """Where DCP's `async_save` is to save, as arguments for it; torch 2.6 has a thread, and no word for it."""
     if place == "thread" and not HAS_HELPER_PROCESS:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from tests.older_torch import needs_released_interpreter
 from tests.process.foreign_connection import Foreign
 from tests.process.forked_ranks import run_ranks
 from tests.waiting import wait_until
@@ -164,6 +165,7 @@ def test_a_world_of_the_users_own_after_ours_is_left_alone(groups: ProcessGroups
         dist.destroy_process_group()
 
 
+@needs_released_interpreter
 def test_the_checks_of_torchs_debug_level_detail_are_not_put_between(groups: ProcessGroups) -> None:
     """They wait for other ranks where nobody can give that up, and a DDP over them ended every worker with SIGSEGV."""
     debug: Any = dist  # these have no types

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from tests.older_torch import needs_released_interpreter
 from tests.process.fork_server import fork_server, started
 from tests.waiting import is_gone, pause, wait_until
 from torchelastic.group.store_mailbox import StoreMailbox
@@ -132,6 +133,7 @@ def server_and_client(timeout_s: float = 2.0) -> Iterator[tuple[int, TCPStore]]:
         server.kill()
 
 
+@needs_released_interpreter
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_nobody_waits_for_notes_of_a_group_that_has_ended(is_connected: bool) -> None:
     with server_and_client() as (server, of_group):

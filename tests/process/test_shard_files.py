@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+from tests.older_torch import KEEPS_THE_INTERPRETER, NO_OTHER_THREADS
 from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.pool import SlotPool
@@ -208,6 +209,8 @@ def test_saving_leaves_tensors_that_can_be_resized(store: Store, tmp_path: Path)
 
 @pytest.fixture
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if KEEPS_THE_INTERPRETER:
+        pytest.skip(NO_OTHER_THREADS)  # where the group is destroyed
     where = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))

@@ -15,6 +15,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from tests.older_torch import needs_released_interpreter
 from tests.process.test_heartbeat import server_and_client
 from tests.waiting import wait_until
 from torchelastic.p2p.groups import ProcessGroups
@@ -61,6 +62,7 @@ print(sum(thread.name != "MainThread" for thread in threading.enumerate()), flus
 """
 
 
+@needs_released_interpreter
 @pytest.mark.parametrize("who", ["heartbeat", "note", "formation"])
 def test_it_ends_as_usual(who: str) -> None:
     with server_and_client() as (server, of_group):
