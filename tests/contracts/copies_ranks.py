@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.contracts import durable_ranks, memory_ranks
@@ -24,14 +26,17 @@ from tests.contracts.damages import (
     copied,
     obey_modes,
     repair_disk,
+    wear_out,
 )
 from tests.contracts.facades import Model, Streamed, outcome, step_of, weights_at
 from tests.contracts.faults import with_fault
 from tests.contracts.local_ranks import rank
 from torchelastic.checkpoint import BCPState, DiskTier, DurableTier, KeepLast, MemoryTier, TieredCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
+from torchelastic.checkpoint.errors import explained
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 
 OLDER, NEWER = 3, 5
 TIMEOUT_S = 30.0
@@ -61,16 +66,20 @@ def _host(root: Path) -> Path:
 # --- local ------------------------------------------------------------------------------------------------------------
 
 
-def _local(root: Path, keep: int = 1) -> LocalCheckpointManager:
+def _local(root: Path, keep: int = 1, disk: Disk = REAL_DISK) -> LocalCheckpointManager:
     os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{rank()}"
     strategy = LazyCliqueReplicationStrategy(1, 2) if dist.is_initialized() else None
-    return LocalCheckpointManager(_host(root), "", strategy, keep=keep, timeout_s=TIMEOUT_S)
+    return LocalCheckpointManager(_host(root), "", strategy, keep=keep, timeout_s=TIMEOUT_S, disk=disk)
 
 
 def _save_local(root: Path, step: int, keep: int) -> None:
     manager = _local(root, keep)
-    manager.save(BasicTensorAwareStateDict({"weights": weights_at(step + 100 * rank()), "rank": rank()}), step)
+    manager.save(_state(step), step)
     manager.close()
+
+
+def _state(step: int) -> BasicTensorAwareStateDict:
+    return BasicTensorAwareStateDict({"weights": weights_at(step + 100 * rank()), "rank": rank()})
 
 
 def _resume_local(root: Path, saved_by: int) -> int | None:
@@ -236,7 +245,9 @@ class Fault:
 def resume_after(
     name: str, saved: Path, older: Path, saved_by: int, faults: Sequence[Fault], lengths: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """What becomes of each fault on this rank: see `outcome`; and on rank 0, of which files what was saved is there.
+    """What becomes of each fault on this rank: see `outcome`.
+
+    And of each of its files, whether the fault has happened, and whether what was saved is there at the end.
 
     Args:
         name: of the façade.
@@ -269,7 +280,11 @@ def resume_after(
             dist.barrier()
         with bad_disk(), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
+            is_hurt = [not is_as_saved(saved, root, file, lengths) for file in fault.files]
+            if dist.is_initialized():
+                dist.barrier()  # nobody makes anything whole before all have looked
             found = outcome(lambda: FACADES[name].resume(root, saved_by))
+        found["is_hurt"] = is_hurt
         found["warnings"] += [str(one.message) for one in warned]
         if dist.is_initialized():
             dist.barrier()
@@ -285,9 +300,15 @@ def is_as_saved(saved: Path, now: Path, what: Path, lengths: Mapping[str, int]) 
         return all(is_as_saved(saved, now, file, lengths) for file in inside)
     length = lengths[str(what)]
     try:
-        return (now / what).read_bytes()[:length] == (saved / what).read_bytes()[:length]
+        descriptor = os.open(now / what, os.O_RDONLY)
     except OSError:
         return False
+    try:
+        return os.pread(descriptor, length, 0) == (saved / what).read_bytes()[:length]  # see `bad_disk`
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def lengths_of(root: Path, stored: Stored) -> dict[str, int]:
@@ -306,6 +327,82 @@ def lengths_of(root: Path, stored: Stored) -> dict[str, int]:
 def resume_and_be_killed(name: str, root: Path, saved_by: int, victim: int, number: int) -> bool:
     """Resume; one rank is killed at its n-th call to the disk. Returns whether it came to that, on that rank."""
     return _with_kill(lambda: FACADES[name].resume(root, saved_by), victim, number)
+
+
+class NoRoom(Disk):
+    """A disk on which there is no room for anything new, and of which somebody has been told."""
+
+    refused = 0
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        """See `Disk`."""
+        NoRoom.refused += 1
+        with explained("reserve room for the checkpoint", path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def resume_without_room(root: Path) -> dict[str, Any]:
+    """A host that has lost its shard has no room for another one: what becomes of it, and how often it was refused."""
+    manager = _local(root, disk=NoRoom() if rank() == 1 else REAL_DISK)
+
+    def load() -> list[float]:
+        state, id_ = manager.load()
+        assert isinstance(state, BasicTensorAwareStateDict)
+        return [id_.iteration, step_of(state.to_tree()["weights"])]
+
+    found = outcome(load)
+    if dist.is_initialized():
+        dist.barrier()
+    manager.close()
+    return found | {"refused": NoRoom.refused}
+
+
+def read_after_a_bad_sector(root: Path) -> dict[str, Any]:
+    """What DCP reads where the disk of rank 1 goes bad after the checkpoint was found, and how often that was met."""
+    with memory_ranks.parts(rank()) as (_, loader):
+        latest = loader.get_latest_complete_checkpoint(memory_ranks.container_of(root, rank()))
+        assert latest is not None
+        expected = memory_ranks.state_of(rank(), NEWER)
+        if rank() == 1:
+            (own,) = memory_ranks.container_of(root, 1).glob(f"step-{NEWER:09d}.*/shard-00001-of-*.shard")
+            wear_out(own)
+        dist.barrier()
+        state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        with bad_disk() as met:
+            found = outcome(lambda: memory_ranks.load(state, str(latest), loader))
+        dist.barrier()
+        found["is_equal"] = all(torch.equal(state[name], expected[name]) for name in expected)
+        return found | {"met": met.count}
+
+
+class Stuck(Disk):
+    """A disk that removes nothing of the first save."""
+
+    refused = 0
+
+    def remove(self, path: Path) -> None:
+        """See `Disk`."""
+        if path.parent.name.startswith("step-000000001."):
+            Stuck.refused += 1
+            with explained("remove a file of a checkpoint", path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().remove(path)
+
+
+def save_beside(root: Path, obstacle: str) -> dict[str, Any]:
+    """Saves once more where the oldest save cannot be removed; which saves are there then, and what was said."""
+    (oldest,) = root.glob("host-0/step-000000001.*")
+    if obstacle == "another user's folder":
+        obey_modes()
+        oldest.chmod(0)
+        assert not os.access(oldest, os.R_OK)
+    manager = _local(root, 1, Stuck() if obstacle == "bad disk" else REAL_DISK)
+    told = outcome(lambda: manager.save(_state(4), 4))
+    manager.close()
+    assert Stuck.refused or obstacle != "bad disk"
+    left = sorted(path.name.split(".")[0] for path in (root / "host-0").glob("step-*"))
+    oldest.chmod(0o700)
+    return {"left": left, "warnings": told["warnings"]}
 
 
 def save_and_be_killed(name: str, root: Path, keep: int, victim: int, number: int) -> bool:

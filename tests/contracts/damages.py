@@ -91,7 +91,7 @@ HIDDEN: Mapping[str, Damage] = {
     "another rank's": lambda victim: _put(victim, victim.other_rank),
     "another save's": lambda victim: _put(victim, victim.other_save),
     "unreadable": lambda victim: victim.path.chmod(0),
-    "on a bad disk": lambda victim: _wear_out(victim.path),
+    "on a bad disk": lambda victim: wear_out(victim.path),
 }
 #: What changes nothing.
 HARMLESS: Mapping[str, Damage] = {"longer": _changed(lambda content: content + b"more")}
@@ -140,7 +140,8 @@ def _put(victim: Victim, content: bytes) -> None:
 BAD_SECTORS: dict[tuple[int, int], int] = {}
 
 
-def _wear_out(path: Path) -> None:
+def wear_out(path: Path) -> None:
+    """What is in a file now cannot be read any more, in this process; see `bad_disk`."""
     descriptor = os.open(path, os.O_RDONLY)  # as long as it is open no new file gets its number
     BAD_SECTORS[_inode(os.fstat(descriptor))] = descriptor
 
@@ -155,14 +156,26 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+@dataclass
+class Met:
+    """How often a fault was met."""
+
+    count: int = 0
+
+
 @contextmanager
-def bad_disk() -> Iterator[None]:
-    """In this process reading what is in `BAD_SECTORS` fails as on a disk with bad sectors (EIO)."""
+def bad_disk() -> Iterator[Met]:
+    """In this process reading what is in `BAD_SECTORS` fails as on a disk with bad sectors (EIO).
+
+    Gives how often that has happened.
+    """
+    met = Met()
     real: Mapping[str, Callable[..., Any]] = {name: getattr(os, name) for name in ("pread", "preadv")}
 
     def failing(name: str) -> Callable[..., Any]:
         def read(descriptor: int, *arguments: Any) -> Any:
             if BAD_SECTORS and _inode(os.fstat(descriptor)) in BAD_SECTORS:
+                met.count += 1
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real[name](descriptor, *arguments)
 
@@ -171,7 +184,7 @@ def bad_disk() -> Iterator[None]:
     try:
         for name in real:
             setattr(os, name, failing(name))
-        yield
+        yield met
     finally:
         for name, function in real.items():
             setattr(os, name, function)

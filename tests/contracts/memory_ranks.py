@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.older_torch import async_save_in
 from torchelastic.checkpoint.memory import (
@@ -52,7 +53,8 @@ def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _parts(host: int, disk: Disk = REAL_DISK) -> Iterator[tuple[MemoryStorageWriter, DefaultCheckpointLoader]]:
+def parts(host: int, disk: Disk = REAL_DISK) -> Iterator[tuple[MemoryStorageWriter, DefaultCheckpointLoader]]:
+    """What saves and what loads on a rank that is a host of its own."""
     os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{host}"
     objects, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
     replication.initialize(objects)
@@ -66,13 +68,13 @@ def _parts(host: int, disk: Disk = REAL_DISK) -> Iterator[tuple[MemoryStorageWri
 def save(root: Path, step: int, disk: Disk = REAL_DISK, **more: Any) -> None:
     """Save a step on all ranks, replicated; with more than tensors, if that is given."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with _parts(rank, disk) as (writer, _):
+    with parts(rank, disk) as (writer, _):
         dcp.save(state_of(rank, step) | more, checkpoint_id=str(folder_of(root, rank, step)), storage_writer=writer)
 
 
 def candidates(root: Path) -> list[str]:
     """The checkpoints that a rank without others can recover, newest first."""
-    with _parts(0) as (_, loader):
+    with parts(0) as (_, loader):
         return [found.name for found in loader.get_candidate_checkpoints(container_of(root, 0))]
 
 
@@ -84,7 +86,7 @@ def recover(root: Path, saved_by: int | None = None) -> tuple[int | None, bool]:
         saved_by: how many ranks saved it; None: as many as there are now.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with _parts(rank) as (_, loader):
+    with parts(rank) as (_, loader):
         latest = loader.get_latest_complete_checkpoint(container_of(root, rank))
         step = None if latest is None else CheckpointContainerId.parse_version_container_step(latest.name)
         if step is None:
@@ -112,7 +114,7 @@ def save_with_helpers(root: Path, victim: int, *, during: bool) -> list[str]:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()
     ended = []
-    with _parts(rank) as (writer, _):
+    with parts(rank) as (writer, _):
         for step in (1, 2, 3):
             future = dcp.async_save(
                 state_of(rank, step),
@@ -131,6 +133,14 @@ def save_with_helpers(root: Path, victim: int, *, during: bool) -> list[str]:
                 _kill_helper()
             dist.barrier()
     return ended
+
+
+def load(state: dict[str, torch.Tensor], checkpoint_id: str, loader: DefaultCheckpointLoader) -> None:
+    """Has DCP read a checkpoint. Raises: what a rank has raised, without DCP's wrapper around it."""
+    try:
+        dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=MemoryStorageReader(checkpoint_loader=loader))
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def _kill_helper() -> None:

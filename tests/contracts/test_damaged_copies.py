@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.copies_ranks import FACADES, NEWER, OLDER, Fault, lengths_of, resume_after, save_steps
+from tests.contracts.copies_ranks import (
+    FACADES,
+    NEWER,
+    OLDER,
+    Fault,
+    lengths_of,
+    read_after_a_bad_sector,
+    resume_after,
+    resume_without_room,
+    save_beside,
+    save_steps,
+)
 from tests.contracts.damages import FOLDER_DAMAGES, HARMLESS, HIDDEN, MANIFEST_DAMAGES, SHARD_DAMAGES, Stored
 from tests.process.forked_ranks import run_ranks, values
 
@@ -54,8 +65,9 @@ def faults_in(stored: Stored, older: Stored, whose: str) -> list[Fault]:
     of_manifests = [(manifest, older.manifests[0]) for manifest in manifests]
     folders = [manifest.parent for manifest in manifests if manifest.parts[0] != "store"]
     of_folders = of_manifests[: len(folders)]
+    impossible = ("another rank's",) if len(stored.shards) == 1 else ()
     return [
-        *(Fault(f"{whose}: {damage}", damage, files, others) for damage in SHARD_DAMAGES),
+        *(Fault(f"{whose}: {damage}", damage, files, others) for damage in SHARD_DAMAGES if damage not in impossible),
         *(Fault(f"{whose}: {damage}", damage, manifests, of_manifests) for damage in MANIFEST_DAMAGES),
         *(Fault(f"{whose}: {damage}", damage, folders, of_folders) for damage in FOLDER_DAMAGES if folders),
     ]
@@ -77,6 +89,8 @@ def judged(fault: Fault, told: list[dict[str, Any]], is_left: bool, is_older_lef
         is_older_left: whether an older checkpoint is.
         seen: of the files of the fault, whether the ranks can see what has become of it.
     """
+    for one in told:
+        assert one["is_hurt"] == [fault.damage not in HARMLESS] * len(fault.files), f"{fault.name} did not happen"
     steps = {one.get("value") for one in told}
     text = "\n".join([*(one.get("error", "") for one in told), *(text for one in told for text in one["warnings"])])
     folder = next(part for part in fault.files[0].parts if part.startswith("step-"))
@@ -166,6 +180,33 @@ def test_one_good_copy_is_enough_and_what_is_damaged_is_made_whole_or_named(
 ) -> None:
     found = wrong(name, keep, saved(name, keep), whose, FACADES[name].world_sizes[0])
     assert not found, "\n".join(found)
+
+
+def test_a_shard_for_which_a_host_has_no_room_is_read_where_it_is(tmp_path: Path) -> None:
+    values(run_ranks(save_steps, "local", tmp_path, 1, [NEWER], ranks=2))
+    (own,) = tmp_path.glob("host-1/step-*/shard-00001-of-00002.shard")
+    own.unlink()
+    first, second = values(run_ranks(resume_without_room, tmp_path, ranks=2))
+    assert (first.get("value"), second.get("value")) == ([NEWER, NEWER], [NEWER, NEWER + 100]), (first, second)
+    assert second["refused"], "it had room"
+    assert any("cannot be kept on this host, and is read where it is" in text for text in second["warnings"])
+
+
+def test_a_disk_that_goes_bad_after_the_checkpoint_was_found_costs_the_copy_there(tmp_path: Path) -> None:
+    values(run_ranks(save_steps, "memory", tmp_path, 1, [NEWER], ranks=2))
+    told = values(run_ranks(read_after_a_bad_sector, tmp_path, ranks=2))
+    assert ["error" in one for one in told] == [False, False], told
+    assert [one["is_equal"] for one in told] == [True, True]
+    assert told[1]["met"], "nobody read there"
+
+
+@pytest.mark.parametrize("obstacle", ["another user's folder", "bad disk"])
+def test_a_save_that_cannot_be_removed_keeps_no_other_from_being_removed(tmp_path: Path, obstacle: str) -> None:
+    values(run_ranks(save_steps, "local", tmp_path, 5, [1, 2, 3]))
+    (told,) = values(run_ranks(save_beside, tmp_path, obstacle))
+    assert told["left"] == ["step-000000001", "step-000000004"]
+    is_tried = any("could not be removed" in text for text in told["warnings"])
+    assert is_tried == (obstacle == "bad disk"), "what another user has is left alone without a word"
 
 
 @pytest.mark.long

@@ -81,6 +81,21 @@ def test_what_is_damaged_on_all_hosts_is_read_in_the_store(tmp_path: Path, kind:
     assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [5, 5]
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_where_all_that_was_completed_is_damaged_nobody_begins_afresh(tmp_path: Path, kind: str, damage: str) -> None:
+    values(run_ranks(durable_ranks.save, kind, tmp_path, [5], ranks=2))
+    _lose(tmp_path, 0, 1)
+    (folder,) = tmp_path.glob("store/step-000000005.*")
+    for path in folder.iterdir():
+        if damage == "empty" or path.name.startswith("shard-00001"):
+            path.write_bytes(path.read_bytes()[: 100 if damage == "cut" else 0])
+    ended = run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)
+    for one in ended:
+        assert one.error is not None, one.value
+        assert one.error.startswith("CorruptCheckpointError: no checkpoint can be loaded, from any host or durable")
+        assert folder.name in one.error
+
+
 def test_a_job_that_is_killed_in_a_copy_goes_on_with_the_one_before_and_removes_what_is_left(
     tmp_path: Path, kind: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -204,6 +205,20 @@ def test_a_replica_that_is_damaged_or_unwanted_is_not_taken(place: Path) -> None
         with pytest.raises(ValueError, match="is no "):
             tier.shelf.destination(wrong, 10)
     assert tier.inventory() == []
+    tier.close()
+
+
+def test_a_replica_that_was_cut_is_taken_once_more(place: Path) -> None:
+    tier, shard = MemoryTier(place), str(ShardId(name_at(1), 0, 1))
+    tier.prepare(context_of(tier))
+    content = sealed(name_at(1)).data
+    for _ in range(2):
+        tier.shelf.destination(shard, content.nbytes)[:] = content
+        tier.shelf.received(shard, "digest")
+        assert tier.shelf.digest(shard) == "digest"
+        assert tier.has_whole(ShardId(name_at(1), 0, 1))
+        os.truncate(tier.shelf.path_of(shard), 100)
+        assert tier.shelf.digest(shard) is None, "who sends it again is not told that it is here"
     tier.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.pure.torch_names import names_made_in, private_names_in
 from torchelastic.torch_internals import canary
-from torchelastic.torch_internals.table import NAMES, Kind, PrivateName
+from torchelastic.torch_internals.table import NAMES, NameKind, PrivateName
 from torchelastic.version import NEWEST_TESTED_TORCH, OLDEST_TORCH
 
 PACKAGE = Path(__file__).parents[2] / "torchelastic"
@@ -99,7 +99,7 @@ def test_the_installed_torch_lacks_none() -> None:
 def removed(name: PrivateName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a name out of torch, as a newer release would."""
     owner: Any = canary._value_of(name.owner)
-    if name.kind is Kind.ARGUMENT:
+    if name.kind is NameKind.ARGUMENT:
         monkeypatch.setattr(owner, "__init__" if isinstance(owner, type) else "__call__", None)
     for holder in owner.__mro__ if isinstance(owner, type) else [owner, type(owner)]:
         if name.attribute in vars(holder):

@@ -96,7 +96,7 @@ def kind_in(folder: Path) -> Kind | None:
 
 def is_foreign(folder: Path, own: Kind) -> bool:
     """Whether a folder certainly holds a checkpoint of another kind than the own one."""
-    return _kind_if_readable(folder) not in (own, None)
+    return _kind_if_readable(folder.name, lambda name: kind_in(folder.parent / name)) not in (own, None)
 
 
 def require_own_folder(root: Path, own: Kind) -> None:
@@ -106,11 +106,11 @@ def require_own_folder(root: Path, own: Kind) -> None:
         ForeignCheckpointsError: it holds only checkpoints of others.
         CheckpointError: it cannot be read.
     """
-    require_own(own, _names(root), lambda name: _kind_if_readable(root / name), str(root))
+    require_own(own, _names(root), lambda name: kind_in(root / name), str(root))
 
 
-def _kind_if_readable(folder: Path) -> Kind | None:
-    """As `kind_in`; None where one of several folders cannot be read: it hides no other."""
+def _kind_if_readable(folder: str, kind_in: Callable[[str], Kind | None]) -> Kind | None:
+    """None where one of several folders cannot be read: it hides no other."""
     try:
         return kind_in(folder)
     except CheckpointError:
@@ -125,7 +125,8 @@ def require_own(own: Kind, names: Iterable[str], kind_in: Callable[[str], Kind |
     Args:
         own: who asks.
         names: of whatever lies in the folder.
-        kind_in: the kind of checkpoint in the folder of that name; not asked where checkpoints have no such name.
+        kind_in: the kind of checkpoint in the folder of that name; not asked where checkpoints have no such name. A
+            `CheckpointError` says that this one cannot be read.
         where: the folder.
 
     Raises:
@@ -133,7 +134,7 @@ def require_own(own: Kind, names: Iterable[str], kind_in: Callable[[str], Kind |
     """
     found: dict[Kind, list[str]] = {}
     for name in filter(may_hold_one, names):
-        kind = kind_in(name)
+        kind = _kind_if_readable(name, kind_in)
         if kind is not None:
             found.setdefault(kind, []).append(name)
     others = {kind: found[kind] for kind in Kind if kind in found and kind is not own}

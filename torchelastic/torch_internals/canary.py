@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from torchelastic.torch_internals.table import NAMES, Kind, PrivateName
+from torchelastic.torch_internals.table import NAMES, NameKind, PrivateName
 from torchelastic.version import NEWEST_TESTED_TORCH, OLDEST_TORCH
 
 log = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ def is_there(name: PrivateName) -> bool:
     """Whether the installed torch has a name. May import what has it."""
     if name.only_with and _value_of(name.only_with) is _ABSENT:
         return True
-    if name.kind is Kind.ATTRIBUTE:
+    if name.kind is NameKind.ATTRIBUTE:
         return _value_of(name.path) is not _ABSENT
     owner = _value_of(name.owner)
-    if name.kind is Kind.ARGUMENT:
+    if name.kind is NameKind.ARGUMENT:
         return owner is not _ABSENT and name.attribute in _arguments(owner)
     return isinstance(owner, type) and name.attribute in _mentioned_by(owner)
 

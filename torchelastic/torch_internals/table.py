@@ -10,7 +10,7 @@ from packaging.version import Version
 from torchelastic.torch_internals.module_names import CHECKPOINTED, COMPILED
 
 
-class Kind(Enum):
+class NameKind(Enum):
     """How a torch can be asked whether it has a name, without making an object."""
 
     #: It is an attribute of the module or class before it, or a module.
@@ -42,7 +42,7 @@ class PrivateName:
     since: str = "2.6"
     before: str = ""
     is_needed: bool = False
-    kind: Kind = Kind.ATTRIBUTE
+    kind: NameKind = NameKind.ATTRIBUTE
     only_with: str = ""
 
     def is_expected(self, torch_version: str) -> bool:
@@ -154,13 +154,13 @@ GRADIENTS = (
         "torch.amp.GradScaler._per_optimizer_states",
         "repeating a failed step with a GradScaler",
         "A step that fails between unscale_() and update() of a GradScaler cannot be repeated.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.amp.GradScaler._device",
         "repeating a failed step with a GradScaler that is not for CUDA",
         "A GradScaler is taken for one of CUDA.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch._dynamo",
@@ -171,19 +171,19 @@ GRADIENTS = (
         f"torch._dynamo.eval_frame.OptimizedModule.{COMPILED}",
         "the names of the parameters of a compiled model",
         "Checkpoints of a compiled model load only into a compiled one.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         f"torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.{CHECKPOINTED}",
         "the names of the parameters of a model with activation checkpointing",
         "Checkpoints of a model with activation checkpointing load only into such a one.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
         "knowing which parameters DistributedDataParallel does not keep equal",
         "A checkpoint of Lightning in memory may take such a parameter from any rank.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
 )
 
@@ -193,9 +193,9 @@ _NO_DATA = "A data worker process that dies fails the step in which it is notice
 
 DATA_WORKERS = (
     PrivateName(_LOADER, _DATA, _NO_DATA),
-    PrivateName(f"{_LOADER}._workers", _DATA, _NO_DATA, kind=Kind.OF_INSTANCES),
-    PrivateName(f"{_LOADER}._workers_done_event", _DATA, _NO_DATA, kind=Kind.OF_INSTANCES),
-    PrivateName(f"{_LOADER}._worker_pids_set", _DATA, _NO_DATA, kind=Kind.OF_INSTANCES),
+    PrivateName(f"{_LOADER}._workers", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
+    PrivateName(f"{_LOADER}._workers_done_event", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
+    PrivateName(f"{_LOADER}._worker_pids_set", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._shutdown_workers", _DATA, _NO_DATA),
     PrivateName("torch._C._set_worker_pids", _DATA, _NO_DATA),
     PrivateName("torch._C._remove_worker_pids", _DATA, _NO_DATA),
@@ -238,31 +238,31 @@ TENSORS = (
         "torch.storage.TypedStorage._untyped_storage",
         _STORAGE,
         "Torch warns of its typed storages when a checkpoint request is sent to its worker process.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.storage.TypedStorage._internal",
         _STORAGE,
         "Torch warns of its typed storages when a checkpoint request arrives in its worker process.",
-        kind=Kind.ARGUMENT,
+        kind=NameKind.ARGUMENT,
     ),
     PrivateName(
         "torch.nn.Module._metadata",
         "the versions of modules in a state_dict",
         "States of older versions of a module are not brought up to date when they are loaded.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.nn.Module._parameters",
         "initializing a model that was built on the meta device",
         "ShardedState refuses a model on the meta device.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.nn.Module._buffers",
         "initializing a model that was built on the meta device",
         "ShardedState refuses a model on the meta device.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
 )
 
@@ -277,13 +277,13 @@ SHARDING = (
         "torch.distributed.tensor.DTensor._local_tensor",
         "reading the memory of a DTensor without a copy of its description",
         "Copies of sharded tensors take longer.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.distributed.tensor.DTensor._spec",
         "copying DTensors for async_save",
         "Copies of DTensors are described by their mesh and their placements.",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
@@ -292,16 +292,16 @@ SHARDING = (
     ),
     PrivateName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", _FLAT, _LATER),
     PrivateName(
-        f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups", _FLAT, _LATER, since="2.13", kind=Kind.OF_INSTANCES
+        f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups", _FLAT, _LATER, since="2.13", kind=NameKind.OF_INSTANCES
     ),
     PrivateName(
         f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group",
         _FLAT,
         _LATER,
         before="2.13",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
-    PrivateName(f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data", _FLAT, _LATER, kind=Kind.OF_INSTANCES),
+    PrivateName(f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data", _FLAT, _LATER, kind=NameKind.OF_INSTANCES),
     PrivateName("torch.distributed.tensor.debug._clear_sharding_prop_cache", _STALE, _WRONG, since="2.13"),
     PrivateName("torch.distributed.tensor.DTensor._op_dispatcher", _STALE, _WRONG, before="2.13"),
     PrivateName("torch.distributed.tensor._redistribute._gen_transform_infos", _STALE, _WRONG),
@@ -342,7 +342,7 @@ CHECKPOINTS = (
         "torch.save._use_new_zipfile_serialization",
         "encoding small values in the shorter format",
         "Loading many small values from memory takes longer.",
-        kind=Kind.ARGUMENT,
+        kind=NameKind.ARGUMENT,
     ),
     PrivateName(f"{_DCP}._async_process_executor._CHECKPOINT_PROCESS", _HELPER, _NO_HELPER, since="2.9"),
     PrivateName(
@@ -350,7 +350,7 @@ CHECKPOINTS = (
         _HELPER,
         _NO_HELPER,
         since="2.9",
-        kind=Kind.OF_INSTANCES,
+        kind=NameKind.OF_INSTANCES,
     ),
 )
 CACHED_PLANS = tuple(

@@ -35,7 +35,7 @@ from torchelastic.checkpoint.store.manifest import (
 )
 from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.reading import recorded
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 from torchelastic.text import without_credentials, without_secrets
 
@@ -94,14 +94,7 @@ class DurableTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
-
-        def kind_of_one(folder: str) -> Kind | None:
-            try:
-                return self._kind_of(folder)
-            except CheckpointError:  # one that cannot be read hides no other
-                return None
-
-        require_own(self.kind, self._sizes(self._root), kind_of_one, self.where)
+        require_own(self.kind, self._sizes(self._root), self._kind_of, self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -208,9 +201,10 @@ class DurableTier(Tier):
         except CorruptCheckpointError as error:
             manifest = error
         sizes, shown = self._sizes(self._folder(name)), self._shown(self._folder(name))
-        empty = [file for file, size in sizes.items() if size == 0]
-        if MANIFEST_NAME in empty and len(empty) > 1:  # shards come first: no writer that died has left it so
-            manifest, is_whole = CorruptCheckpointError(f"{shown}: {', '.join(sorted(empty)[:3])} have 0 bytes"), True
+        empty = sorted(file for file, size in sizes.items() if size == 0 and parse_shard_file_name(file) is not None)
+        if sizes.get(MANIFEST_NAME) == 0 and empty:  # shards come first: no writer that died has left it so
+            manifest = CorruptCheckpointError(f"{shown}/{empty[0]} has 0 bytes, and so has the manifest")
+            is_whole = True
         if not is_whole:
             sizes.pop(MANIFEST_NAME, None)  # an empty one
         info = info_of(name, Path(shown), manifest, sizes, whole=is_whole, shown=shown)

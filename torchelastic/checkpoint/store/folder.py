@@ -29,6 +29,7 @@ from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, rea
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
 from torchelastic.checkpoint.store.writing import (
+    is_usable,
     make_place,
     remove_folder,
     remove_left_overs,
@@ -168,7 +169,11 @@ class FolderTier(Tier):
 
         Where each host has its own folder, what was never committed and is older than what was goes, too. There, of a
         checkpoint of this group each rank removes only what it has put, since the memory of it is used again by the
-        process that has put it. What older groups have left, anyone removes.
+        process that has put it. What older groups have left, anyone removes. The folder of another user stays, and one
+        that cannot be removed keeps no other from being removed.
+
+        Raises:
+            CheckpointError: the first that could not be removed.
         """
         infos = self._own_checkpoints()
         committed = [info for info in infos if info.manifest is not None and info.damage is None]
@@ -176,18 +181,25 @@ class FolderTier(Tier):
             return []
         unwanted = {info.name for info in prunable_checkpoints(self.keep, infos)}
         if not self.is_shared:
-            unwanted |= {info.name for info in infos if info.manifest is None and info.name < committed[0].name}
+            uncommitted = (info for info in infos if info.manifest is None and info.name < committed[0].name)
+            unwanted |= {info.name for info in uncommitted if is_usable(info.folder)}
         self._discard(unwanted)
         return sorted(unwanted)
 
     def _discard(self, names: Iterable[SaveId]) -> None:
         """Removes checkpoints, whichever they are, as far as that is this rank's; see `prune`."""
+        failures = []
         for name in sorted(names):
-            self._revoke(name)  # first: other ranks may hold some of its shards, and without the others it is none
-            for path, rank in self._shards(name):
-                if self._may_remove(name, rank, path):
-                    self._retire(path)
-            self._remove_if_empty(name)
+            try:
+                self._revoke(name)  # first: other ranks may hold some of its shards, and without the others it is none
+                for path, rank in self._shards(name):
+                    if self._may_remove(name, rank, path):
+                        self._retire(path)
+                self._remove_if_empty(name)
+            except CheckpointError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _revoke(self, name: SaveId) -> None:
         self._disk.remove(self._root / name.folder_name / MANIFEST_NAME)

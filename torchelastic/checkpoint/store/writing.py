@@ -76,9 +76,9 @@ def make_place(folder: Path, disk: Disk = REAL_DISK) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
-    if os.path.lexists(folder) and not _is_usable(folder):
+    if os.path.lexists(folder) and not is_usable(folder):
         with locked(folder.parent / f"{HIDDEN}place", SETTING_ASIDE_S):
-            if os.path.lexists(folder) and not _is_usable(folder):
+            if os.path.lexists(folder) and not is_usable(folder):
                 aside = folder.with_name(f"unusable-{folder.name}-{secrets.token_hex(4)}")
                 disk.rename(folder, aside)
                 log.warning("%s cannot be used: it is called %s from now on", folder, aside.name)
@@ -86,7 +86,8 @@ def make_place(folder: Path, disk: Disk = REAL_DISK) -> None:
     disk.make_folder(folder)
 
 
-def _is_usable(folder: Path) -> bool:
+def is_usable(folder: Path) -> bool:
+    """Whether something can be read, put and removed in a folder."""
     return folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
 
 
