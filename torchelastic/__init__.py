@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchelastic.lazy_names import lazily
-from torchelastic.version import __version__
+from torchelastic.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchelastic.coordinator import Coordinator as Coordinator
@@ -32,22 +32,4 @@ if TYPE_CHECKING:
     from torchelastic.worker_stats import SimpleWorkerStats as SimpleWorkerStats
     from torchelastic.worker_stats import WorkerStats as WorkerStats
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "coordinator": "Coordinator",
-        "data.batch_sampler": "ElasticBatchSampler",
-        "data.loader": "ElasticLoader",
-        "data.stream": "ElasticStream",
-        "errors": "NonRetryableException RetryableException StopException",
-        "model.world_change": "WorldChange keep_global_batch scale_learning_rate",
-        "model_state": "ModelState",
-        "p2p.coordinator_p2p": "CoordinatorP2P",
-        "sharded.state": "ShardedState",
-        "state": "State",
-        "step": "Step",
-        "train_loop": "steps train",
-        "worker_stats": "SimpleWorkerStats WorkerStats",
-    },
-)
-__all__ += ["__version__"]
+__getattr__, __dir__ = lazily(__name__)

@@ -80,15 +80,16 @@ def tree_of(module: str) -> ast.Module:
 
 
 def exported(module: str) -> tuple[str, ...]:
-    """The public names of a module: its `__all__`, or what it loads `lazily`."""
+    """The public names of a module: its `__all__`, or what it imports `as` itself (the rule of `lazily`)."""
     names: list[str] = []
     for node in tree_of(module).body:
         if isinstance(node, ast.AugAssign) or (
             isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets)
         ):
             names += ast.literal_eval(node.value)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and not names:
-            names += " ".join(ast.literal_eval(node.value.args[1]).values()).split()
+    if not names:
+        imports = (node for node in statements(tree_of(module).body) if isinstance(node, ast.ImportFrom))
+        names = [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
     if not names:
         raise LookupError(f"{module} has no __all__")
     return tuple(names)

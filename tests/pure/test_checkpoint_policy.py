@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torchelastic.checkpoint
-import torchelastic.checkpoint.policy as policies
+from tests.pure.public_names import exported
 from torchelastic.checkpoint.policy import (
     AtSteps,
     EverySeconds,
@@ -253,6 +252,6 @@ def test_what_makes_no_sense_is_refused_by_name(
 
 def test_every_policy_of_the_page_on_checkpoints_is_behind_its_front_door() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"^\| `(\w+)\(", page, flags=re.MULTILINE)) & set(policies.__all__)
+    names = set(re.findall(r"^\| `(\w+)\(", page, flags=re.MULTILINE)) & set(exported("torchelastic.checkpoint.policy"))
     assert len(names) > 10
-    assert names - set(torchelastic.checkpoint.__all__) == set()
+    assert names - set(exported("torchelastic.checkpoint")) == set()

@@ -53,20 +53,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.training_state.state import BCPState as BCPState
     from torchelastic.checkpoint.training_state.state import DCPState as DCPState
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "api": "Checkpoint CheckpointManager get_checkpoint_manager set_checkpoint_manager",
-        "errors": "CheckpointError CorruptCheckpointError",
-        "file_system": "FileSystemCheckpointManager",
-        "policy.keeping": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLast KeepPolicy",
-        "policy.saving": "SaveDecision SaveMoment SavePolicy",
-        "policy.schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
-        "policy.young_daly": "YoungDaly",
-        "store.disk": "DiskTier",
-        "store.durable": "DurableTier",
-        "store.memory": "MemoryTier",
-        "tiered.manager": "TieredCheckpointManager",
-        "training_state.state": "BCPState DCPState",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -14,7 +14,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
+    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager as FileSystemCheckpointManager
 
 __all__ = [
     "DEFAULT_KEY",
@@ -235,4 +235,4 @@ def get_checkpoint_manager() -> CheckpointManager | None:
 
 
 # Loaded on first use, because file_system imports this module.
-__getattr__, __dir__, _ = lazily(__name__, {"torchelastic.checkpoint.file_system": "FileSystemCheckpointManager"})
+__getattr__, __dir__ = lazily(__name__)

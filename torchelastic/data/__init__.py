@@ -42,22 +42,4 @@ if TYPE_CHECKING:
     from torchelastic.data.stream import ElasticStream as ElasticStream
     from torchelastic.data.stream import StreamShare as StreamShare
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "batch_sampler": "ElasticBatchSampler",
-        "distributed_sampler": "CyclingIterator ElasticDistributedSampler",
-        "epochs": "EpochLoader EpochStream",
-        "loader": "ElasticLoader",
-        "shares": "BatchShare Share",
-        "sources.api": "Source SourceError",
-        "sources.changing": "mapped mixed repeated",
-        "sources.packing": "packed",
-        "sources.parquet_files": "parquet",
-        "sources.shuffling": "shuffled",
-        "sources.stateful": "from_datasets from_stateful",
-        "sources.tar_files": "tar_samples",
-        "sources.text_files": "jsonl lines",
-        "stream": "ElasticStream StreamShare",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

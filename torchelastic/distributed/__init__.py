@@ -21,11 +21,4 @@ if TYPE_CHECKING:
     from torchelastic.distributed.collectives import get_rank as get_rank
     from torchelastic.distributed.collectives import is_distributed_training_run as is_distributed_training_run
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "collectives": "all_gather_return_max_long broadcast_binary broadcast_bool broadcast_float_list "
-        "broadcast_long broadcast_model convert_to_distributed_tensor convert_to_normal_tensor "
-        "get_rank is_distributed_training_run",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -15,10 +15,4 @@ if TYPE_CHECKING:
     from torchelastic.ledger.accounts import Account as Account
     from torchelastic.ledger.meter import this_worker as this_worker
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "accounts": "Account",
-        "meter": "this_worker",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

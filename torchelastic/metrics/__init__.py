@@ -51,4 +51,4 @@ __all__ = [
     "publish_metric",
 ]
 
-__getattr__, __dir__, _ = lazily(__name__, {"exposition": "MetricsRegistry"})
+__getattr__, __dir__ = lazily(__name__)

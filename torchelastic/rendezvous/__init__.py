@@ -22,10 +22,4 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.handler import RendezvousTimeoutException as RendezvousTimeoutException
     from torchelastic.rendezvous.server import EtcdServer as EtcdServer
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "handler": "RendezvousClosedException RendezvousHandler RendezvousNonRetryableError RendezvousTimeoutException",
-        "server": "EtcdServer",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -16,10 +16,4 @@ if TYPE_CHECKING:
     from torchelastic.status.run_status import RunStatus as RunStatus
     from torchelastic.status.run_status import WorkerStatus as WorkerStatus
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "reading": "StatusReader",
-        "run_status": "EventLine HostStatus RunStatus WorkerStatus",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

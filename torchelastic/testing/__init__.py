@@ -17,11 +17,4 @@ if TYPE_CHECKING:
     from torchelastic.testing.etcd import python_protobuf_env as python_protobuf_env
     from torchelastic.testing.etcd import running_etcd as running_etcd
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "clock": "FakeClock",
-        "disk_faults": "FaultyDisk fail_at full_at kill_at pause_at short_write_at",
-        "etcd": "python_protobuf_env running_etcd",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -16,12 +16,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest as AsyncRequest
     from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint as TorchAsyncCheckpoint
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "calls_queue": "AsyncCallsQueue abort_checkpoints",
-        "errors": "AsyncCheckpointError",
-        "request": "AsyncRequest",
-        "torch_checkpoint": "TorchAsyncCheckpoint",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

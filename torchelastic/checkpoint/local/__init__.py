@@ -18,13 +18,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict as TensorAwareStateDict
     from torchelastic.checkpoint.local.state_dict import TensorPlaceholder as TensorPlaceholder
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "torchelastic.checkpoint.errors": "OutOfStepError",
-        "base_manager": "BaseCheckpointManager",
-        "local_manager": "LocalCheckpointManager",
-        "names": "CkptID",
-        "state_dict": "BasicTensorAwareStateDict TensorAwareStateDict TensorPlaceholder",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

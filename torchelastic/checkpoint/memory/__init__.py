@@ -22,16 +22,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.staging import StagedItems as StagedItems
     from torchelastic.checkpoint.memory.writer import MemoryStorageWriter as MemoryStorageWriter
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "ids": "CheckpointContainerId CheckpointId CheckpointObjectId",
-        "job": "job_container",
-        "loader": "CheckpointLoader DefaultCheckpointLoader",
-        "objects": "CheckpointObjectManager",
-        "reader": "MemoryStorageReader",
-        "saver": "DefaultCheckpointSaver",
-        "staging": "StagedItems",
-        "writer": "MemoryStorageWriter",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -47,16 +47,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.schedules import OnSignal as OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "costs": "SaveCosts",
-        "failures": "FailurePrior FailureRate",
-        "formulas": "daly_period_s exact_cost",
-        "keeping": "KeepAll KeepBest KeepDecision KeepEvery KeepEverySeconds KeepLast KeepPolicy KeptCheckpoint "
-        "prunable",
-        "saving": "SaveDecision SaveMoment SavePolicy",
-        "schedules": "AtSteps EverySeconds EverySteps Never OnSignal",
-        "young_daly": "YoungDaly",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

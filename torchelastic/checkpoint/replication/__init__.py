@@ -31,15 +31,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.strategies import ReplicationStrategy as ReplicationStrategy
     from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig as ReplicationRetryConfig
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "errors": "NoReplicasAvailableError ReplicationError",
-        "group_wrapper": "GroupWrapper",
-        "manager": "ReplicationManager",
-        "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence",
-        "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
-        "ReplicationStrategy",
-        "topology": "ReplicationRetryConfig",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -21,13 +21,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.shards.tree import unflatten as unflatten
     from torchelastic.checkpoint.shards.writing import save_tree as save_tree
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "loading": "read_into read_tree",
-        "reading": "ShardReader load_tree",
-        "tensors": "ShardOf",
-        "tree": "flatten unflatten",
-        "writing": "save_tree",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)

@@ -36,15 +36,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.store.tier import TierContext as TierContext
     from torchelastic.checkpoint.store.tier import TierEntry as TierEntry
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "disk": "DiskTier",
-        "durable": "DurableTier",
-        "manifest": "MANIFEST_NAME Manifest ShardRecord",
-        "memory": "MemoryTier",
-        "reading": "list_checkpoints open_checkpoint",
-        "save_id": "SaveId",
-        "tier": "SealedShard Tier TierContext TierEntry",
-    },
-)
+__getattr__, __dir__ = lazily(__name__)
