@@ -82,7 +82,7 @@ class SaveTarget:
         Args:
             name: of the tier.
             save_times_s: how long its saves took until they were durable; for example the `recent_durable_s` of
-                `torchelastic.checkpoint.policy.SaveTarget`.
+                `torchelastic.checkpoint.policy.costs.TierCost`.
             confidence: of the bound.
             if_unknown_s: the bound if there was no save yet; None: `guess_save_s` of the name.
             at_least_s: least value of the bound.
@@ -163,7 +163,7 @@ def decide(
 
     Args:
         remaining_s: until the deadline; None: none is known. Negative: it is over.
-        step: how much time to leave for one more step (`bounds.step_bound`); None: not known yet, counts as 0.
+        step: how much time to leave for one more step (`iteration_times.step_bound`); None: not known yet, counts as 0.
         tiers: the most durable first; at least one.
         reserve_s: to keep besides, for what is not measured; the margins of the bounds are part of it.
         at_once_s: for a notice that does not say when the end is, with nothing saved since: seconds until the end at

@@ -30,7 +30,7 @@ DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - what is put there is protected b
 _NO_RUN_ID = "none"
 #: What it makes up instead on one host (a random UUID, see its run.py), and what `torchelastic run --standalone` does.
 _MADE_UP = re.compile(r"standalone-[0-9a-f]{8}|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-MAX_NAME_CHARS = 128  # as in `names.is_part`
+MAX_NAME_CHARS = 128  # as in `ids.is_part`
 _REMEDY = (
     "give torchrun an --rdzv-id, start the job with `torchelastic run`, set TORCHELASTIC_RUN_ID, or pass a run_id: the "
     "same again after a restart, and another one for another job"

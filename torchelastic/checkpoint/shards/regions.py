@@ -1,7 +1,7 @@
 """Pure: which part of a tensor a piece holds, how a tensor is split over ranks, and how pieces cover it again.
 
 A piece is addressed by the name of its tensor and by a region: where it begins and how long it is in each dimension. So
-what was saved by one number of ranks can be read by any other (the "global offsets" of DESIGN section 6).
+what was saved by one number of ranks can be read by any other: regions count from the beginning of the whole tensor.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class MemoryTier(FolderTier):
 
     Attributes:
         pool: the slots. A stage that was taken and will not be put is given back to it.
-        shelf: where replicas of other ranks' shards are received; see `replication.ReplicaServer`.
+        shelf: where replicas of other ranks' shards are received; see `ReplicaServer`.
     """
 
     def __init__(
