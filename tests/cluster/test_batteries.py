@@ -26,7 +26,7 @@ class BatteryJob(Job):
         """Every finisher ends with the same of everything, to the last bit, and with what one process alone gets."""
         finals = [torch.load(path, weights_only=True) for path in sorted(self.folder.glob("battery-*.pt"))]
         assert len(finals) == finishers, self.output()[-4000:]
-        own = ("running_mean", "running_var")  # of each rank's own samples
+        own = ("running_mean", "running_var")  # with each rank's own last batch in them
         for other in finals[1:]:
             assert other.keys() == finals[0].keys()
             for name, value in finals[0].items():

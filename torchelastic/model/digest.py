@@ -5,8 +5,9 @@ element always changes it, a few independent changes do but for one case in 2**6
 memory; it is no protection against somebody who wants to be overlooked.
 
 Parts: "module" (parameters), "buffers", "optimizer", "scheduler", "sampler" and "extra" (objects with a state of their
-own). Buffers are compared and never found fault with: running statistics are those of each rank's own samples, unless
-the module has SyncBatchNorm. Random numbers and plain values of `extra` are each rank's own and not compared.
+own). Buffers are compared and never found fault with: DDP makes running statistics rank 0's before each forward pass,
+and then each rank's take in its own batch, unless the module has SyncBatchNorm. Random numbers and plain values of
+`extra` are each rank's own and not compared.
 """
 
 from __future__ import annotations
