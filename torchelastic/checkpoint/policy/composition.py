@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 Policy = TypeVar("Policy", bound="Composable")
@@ -30,9 +31,9 @@ class Combination(Generic[Policy]):
     """
 
     policies: tuple[Policy, ...]
-    #: What each member must be, and what is written between two of them.
+    #: What each member must be, and of how many it has to hold: `any` for `a | b`, `all` for `a & b`.
     _member: ClassVar[type[Composable]]
-    _operator: ClassVar[str]
+    _holds_of: ClassVar[Callable[[Iterable[object]], bool]]
 
     def __post_init__(self) -> None:
         name, flat = type(self).__name__, list[Policy]()
@@ -48,9 +49,9 @@ class Combination(Generic[Policy]):
 
     def __repr__(self) -> str:
         """As one would type it: `|` binds less than `&`."""
-        is_and = self._operator == "&"
+        is_and = type(self)._holds_of is all
         texts = (f"({one!r})" if is_and and isinstance(one, Combination) else repr(one) for one in self.policies)
-        return f" {self._operator} ".join(texts)
+        return (" & " if is_and else " | ").join(texts)
 
 
 def combined(kind: Any, left: Policy, right: Policy) -> Policy:

@@ -287,8 +287,8 @@ class KeepBest(KeepPolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepIfAny(Combination[KeepPolicy], KeepPolicy):
-    """Keeps what at least one of its members wants: what `a | b` gives.
+class KeepCombination(Combination[KeepPolicy], KeepPolicy):
+    """Several policies for keeping in one.
 
     Args:
         policies: the members, at least one.
@@ -300,38 +300,28 @@ class KeepIfAny(Combination[KeepPolicy], KeepPolicy):
 
     policies: tuple[KeepPolicy, ...]
     _member = KeepPolicy
-    _operator = "|"
-
-    def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
-        """Ask every member."""
-        answers = zip(*(policy.wanted(checkpoints) for policy in self.policies), strict=True)
-        given = ([reason for reason in reasons if reason is not None] for reasons in answers)
-        return ["; ".join(reasons) if reasons else None for reasons in given]
-
-
-@dataclass(frozen=True, repr=False)
-class KeepIfAll(Combination[KeepPolicy], KeepPolicy):
-    """Keeps what all of its members want: what `a & b` gives.
-
-    Args:
-        policies: the members, at least one.
-
-    Raises:
-        TypeError: a member is no KeepPolicy.
-        ValueError: there are none.
-    """
-
-    policies: tuple[KeepPolicy, ...]
-    _member = KeepPolicy
-    _operator = "&"
 
     def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
         """Ask every member."""
         answers = zip(*(policy.wanted(checkpoints) for policy in self.policies), strict=True)
         return [
-            None if None in reasons else "; ".join(reason for reason in reasons if reason is not None)
+            "; ".join(reason for reason in reasons if reason is not None)
+            if type(self)._holds_of(reason is not None for reason in reasons)
+            else None
             for reasons in answers
         ]
+
+
+class KeepIfAny(KeepCombination):
+    """Keeps what at least one of its members wants: what `a | b` gives."""
+
+    _holds_of = any
+
+
+class KeepIfAll(KeepCombination):
+    """Keeps what all of its members want: what `a & b` gives."""
+
+    _holds_of = all
 
 
 def _check_oldest_first(checkpoints: Sequence[KeptCheckpoint]) -> None:

@@ -125,35 +125,10 @@ class SavePolicy(Composable, ABC):
 
 
 @dataclass(frozen=True, repr=False)
-class SaveIfAny(Combination[SavePolicy], SavePolicy):
-    """Saves when at least one of its members would: what `a | b` gives.
+class SaveCombination(Combination[SavePolicy], SavePolicy):
+    """Several policies for saving in one.
 
-    Where members give a number of the same name, the first that wants to save has it; all are in `parts`.
-
-    Args:
-        policies: the members, at least one.
-
-    Raises:
-        TypeError: a member is no SavePolicy.
-        ValueError: there are none.
-    """
-
-    policies: tuple[SavePolicy, ...]
-    _member = SavePolicy
-    _operator = "|"
-
-    def decide(self, moment: SaveMoment) -> SaveDecision:
-        """Ask every member."""
-        parts = tuple(policy.decide(moment) for policy in self.policies)
-        return _joined(any(part.save for part in parts), parts)
-
-
-@dataclass(frozen=True, repr=False)
-class SaveIfAll(Combination[SavePolicy], SavePolicy):
-    """Saves when all of its members would: what `a & b` gives.
-
-    Where members give a number of the same name, the first that does not want to save has it (the first, if all do);
-    all are in `parts`.
+    Where members give a number of the same name, the first that agrees with the decision has it; all are in `parts`.
 
     Args:
         policies: the members, at least one.
@@ -165,12 +140,23 @@ class SaveIfAll(Combination[SavePolicy], SavePolicy):
 
     policies: tuple[SavePolicy, ...]
     _member = SavePolicy
-    _operator = "&"
 
     def decide(self, moment: SaveMoment) -> SaveDecision:
         """Ask every member."""
         parts = tuple(policy.decide(moment) for policy in self.policies)
-        return _joined(all(part.save for part in parts), parts)
+        return _joined(type(self)._holds_of(part.save for part in parts), parts)
+
+
+class SaveIfAny(SaveCombination):
+    """Saves when at least one of its members would: what `a | b` gives."""
+
+    _holds_of = any
+
+
+class SaveIfAll(SaveCombination):
+    """Saves when all of its members would: what `a & b` gives."""
+
+    _holds_of = all
 
 
 def _joined(save: bool, parts: tuple[SaveDecision, ...]) -> SaveDecision:
