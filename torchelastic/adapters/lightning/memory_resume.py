@@ -88,21 +88,7 @@ class MemoryAutoResume:
             TypeError: the trainer's strategy, or `default`, is of a kind that is not known here.
             CheckpointError: the container cannot be used.
         """
-        join_process_group(self.trainer)
-        self.checkpoint_io.start()
-        tier = self.checkpoint_io.tier
-        durable = durable_path(self.default)
-        self.checkpoint_io.fallback = durable
-        newest, step = tier.newest() or (None, None)
-        durable_step = None
-        if self.trainer.global_rank == 0 and durable is not None and step is not None:
-            durable_step = self._durable_step(durable)
-        is_memory = tier.ranks.all_gather("choose a checkpoint", takes_memory(step, durable_step))[0]
-        if newest is None or not is_memory:
-            log.info("going on from the durable checkpoint: %s", durable)
-            return None if durable is None else str(durable)
-        log.info("going on from the checkpoint in memory %s; the durable one is %s", newest, durable)
-        return str(newest)
+        return path_to_resume(self.trainer, self.checkpoint_io, self.default, self._durable_step)
 
     def setup(self, trainer: Any = None, model: Any = None) -> None:
         """As NeMo's AutoResume: sets the checkpoint to resume from. All ranks call it.
@@ -121,6 +107,27 @@ class MemoryAutoResume:
         path = self.ckpt_path()
         if path is not None:
             self.trainer.ckpt_path = path
+
+
+def path_to_resume(
+    trainer: Any, checkpoint_io: MemoryCheckpointing, default: Any, step_of: Callable[[AnyPath], int | None]
+) -> str | None:
+    """What both `MemoryAutoResume` choose by, Lightning's and NeMo's: see `MemoryAutoResume.ckpt_path`."""
+    join_process_group(trainer)
+    checkpoint_io.start()
+    tier = checkpoint_io.tier
+    durable = durable_path(default)
+    checkpoint_io.fallback = durable
+    newest, step = tier.newest() or (None, None)
+    durable_step = None
+    if trainer.global_rank == 0 and durable is not None and step is not None:
+        durable_step = step_of(durable)
+    is_memory = tier.ranks.all_gather("choose a checkpoint", takes_memory(step, durable_step))[0]
+    if newest is None or not is_memory:
+        log.info("going on from the durable checkpoint: %s", durable)
+        return None if durable is None else str(durable)
+    log.info("going on from the checkpoint in memory %s; the durable one is %s", newest, durable)
+    return str(newest)
 
 
 def durable_path(default: Any) -> AnyPath | None:

@@ -11,8 +11,7 @@ from typing import Any
 from nemo.lightning import AutoResume
 from nemo.utils.exp_manager import NotFoundError
 
-from torchelastic.adapters.lightning.memory_resume import MemoryAutoResume as Chooser
-from torchelastic.adapters.lightning.memory_resume import step_of_checkpoint
+from torchelastic.adapters.lightning.memory_resume import path_to_resume, step_of_checkpoint
 from torchelastic.adapters.values import CONTEXT_FILE, unpack
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class MemoryAutoResume(AutoResume):  # type: ignore[misc] # NeMo has no types
             if isinstance(error, ValueError) and self._is_over(model):
                 raise
             problem = error
-        path = Chooser(self.trainer, self.checkpoint_io, long_term, durable_step=_global_step_of).ckpt_path()
+        path = path_to_resume(self.trainer, self.checkpoint_io, long_term, _global_step_of)
         self._found = Path(path) if path is not None and self.checkpoint_io.is_in_memory(path) else None
         if self._found is None:
             if problem is not None:
