@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.environment import print_result, summary
-from torchelastic.ledger.events import Save
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Head, JournalWriter
-from torchelastic.ledger.keeper import Keeper
-from torchelastic.ledger.meter import Meter
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Head, JournalWriter
+from torchelastic.observe.ledger.keeper import Keeper
+from torchelastic.observe.ledger.ledger_events import Save
+from torchelastic.observe.ledger.meter import Meter
 
 TARGETS = {"step_us": 10, "percent_of_20_ms": 0.5}
 STEP_US = 20_000

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchelastic.lazy_names import lazily
+from torchelastic.moved_modules import find_moved
 from torchelastic.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from torchelastic.model.world_change import scale_learning_rate as scale_learning_rate
     from torchelastic.model_state import ModelState as ModelState
     from torchelastic.p2p.coordinator_p2p import CoordinatorP2P as CoordinatorP2P
-    from torchelastic.sharded.state import ShardedState as ShardedState
+    from torchelastic.sharded.sharded_state import ShardedState as ShardedState
     from torchelastic.state import State as State
     from torchelastic.step import Step as Step
     from torchelastic.train_loop import steps as steps
     from torchelastic.train_loop import train as train
     from torchelastic.worker_stats import SimpleWorkerStats as SimpleWorkerStats
     from torchelastic.worker_stats import WorkerStats as WorkerStats
+
+find_moved()
 
 __getattr__, __dir__ = lazily(__name__)

@@ -12,7 +12,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.rendezvous.records import StateStatus
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.tiered.reading import StoredParts
+    from torchelastic.checkpoint.engine.read_rules import StoredParts
 
 
 class State(ABC):

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic.checkpoint.api import CheckpointManager
-from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
-from torchelastic.ledger.meter import this_worker
 from torchelastic.loop_observer import LoopObserver, telling
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
+from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.processes.script_import import PUT_BELOW_MAIN, is_importing_script
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
@@ -156,7 +156,7 @@ class TrainLoop:
         observers = [LoopDurations(), meter, self._checkpoints]
         if lifetime is not None:
             from torchelastic.lifetime.deadline_monitor import lifetime_of
-            from torchelastic.lifetime.in_loop import LoopLifetime
+            from torchelastic.lifetime.loop_lifetime import LoopLifetime
 
             deadlines = LoopLifetime(coordinator, self._checkpoints, lifetime_of(lifetime))
             self._save_if_due = deadlines.after_step

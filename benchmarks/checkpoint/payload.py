@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from torchelastic.checkpoint.shards.tensors import memory_of
+from torchelastic.checkpoint.format.tensor_parts import memory_of
 
 MIB = 2**20
 #: A state of so much is loaded into itself, and the floor copies it piece by piece into as little memory as no cache

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint
 
 from benchmarks.checkpoint.payload import Payload
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.format import batches
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from torchelastic.checkpoint.shards import batches
 
 dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly
 

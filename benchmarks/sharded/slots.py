@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 from benchmarks.job.events import EventLog
-from torchelastic.checkpoint.shards import pool
-from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.format import pool
+from torchelastic.checkpoint.format.slot import Slot
 from torchelastic.sharded import ShardedState
 
 

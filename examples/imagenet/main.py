@@ -32,7 +32,7 @@ from examples.imagenet.progress import RunDisplay
 from examples.imagenet.resnet import resnet
 from examples.imagenet.schedule import learning_rate
 from torchelastic.checkpoint import FileSystemCheckpointManager
-from torchelastic.checkpoint.file_system import FileSystemCheckpoint
+from torchelastic.checkpoint.compat.elastic01.file_system import FileSystemCheckpoint
 from torchelastic.data import BatchShare, ElasticLoader
 from torchelastic.distributed import broadcast_long
 from torchelastic.p2p import CoordinatorP2P

@@ -20,16 +20,16 @@ import torch
 
 from examples.transformer_slurm.checkpoint_names import SavedName, newest_first, superfluous
 from torchelastic.checkpoint import DCPState
+from torchelastic.checkpoint.compat.velastic import random_numbers
+from torchelastic.checkpoint.compat.velastic.training_objects import TrainingObjects
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.pool import remove_left_overs
+from torchelastic.checkpoint.format.tensor_parts import contiguous, dtype_name, dtype_named, memory_of
 from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree, save_tree, unflatten
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.pool import remove_left_overs
-from torchelastic.checkpoint.shards.tensors import contiguous, dtype_name, dtype_named, memory_of
 from torchelastic.checkpoint.store import MANIFEST_NAME, list_checkpoints, open_checkpoint
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.reading import names_in
-from torchelastic.checkpoint.training_state import random_numbers
-from torchelastic.checkpoint.training_state.objects import TrainingObjects
 from torchelastic.group.rank_group import RankGroup
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from examples.transformer_slurm.arguments import parse_options
 from examples.transformer_slurm.parquet_text import DatasetError
 from examples.transformer_slurm.ranks import Ranks, StartError, join, ranks_in
 from examples.transformer_slurm.training import Training
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 
 
 def main(arguments: Sequence[str] | None = None, *, disk: Disk = REAL_DISK) -> int:

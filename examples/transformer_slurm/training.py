@@ -29,7 +29,7 @@ from examples.transformer_slurm.profiling import StepProfiler
 from examples.transformer_slurm.sharded_text import ShardedText
 from examples.transformer_slurm.tokenization import FILE_NAME, TextTokenizer, read_tokenizer, train_tokenizer
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.group.rank_group import RankGroup
 from torchelastic.lifetime import IterManager, nearest, requeue_job
 

@@ -27,7 +27,7 @@ from tests.cluster.elastic_job import (
 )
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.model.world_change import WorldChange
-from torchelastic.p2p import agreement
+from torchelastic.p2p import step_agreement
 from torchelastic.testing.faults import FaultPlan
 
 SAMPLES, BATCH, EPOCHS, SEED = 120, 12, 4, 3
@@ -172,7 +172,7 @@ def main() -> None:
     )
     coordinator = RecordedCoordinator(process_group_timeout=options.timeout_ms)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
-    agreement.interval_steps = lambda *_: 1
+    step_agreement.interval_steps = lambda *_: 1
     changes: list[WorldChange] = []
     state.on_world_change(changes.append)
 

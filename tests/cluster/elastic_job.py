@@ -27,7 +27,7 @@ from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, Tie
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.lifetime import Lifetime, StoppedEarly
 from torchelastic.model import transfer
-from torchelastic.p2p import CoordinatorP2P, agreement
+from torchelastic.p2p import CoordinatorP2P, step_agreement
 from torchelastic.p2p.hangs import HangPolicy
 from torchelastic.p2p.stragglers import StragglerPolicy
 from torchelastic.testing.faults import FaultPlan
@@ -316,7 +316,7 @@ def main() -> None:
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
     transfer.CHUNK_BYTES = options.chunk_bytes
     if options.agreement == "each step":  # else the step at which a newcomer gets in depends on the load of the machine
-        agreement.interval_steps = lambda *_: 1
+        step_agreement.interval_steps = lambda *_: 1
     watch_messages(state)
     manager: CheckpointManager | None = None
     if options.checkpoint_dir is not None:

@@ -14,7 +14,7 @@ import torchelastic
 from torchelastic import metrics
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import CoordinatorP2P, agreement
+from torchelastic.p2p import CoordinatorP2P, step_agreement
 
 #: What a user might have called a metric, and a prototype pollution would.
 HOSTILE_NAME = "<img src=x onerror=document.title='taken'>"
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--hostile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    agreement.interval_steps = lambda *_: 1
+    step_agreement.interval_steps = lambda *_: 1
     metrics.configure(metrics.PrometheusMetricHandler())
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

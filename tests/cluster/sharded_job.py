@@ -28,7 +28,7 @@ from tests.cluster.elastic_job import (
 from torchelastic.checkpoint import TieredCheckpointManager
 from torchelastic.checkpoint.store import DiskTier
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import agreement
+from torchelastic.p2p import step_agreement
 from torchelastic.sharded import FullShard, HybridShard, ShardedState, copies, handover, transfers
 from torchelastic.sharded.mesh import MeshRule
 from torchelastic.testing.faults import FaultPlan
@@ -206,7 +206,7 @@ def main() -> None:
     coordinator = RecordedCoordinator(choose_device(options.device), process_group_timeout=20000)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
     state.before_bytes = before_bytes
-    agreement.interval_steps = lambda *_: 1
+    step_agreement.interval_steps = lambda *_: 1
     watch(plan, state)
     manager = None
     if options.checkpoint_dir is not None:

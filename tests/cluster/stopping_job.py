@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torchelastic
 from tests.cluster.elastic_job import EventLog, hold_until
 from torchelastic.lifetime import IterManager
-from torchelastic.p2p import CoordinatorP2P, agreement
+from torchelastic.p2p import CoordinatorP2P, step_agreement
 
 STEPS, GATE = 40, 10
 
@@ -51,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_num_threads(1)
-    agreement.interval_steps = lambda *_: 1
+    step_agreement.interval_steps = lambda *_: 1
     log = EventLog(options.out)
 
     def make_manager() -> IterManager:

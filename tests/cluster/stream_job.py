@@ -28,7 +28,7 @@ from tests.cluster.elastic_job import (
     make_model,
 )
 from torchelastic.checkpoint import FileSystemCheckpointManager
-from torchelastic.p2p import agreement
+from torchelastic.p2p import step_agreement
 from torchelastic.testing.faults import FaultPlan
 from torchelastic.worker_stats import SimpleWorkerStats
 
@@ -157,7 +157,7 @@ def main() -> None:
     )  # fmt: skip
     coordinator = RecordedCoordinator(process_group_timeout=20000)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
-    agreement.interval_steps = lambda *_: 1
+    step_agreement.interval_steps = lambda *_: 1
     manager = None
     if options.checkpoint_dir is not None:
         manager = FileSystemCheckpointManager(str(options.checkpoint_dir))

@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.harness import Job
 from tests.cluster.secured_etcd import PASSWORD, Authority, Pair, SecuredEtcd, etcdctl, guard
 from tests.waiting import wait_until
-from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.etcd_opening import connect
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.etcd_wire import etcd3, etcdrpc, grpc

@@ -14,14 +14,14 @@ import pytest
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job
 from tests.waiting import wait_until
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.figures import figures_of, seen
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
-from torchelastic.ledger.page import PageWriter, page_paths
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.figures import figures_of, seen
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Journal
+from torchelastic.observe.ledger.merge import SILENT_NS, merged_ledgers
+from torchelastic.observe.ledger.shared_counts import PageWriter, page_paths
+from torchelastic.observe.report.journals import find_journals
 from torchelastic.rendezvous.server import EtcdServer
-from torchelastic.report.reading import find_journals
 
 ETCD_IS_SEEN_AGAIN_S = 15.0
 

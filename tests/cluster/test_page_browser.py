@@ -16,13 +16,13 @@ from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
-from torchelastic.ledger.accounts import STYLES
-from torchelastic.page.document import About, document_of
-from torchelastic.page.feed import Picture
-from torchelastic.page.listening import listening
-from torchelastic.page.server import PageServer
-from torchelastic.status.run_status import EventLine
-from torchelastic.status.status_format import run_to_plain
+from torchelastic.observe.ledger.accounts import STYLES
+from torchelastic.observe.page.document import About, document_of
+from torchelastic.observe.page.feed import Picture
+from torchelastic.observe.page.listening import listening
+from torchelastic.observe.page.page_server import PageServer
+from torchelastic.observe.status.run_status import EventLine
+from torchelastic.observe.status.status_format import run_to_plain
 
 CHROMIUM = chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

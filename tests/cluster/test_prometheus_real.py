@@ -23,10 +23,10 @@ from tests.cluster.prometheus_server import (
 )
 from tests.waiting import wait_until
 from torchelastic.launch.main import main
-from torchelastic.ledger.accounts import Account, by_label
-from torchelastic.ledger.figures import figures_of
-from torchelastic.report.reading import find_journals
-from torchelastic.status.host import seen_of
+from torchelastic.observe.ledger.accounts import Account, by_label
+from torchelastic.observe.ledger.figures import figures_of
+from torchelastic.observe.report.journals import find_journals
+from torchelastic.observe.status.host_view import seen_of
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 #: Panels of what has not happened in the test's run.

@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import ROOT, Job
 from tests.waiting import is_gone, wait_until
-from torchelastic.ledger.keeper import COUNTS_EVERY_NS
+from torchelastic.observe.ledger.keeper import COUNTS_EVERY_NS
 
 #: The step in which all are killed, a save before it, and one in which the new processes wait to be looked at.
 KILLED_IN, SAVED_AFTER, WATCHED_IN = 25, 20, 60

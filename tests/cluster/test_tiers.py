@@ -15,7 +15,7 @@ import torch
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job, run_standalone
 from tests.waiting import is_gone, wait_until
-from torchelastic.checkpoint.tiered.manager import SILENT_S
+from torchelastic.checkpoint.engine.tiered_manager import SILENT_S
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 

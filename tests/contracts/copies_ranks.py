@@ -34,9 +34,9 @@ from tests.contracts.local_ranks import rank
 from torchelastic.checkpoint import BCPState, DiskTier, DurableTier, KeepLast, MemoryTier, TieredCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
 from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 
 OLDER, NEWER = 3, 5
 TIMEOUT_S = 30.0

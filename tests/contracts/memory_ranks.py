@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.older_torch import async_save_in
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,
@@ -26,7 +27,6 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.replication import ReplicationManager
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 
 dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly
 

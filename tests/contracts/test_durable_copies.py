@@ -11,7 +11,7 @@ import pytest
 from tests.contracts import durable_ranks
 from tests.older_torch import HAS_HELPER_PROCESS, NO_HELPER_PROCESS
 from tests.process.forked_ranks import run_ranks, values
-from torchelastic.checkpoint.durable_copies import ANSWER_S
+from torchelastic.checkpoint.engine.durable_copies import ANSWER_S
 
 pytestmark = pytest.mark.parametrize("kind", sorted(durable_ranks.KINDS))
 

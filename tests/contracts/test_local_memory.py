@@ -17,8 +17,8 @@ from tests.process.forked_ranks import run_ranks, values
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.testing import FaultyDisk, fail_at
 
 MIB = local_ranks.MIB

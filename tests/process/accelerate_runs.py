@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchelastic.adapters.accelerate import MemoryCheckpointer
-from torchelastic.adapters.hugging_face.state import save_step
+from torchelastic.adapters.hugging_face.rank_state import save_step
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 

@@ -13,7 +13,7 @@ import torch
 
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.command.main import main
-from torchelastic.checkpoint.local.names import header_meta
+from torchelastic.checkpoint.compat.nvrx.local.names import header_meta
 from torchelastic.checkpoint.shards import ShardOf, save_tree
 from torchelastic.checkpoint.store import DiskTier, Manifest, SaveId, SealedShard
 from torchelastic.checkpoint.store.reading import record_in

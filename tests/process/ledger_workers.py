@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchelastic.ledger.events import Straggler
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Head, JournalWriter
-from torchelastic.ledger.meter import this_worker
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Head, JournalWriter
+from torchelastic.observe.ledger.ledger_events import Straggler
+from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.processes import dies_with_parent
 
 ROOT = Path(__file__).parents[2]

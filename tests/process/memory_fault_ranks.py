@@ -22,15 +22,15 @@ from tests.process.forked_ranks import ANSWER_S
 from tests.process.log_ears import heard
 from tests.process.memory_ranks import base_of
 from tests.process.memory_saves import Saving, State, blank, same, saving
+from torchelastic.checkpoint.compat.flashpoint.ids import is_commit
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
-from torchelastic.checkpoint.memory.ids import is_commit
 from torchelastic.checkpoint.replication import ReplicationError
-from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import Reception
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import read_manifest
 from torchelastic.checkpoint.store.save_id import ShardId

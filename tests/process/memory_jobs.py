@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence
+from torchelastic.checkpoint.store.host_memory.dead_jobs import JOB_FILE
 from torchelastic.checkpoint.store.owner import FENCE_NAME
 
 #: What is in a container in which nothing was saved.

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.process.forked_ranks import run_ranks
+from torchelastic.checkpoint.compat.flashpoint.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory import CheckpointObjectManager, DefaultCheckpointSaver, MemoryStorageWriter
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 
 #: An extra file, as an adapter attaches them.
 COMMON = b"what is common"

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from torchelastic.checkpoint.memory.commit import Commit, StoredItem
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import meta_of_shard, object_of, shard_of
-from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
-from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.compat.flashpoint.commit import Commit, StoredItem
+from torchelastic.checkpoint.compat.flashpoint.container import Container
+from torchelastic.checkpoint.compat.flashpoint.ids import meta_of_shard, object_of, shard_of
+from torchelastic.checkpoint.compat.flashpoint.loader import DefaultCheckpointLoader
+from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble, lay_out
+from torchelastic.checkpoint.format.tree import flatten
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
-from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.store.reading import record_in
-from torchelastic.checkpoint.store.received import sealed_bytes
+from torchelastic.checkpoint.store.received_shards import sealed_bytes
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 SIZE = 5000

@@ -16,6 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from tests.process.memory_ranks import base_of
+from torchelastic.checkpoint.compat.flashpoint.container import Container
+from torchelastic.checkpoint.compat.flashpoint.ids import is_commit
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.shard_writing import HIDDEN
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,
@@ -24,11 +28,7 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageReader,
     MemoryStorageWriter,
 )
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import is_commit
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.checkpoint.store.save_id import ShardId
 
 State = dict[str, Any]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.accounts import Account
-from torchelastic.page.document import About, document_of
-from torchelastic.page.feed import Picture
-from torchelastic.page.listening import PageOptions, listening
-from torchelastic.page.server import PageServer
-from torchelastic.status.run_status import EventLine, HostStatus, RunStatus
-from torchelastic.status.status_format import run_to_plain
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.page.document import About, document_of
+from torchelastic.observe.page.feed import Picture
+from torchelastic.observe.page.listening import PageOptions, listening
+from torchelastic.observe.page.page_server import PageServer
+from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus
+from torchelastic.observe.status.status_format import run_to_plain
 
 TOKEN = "a-token-of-some-length"
 

@@ -14,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 from torchelastic.checkpoint.replication import protocol
-from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import MemoryShelf
-from torchelastic.checkpoint.replication.server import ReplicaServer
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replication.replica_server import ReplicaServer
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
@@ -165,9 +165,9 @@ def between_pieces(call: Callable[[], object]) -> Iterator[None]:
 PREAMBLE = """
 import sys, time
 from torchelastic.checkpoint.replication import protocol
-from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient
 from torchelastic.checkpoint.replication.receive import MemoryShelf, digest_of
-from torchelastic.checkpoint.replication.server import ReplicaServer
+from torchelastic.checkpoint.replication.replica_server import ReplicaServer
 from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_pieces, content_of
 """
 

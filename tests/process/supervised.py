@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 
 from torchelastic.agent.causes import FailedWorker
-from torchelastic.agent.events import Event, Publish, Statement, WorkerFailed, WorkerSaid, ignore
+from torchelastic.agent.host_events import Event, Publish, Statement, WorkerFailed, WorkerSaid, ignore
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Own

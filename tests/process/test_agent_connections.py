@@ -20,7 +20,7 @@ import pytest
 
 from tests.waiting import until
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.events import (
+from torchelastic.agent.host_events import (
     Event,
     MemberDeclared,
     MemberWithdrawn,

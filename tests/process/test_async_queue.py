@@ -24,9 +24,9 @@ from torchelastic.checkpoint.async_ckpt import (
     TorchAsyncCheckpoint,
     abort_checkpoints,
 )
-from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
-from torchelastic.checkpoint.async_ckpt.torch_checkpoint import save_and_rename
-from torchelastic.checkpoint.staging import new_staging_path
+from torchelastic.checkpoint.compat.elastic01.staging import new_staging_path
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import CollectiveFinalize
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.torch_checkpoint import save_and_rename
 
 
 @pytest.fixture

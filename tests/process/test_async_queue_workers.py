@@ -261,7 +261,7 @@ def test_a_worker_that_hangs_before_it_is_ready_is_named_with_the_likely_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # as in a script without that guard, whose copy in the worker waits for the other ranks at its top
-    monkeypatch.setattr("torchelastic.checkpoint.async_ckpt.worker_process._READY_S", 0.0)
+    monkeypatch.setattr("torchelastic.checkpoint.compat.nvrx.async_ckpt.worker_process._READY_S", 0.0)
     others = set(multiprocessing.active_children())
     with AsyncCallsQueue() as queue:
         queue.schedule_async_request(AsyncRequest(os.getpid, (), []))

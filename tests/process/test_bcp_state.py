@@ -311,7 +311,7 @@ import concurrent.futures.thread as executors
 import time
 import torch
 from torchelastic.checkpoint import BCPState
-from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.format.stage import Stage
 
 seal = Stage.seal
 

@@ -188,7 +188,7 @@ names = ["Checkpoint", "CheckpointManager", "FileSystemCheckpointManager", "set_
 import torchelastic.checkpoint
 assert "torchelastic.checkpoint.api" not in sys.modules
 import torchelastic.checkpoint.api
-assert "torchelastic.checkpoint.file_system" not in sys.modules
+assert "torchelastic.checkpoint.compat.elastic01.file_system" not in sys.modules
 for name in names:
     assert getattr(torchelastic.checkpoint, name) is getattr(torchelastic.checkpoint.api, name), name
     assert name in dir(torchelastic.checkpoint) and name in torchelastic.checkpoint.__all__

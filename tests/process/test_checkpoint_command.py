@@ -19,10 +19,10 @@ from tests.process.command_checkpoints import (
     run,
 )
 from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint.format.shard_writing import write_shard
+from torchelastic.checkpoint.format.tree import Flat
 from torchelastic.checkpoint.local import LocalCheckpointManager
 from torchelastic.checkpoint.shards import save_tree
-from torchelastic.checkpoint.shards.tree import Flat
-from torchelastic.checkpoint.shards.writing import write_shard
 from torchelastic.checkpoint.store import list_checkpoints
 
 # --- ls ---------------------------------------------------------------------------------------------------------------

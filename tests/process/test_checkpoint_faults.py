@@ -17,7 +17,7 @@ from tests.process.forked_ranks import run_ranks, values
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.api import load_latest, save
-from torchelastic.checkpoint.file_system import FileSystemCheckpoint
+from torchelastic.checkpoint.compat.elastic01.file_system import FileSystemCheckpoint
 
 
 class Number:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
-from torchelastic.checkpoint.file_system import FileSystemCheckpoint
-from torchelastic.checkpoint.staging import ABANDONED_AFTER_S, new_staging_path
+from torchelastic.checkpoint.compat.elastic01.file_system import FileSystemCheckpoint
+from torchelastic.checkpoint.compat.elastic01.staging import ABANDONED_AFTER_S, new_staging_path
 from torchelastic.checkpoint.store.manifest import _digest
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.process.command_checkpoints import Capture, run
 from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
-from torchelastic.checkpoint.command.dead_jobs import prune_dead
+from torchelastic.checkpoint.command.prune_dead import prune_dead
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.dead_jobs import DeadJob, find_dead, remove_dead
+from torchelastic.checkpoint.store.host_memory.dead_jobs import DeadJob, find_dead, remove_dead
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_what_cannot_be_removed_is_named_and_the_others_go(
             raise CheckpointError(f"could not remove {dead.base}")
         return remove_dead(dead)
 
-    monkeypatch.setattr("torchelastic.checkpoint.command.dead_jobs.remove_dead", refuse)
+    monkeypatch.setattr("torchelastic.checkpoint.command.prune_dead.remove_dead", refuse)
     code, out, err = run(capsys, "prune", "--dead", root, "--yes")
     assert (code, names(root)) == (2, ["7"])
     assert f"{root / '7'}: not removed" in out

@@ -68,7 +68,7 @@ def test_what_is_copied_is_there_and_is_sent_to_the_build_and_nothing_else_is() 
         for source in sources:
             assert (ROOT / source).exists(), source
             assert is_sent(source), source
-    assert is_sent("torchelastic/page/static/page.css")
+    assert is_sent("torchelastic/observe/page/static/page.css")
     assert (ROOT / arguments()["JOB"] / "train.py").is_file()
     for left_out in (
         ".git/config",

@@ -24,8 +24,8 @@ from tests.waiting import wait_until
 from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators, nccl_facts
 from torchelastic.doctor.examination import Check, Question, checks, run_checks
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.doctor.folder import gather_folder, judge_folder
-from torchelastic.doctor.host import (
+from torchelastic.doctor.folder_rules import gather_folder, judge_folder
+from torchelastic.doctor.host_rules import (
     _most_processes,
     gather_limits,
     gather_memory,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent.etcd_connection import connect, say_if_unfit
+from torchelastic.agent.etcd_opening import connect, say_if_unfit
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd_versions import is_inconsistent, numbers_of
 from torchelastic.rendezvous.server import EtcdServer, find_etcd_binary

@@ -12,7 +12,7 @@ import pytest
 
 from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, sealed, staging_folder
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
-from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, Manifest
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence, OwnedError
 from torchelastic.checkpoint.store.owner import FENCE_NAME

@@ -16,7 +16,7 @@ from tests.waiting import until
 from torchelastic.agent import idle_workers
 from torchelastic.agent import supervisor as supervising
 from torchelastic.agent.causes import FailedWorker
-from torchelastic.agent.events import MemberWaits, RoundChanged
+from torchelastic.agent.host_events import MemberWaits, RoundChanged
 from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState

@@ -25,18 +25,18 @@ from tests.process import tiered_work as work
 from tests.process.fork_server import fork_server, started
 from tests.process.forked_ranks import run_ranks
 from torchelastic.checkpoint import TieredCheckpointManager
+from torchelastic.checkpoint.engine.restore import fetch
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred
+from torchelastic.checkpoint.format.header import lay_out
+from torchelastic.checkpoint.format.stage import image_of
+from torchelastic.checkpoint.format.tree import flatten
 from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.restore import fetch
-from torchelastic.checkpoint.restore_plan import ShardSource
-from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.stage import image_of
-from torchelastic.checkpoint.shards.tree import flatten
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replication.replica_server import ReplicaServer
 from torchelastic.checkpoint.store import MemoryTier
+from torchelastic.checkpoint.store.restore_plan import ShardSource
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
-from torchelastic.p2p import peers as p2p_peers
+from torchelastic.p2p import group_peers as p2p_peers
 
 TOKEN = "a token of these tests"
 SHARD = ShardId(SaveId(1, 1, 1, 1), 0, 1)

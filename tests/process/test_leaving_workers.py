@@ -9,7 +9,7 @@ import signal
 from tests.process.supervised import PATIENCE_S, ask, failures_into, pid_of, supervise
 from tests.waiting import until
 from torchelastic.agent.causes import FailedWorker
-from torchelastic.agent.events import WorkerLeaves
+from torchelastic.agent.host_events import WorkerLeaves
 from torchelastic.agent.supervisor import Supervisor
 
 

@@ -16,14 +16,14 @@ from torch.utils.data import Dataset
 from tests.process.ledger_workers import killed, started
 from tests.waiting import wait_until
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.ledger import page as page_module
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import LedgerEvent, LedgerFormatError
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.keeper import Keeper
-from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
-from torchelastic.ledger.page import (
+from torchelastic.observe.ledger import shared_counts as page_module
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.keeper import Keeper
+from torchelastic.observe.ledger.ledger_events import LedgerEvent, LedgerFormatError
+from torchelastic.observe.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
+from torchelastic.observe.ledger.shared_counts import (
     PAGE_BYTES,
     PageReader,
     PageWriter,

@@ -13,12 +13,12 @@ import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
 from tests.process.small_tmpfs import small_tmpfs
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
-from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
-from torchelastic.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
-from torchelastic.ledger.keeper import Keeper
-from torchelastic.ledger.meter import Meter
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.host_ledger import HostLedger, ledger_to_dict
+from torchelastic.observe.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
+from torchelastic.observe.ledger.keeper import Keeper
+from torchelastic.observe.ledger.ledger_events import LedgerEvent, LedgerFormatError, Straggler
+from torchelastic.observe.ledger.meter import Meter
 
 NAME = "ledger-test"
 

@@ -21,13 +21,13 @@ from tests.process.forked_ranks import run_ranks
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.log_ears import heard
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.compat.nvrx.local.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
-from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.receive import Reception
-from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
 
 STATE_BYTES = 8 << 20

@@ -18,11 +18,11 @@ from tests.process.local_ranks import Crew, Failed, succeeded
 from tests.process.log_ears import heard
 from tests.process.replicas import counting_pulls
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.compat.nvrx.local.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards import ShardOf
-from torchelastic.checkpoint.shards.disk import Disk
 
 CREW_SIZE = 4
 #: Columns of a tensor of which each rank has rows.

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from tests.process.local_ranks import Crew, Failed, succeeded
-from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
-from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
-from torchelastic.checkpoint.replication.placement import ExchangePlan
-from torchelastic.checkpoint.replication.strategies import (
+from torchelastic.checkpoint.compat.nvrx.local.group_wrapper import GroupWrapper
+from torchelastic.checkpoint.compat.nvrx.local.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
     default_jump,
 )
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
+from torchelastic.checkpoint.replication.placement import ExchangePlan
 
 CREW_SIZE = 4
 

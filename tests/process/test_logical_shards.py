@@ -10,7 +10,7 @@ import torch
 
 import torchelastic
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.model.shards import shard_seed, split_batch
+from torchelastic.model.logical_shards import shard_seed, split_batch
 
 #: What `grad_dtype` of a bfloat16 parameter may be: anything since torch 2.10.
 GRADIENT_TYPES = (torch.bfloat16, *((torch.float32, None) if hasattr(torch.Tensor, "grad_dtype") else ()))

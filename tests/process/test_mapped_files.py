@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from torchelastic.checkpoint.format.mapped_files import MappedFile, can_give_back, give_back
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.shards import ShardReader, save_tree
-from torchelastic.checkpoint.shards.mapped_files import MappedFile, can_give_back, give_back
 
 COUNT = 3 * 2**20
 SIZE_BYTES = 4 * COUNT
@@ -182,17 +182,17 @@ def test_this_kernel_is_asked_whether_it_can(monkeypatch: pytest.MonkeyPatch) ->
     can_give_back.cache_clear()
     assert can_give_back(), "Linux 5.14 or later"
     can_give_back.cache_clear()
-    monkeypatch.setattr("torchelastic.checkpoint.shards.mapped_files._MADV_POPULATE_WRITE", mmap.MADV_NORMAL)
+    monkeypatch.setattr("torchelastic.checkpoint.format.mapped_files._MADV_POPULATE_WRITE", mmap.MADV_NORMAL)
     assert not can_give_back(), "a kernel that says yes and does nothing"
     can_give_back.cache_clear()
-    monkeypatch.setattr("torchelastic.checkpoint.shards.mapped_files._MADV_POPULATE_WRITE", 12345)
+    monkeypatch.setattr("torchelastic.checkpoint.format.mapped_files._MADV_POPULATE_WRITE", 12345)
     assert not can_give_back(), "a kernel that does not know it"
     can_give_back.cache_clear()
 
 
 @pytest.mark.parametrize("can", [True, False])
 def test_where_room_cannot_be_had_back_a_copy_is_loaded(root: Path, monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
-    monkeypatch.setattr("torchelastic.checkpoint.local.local_manager.can_give_back", lambda: can)
+    monkeypatch.setattr("torchelastic.checkpoint.compat.nvrx.local.local_manager.can_give_back", lambda: can)
     saving = LocalCheckpointManager(root)
     saving.save(BasicTensorAwareStateDict({"w": torch.arange(COUNT)}), 1)
     saving.close()

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchelastic.checkpoint.compat.flashpoint.buffer_io import BufferIO
+from torchelastic.checkpoint.compat.flashpoint.commit import Commit
+from torchelastic.checkpoint.compat.flashpoint.container import Container, read_commit
+from torchelastic.checkpoint.compat.flashpoint.ids import meta_of_shard, shard_of
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.format.header import lay_out
+from torchelastic.checkpoint.format.tree import flatten
 from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObjectId
-from torchelastic.checkpoint.memory.buffer_io import BufferIO
-from torchelastic.checkpoint.memory.commit import Commit
-from torchelastic.checkpoint.memory.container import Container, read_commit
-from torchelastic.checkpoint.memory.ids import meta_of_shard, shard_of
-from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -32,7 +32,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_memory_container import save
-from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.compat.flashpoint.container import Container
 container = Container(sys.argv[1])
 save(container, 1, rank=1, generation=1)
 print("saved", flush=True)

@@ -20,10 +20,10 @@ import pytest
 
 from tests.process.memory_jobs import EMPTY, content, dead_job, entered, is_held, living_job, tmpfs_folder
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.memory import job, job_container
-from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE, find_dead, remove_dead
-from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store.fence import ENTER_TIMEOUT_S, Fence, OwnedError
+from torchelastic.checkpoint.store.host_memory.dead_jobs import JOB_FILE, find_dead, remove_dead
 from torchelastic.checkpoint.store.owner import FENCE_NAME, read_fence
 from torchelastic.processes.file_locks import lock_file
 
@@ -238,7 +238,7 @@ def test_a_container_that_is_new_since_its_lock_was_opened_is_not_called_dead(
 _KILLED_REMOVER = """
 import sys
 from pathlib import Path
-from torchelastic.checkpoint.memory.dead_jobs import find_dead, remove_dead
+from torchelastic.checkpoint.store.host_memory.dead_jobs import find_dead, remove_dead
 from torchelastic.testing.disk_faults import FaultyDisk, kill_at
 remove_dead(find_dead(Path(sys.argv[1]))[0], disk=FaultyDisk(kill_at(int(sys.argv[2]))))
 """

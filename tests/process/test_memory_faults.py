@@ -36,12 +36,12 @@ from tests.process.memory_fault_ranks import (
 )
 from tests.process.memory_ranks import JOB, base_of, damage
 from tests.process.test_memory_container import commit, committed, save
-from torchelastic.checkpoint.memory.commit import Commit
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import object_of
-from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.compat.flashpoint.commit import Commit
+from torchelastic.checkpoint.compat.flashpoint.container import Container
+from torchelastic.checkpoint.compat.flashpoint.ids import object_of
+from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
 from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.store.received import sealed_bytes
+from torchelastic.checkpoint.store.received_shards import sealed_bytes
 from torchelastic.checkpoint.store.save_id import ShardId
 
 run = partial(run_ranks, others_go_on=True)

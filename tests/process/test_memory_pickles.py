@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.memory.pickles import load_safely
+from torchelastic.checkpoint.compat.flashpoint.pickles import load_safely
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

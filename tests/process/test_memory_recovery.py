@@ -14,7 +14,7 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, succeeded
 from tests.waiting import wait_until
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.format.disk import REAL_DISK
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 

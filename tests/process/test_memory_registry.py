@@ -6,7 +6,7 @@ import os
 import pickle
 from pathlib import Path
 
-from torchelastic.checkpoint.memory.registry import ContainerRegistry
+from torchelastic.checkpoint.compat.flashpoint.registry import ContainerRegistry
 
 BASE = Path("/dev/shm/jobs/145")
 

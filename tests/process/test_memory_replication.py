@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.memory_ranks import JOB, Member
+from torchelastic.checkpoint.compat.flashpoint.ids import object_of
+from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
 from torchelastic.checkpoint.memory import CheckpointContainerId, DefaultCheckpointSaver, MemoryStorageWriter
-from torchelastic.checkpoint.memory.ids import object_of
-from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.replication.client import ReplicaClient
-from torchelastic.checkpoint.replication.errors import AuthenticationError, ReplicaRefusedError
-from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.store.received import sealed_bytes
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient
+from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replication.replication_errors import AuthenticationError, ReplicaRefusedError
+from torchelastic.checkpoint.store.received_shards import sealed_bytes
 from torchelastic.network.ports import unused_ports
 
 dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly

@@ -44,8 +44,8 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
     StagedItems,
 )
-from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.store import SaveId
+from torchelastic.checkpoint.store.host_memory.room import Free
 from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 from torchelastic.torch_internals.checkpoints import forget_plans
@@ -202,7 +202,7 @@ def is_kept(one: Saving, step: int) -> bool:
 
 def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     alone.save(state_of(1), 1)
-    monkeypatch.setattr("torchelastic.checkpoint.memory.saver.measure", lambda _: Free(1000, 2**40))
+    monkeypatch.setattr("torchelastic.checkpoint.compat.flashpoint.saver.measure", lambda _: Free(1000, 2**40))
     alone.save(state_of(2, 4 * SIZE), 2)
     assert is_kept(alone, 1)
     assert "tmpfs" in caplog.text
@@ -334,7 +334,7 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_save_out(
     alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone.async_save(state_of(1), 1).result(WAIT_S)
-    monkeypatch.setattr("torchelastic.checkpoint.memory.container.measure", lambda _: Free(0, 2**40))
+    monkeypatch.setattr("torchelastic.checkpoint.compat.flashpoint.container.measure", lambda _: Free(0, 2**40))
     large = state_of(2, 500_000)
     alone.async_save(large, 2).result(WAIT_S)
     assert alone.latest() == 1

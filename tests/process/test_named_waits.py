@@ -11,12 +11,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from tests.waiting import wait_until
-from torchelastic.checkpoint.in_loop import BOUND_FACTOR, MIN_BOUND_S, LoopCheckpoints
+from torchelastic.checkpoint.loop_checkpoints import BOUND_FACTOR, MIN_BOUND_S, LoopCheckpoints
 from torchelastic.group.peers import Alone
-from torchelastic.p2p import abandoned, peers
+from torchelastic.p2p import abandoned, group_peers
 from torchelastic.p2p.abandoned import AbandonedGroups
 from torchelastic.p2p.abortable import AbortableGroup
-from torchelastic.p2p.peers import GroupPeers
+from torchelastic.p2p.group_peers import GroupPeers
 from torchelastic.testing.clock import FakeClock
 
 
@@ -32,12 +32,12 @@ def nothing() -> None:
 def test_a_wait_says_whom_it_waits_for_and_ends_with_its_bound(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "CHECK_S", 0.1)
+    monkeypatch.setattr(group_peers, "CHECK_S", 0.1)
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(RuntimeError, match=r"waited .* s for rank 0 to save a checkpoint"),
     ):
-        peers.wait_for_key(store, "saved/1", nothing, lambda: "rank 0 to save a checkpoint", bound_s=2.0)
+        group_peers.wait_for_key(store, "saved/1", nothing, lambda: "rank 0 to save a checkpoint", bound_s=2.0)
     assert "waiting for rank 0 to save a checkpoint, for 0 s so far" in caplog.text
     assert caplog.text.count("waiting for rank 0") <= 5, "after twice as long each time"
 
@@ -61,7 +61,7 @@ def peers_at(store: TCPStore, rank: int, world_size: int, looks: int = 3) -> Gro
 def test_a_meeting_names_the_ranks_that_are_missing(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "CHECK_S", 0.1)
+    monkeypatch.setattr(group_peers, "CHECK_S", 0.1)
     for rank in (1, 3):
         with pytest.raises(RoundIsOverError):
             peers_at(store, rank, 4).barrier()
@@ -102,7 +102,7 @@ def test_a_save_is_bounded_by_the_slowest_one_so_far(monkeypatch: pytest.MonkeyP
 def test_who_waits_for_rank_0_says_so_and_goes_on_when_it_is_done(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "CHECK_S", 0.1)
+    monkeypatch.setattr(group_peers, "CHECK_S", 0.1)
     rank_0, rank_1 = peers_at(store, 0, 2), peers_at(store, 1, 2, looks=20)
     rank_0.wait_for_rank_0("to save a checkpoint", None)
     rank_1.wait_for_rank_0("to save a checkpoint", None)

@@ -17,10 +17,10 @@ from torchelastic.agent.worker import catches
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.topology import own_address
 from torchelastic.launch.run_options import chosen_network
-from torchelastic.network.choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE
+from torchelastic.network.interface_choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE
 from torchelastic.network.interfaces import address_towards, interfaces
+from torchelastic.observe.page.listening import PageOptions
 from torchelastic.p2p.options import choose_interface
-from torchelastic.page.listening import PageOptions
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 from torchelastic.usage import UsageError
 

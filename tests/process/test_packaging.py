@@ -71,7 +71,7 @@ def wanted_files() -> set[str]:
     """Modules, the type marker, the live page's files and the report's templates."""
     package = ROOT / "torchelastic"
     found = [*package.rglob("*.py"), package / "py.typed"]
-    found += [*package.glob("page/static/*"), *package.glob("report/templates/*")]
+    found += [*package.glob("observe/page/static/*"), *package.glob("observe/report/templates/*")]
     return {str(path.relative_to(ROOT)) for path in found}
 
 
@@ -80,8 +80,8 @@ def test_the_wheel_has_the_package_its_page_and_its_types_and_nothing_else(wheel
         names = set(file.namelist())
     package = {name for name in names if name.startswith("torchelastic/")}
     assert package == wanted_files()
-    assert "torchelastic/page/static/index.html" in package
-    assert "torchelastic/report/templates/page.html" in package
+    assert "torchelastic/observe/page/static/index.html" in package
+    assert "torchelastic/observe/report/templates/page.html" in package
     info = {name.partition(".dist-info/")[2] for name in names - package}
     assert info >= {"licenses/LICENSE", "licenses/THIRD_PARTY_NOTICES.md", "METADATA", "entry_points.txt"}
     assert all(".dist-info/" in name for name in names - package), "no tests, no examples"
@@ -215,8 +215,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     assert "live page: http://127.0.0.1:" in said
     run("torchelastic", "report", "logs", "-o", "report.html")
     assert (tmp_path / "report.html").read_text().lstrip().lower().startswith("<!doctype html>")
-    page = (
-        "import importlib.resources as r; print(*(f.name for f in (r.files('torchelastic.page') / 'static').iterdir()))"
-    )
+    files_in = "(importlib.resources.files('torchelastic.observe.page') / 'static').iterdir()"
+    page = f"import importlib.resources; print(*(file.name for file in {files_in}))"
     files = set(run(binaries / "python", "-c", page).split())
-    assert files == {path.name for path in (ROOT / "torchelastic" / "page" / "static").iterdir()}
+    assert files == {path.name for path in (ROOT / "torchelastic" / "observe" / "page" / "static").iterdir()}

@@ -14,10 +14,10 @@ import pytest
 from tests.process.page_clients import TOKEN, Events, Source, get, raw, served, stream, stream_request
 from tests.pure.merge_patch import applied
 from tests.waiting import wait_until
-from torchelastic.page import server as server_module
-from torchelastic.page.document import About, document_of
-from torchelastic.page.feed import Picture, as_json
-from torchelastic.page.server import MOST_STREAMS
+from torchelastic.observe.page import page_server as server_module
+from torchelastic.observe.page.document import About, document_of
+from torchelastic.observe.page.feed import Picture, as_json
+from torchelastic.observe.page.page_server import MOST_STREAMS
 
 # --- what is answered -------------------------------------------------------------------------------------------------
 

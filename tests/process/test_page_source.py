@@ -17,14 +17,14 @@ from tests.process.page_clients import TOKEN
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from tests.waiting import wait_until
 from torchelastic.launch.run import opened_page
-from torchelastic.page.document import About
-from torchelastic.page.listening import PageOptions, listening
-from torchelastic.page.source import RunSource, with_own_host
+from torchelastic.observe.page.document import About
+from torchelastic.observe.page.listening import PageOptions, listening
+from torchelastic.observe.page.source import RunSource, with_own_host
+from torchelastic.observe.status.run_status import HostStatus, RunStatus
+from torchelastic.observe.status.status_reader import StatusReader
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
 from torchelastic.rendezvous.url import parse_url
-from torchelastic.status.reading import StatusReader
-from torchelastic.status.run_status import HostStatus, RunStatus
 from torchelastic.usage import UsageError
 
 # --- where it listens -------------------------------------------------------------------------------------------------

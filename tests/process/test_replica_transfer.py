@@ -23,16 +23,6 @@ from tests.process.replicas import (
     content_of,
 )
 from tests.waiting import wait_until
-from torchelastic.checkpoint.replication.client import ReplicaClient
-from torchelastic.checkpoint.replication.errors import (
-    AuthenticationError,
-    CorruptReplicaError,
-    OutdatedRoundError,
-    PeerLostError,
-    PeerStalledError,
-    ProtocolError,
-    ReplicaRefusedError,
-)
 from torchelastic.checkpoint.replication.protocol import (
     PIECE_BYTES,
     PROTOCOL,
@@ -42,7 +32,17 @@ from torchelastic.checkpoint.replication.protocol import (
     token_bytes,
 )
 from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.replication.server import ReplicaServer
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient
+from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replication.replication_errors import (
+    AuthenticationError,
+    CorruptReplicaError,
+    OutdatedRoundError,
+    PeerLostError,
+    PeerStalledError,
+    ProtocolError,
+    ReplicaRefusedError,
+)
 
 
 @pytest.fixture

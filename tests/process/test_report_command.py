@@ -14,8 +14,8 @@ import pytest
 
 from tests.pure.report_runs import Host, killed_run
 from torchelastic.launch.main import main
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import JournalWriter
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import JournalWriter
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,11 +13,11 @@ import torch
 
 import torchelastic
 from torchelastic.checkpoint import TieredCheckpointManager
+from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.header import Header, lay_out
+from torchelastic.checkpoint.format.pool import SlotPool
+from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.shards import flatten, load_tree
-from torchelastic.checkpoint.shards.copying import Pending
-from torchelastic.checkpoint.shards.header import Header, lay_out
-from torchelastic.checkpoint.shards.pool import SlotPool
-from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store import MemoryTier
 from torchelastic.group.peers import Alone
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.header import PAGE_BYTES
 from torchelastic.checkpoint.shards import ShardReader, load_tree, save_tree
-from torchelastic.checkpoint.shards.header import PAGE_BYTES
 
 STATE = {"w": torch.arange(7.0), "half": torch.ones(3, dtype=torch.bfloat16), "e": torch.empty(0), "n": [1, "é", 2.5]}
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from tests.older_torch import KEEPS_THE_INTERPRETER, NO_OTHER_THREADS
+from torchelastic.checkpoint.format.header import lay_out
+from torchelastic.checkpoint.format.pool import SlotPool
+from torchelastic.checkpoint.format.tensor_parts import dtype_named
 from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
-from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.pool import SlotPool
-from torchelastic.checkpoint.shards.tensors import dtype_named
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|ComplexHalf)")  # of torch's own kinds
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from torchelastic.checkpoint.format.disk import Disk
+from torchelastic.checkpoint.format.header import lay_out
+from torchelastic.checkpoint.format.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
-from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.testing import FaultyDisk, pause_at, short_write_at
 
 WAIT_S = 20.0

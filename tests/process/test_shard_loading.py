@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.loading import read_tensors
+from torchelastic.checkpoint.format.regions import Extent, Region, split_replicated
 from torchelastic.checkpoint.shards import ShardOf, ShardReader, flatten, read_into, read_tree, save_tree
-from torchelastic.checkpoint.shards.loading import read_tensors
-from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")  # of torch's own kinds
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.batches import CHUNK_BYTES
+from torchelastic.checkpoint.format.partial import FIRST_BYTES, GAP_BYTES, PartialCopy, Ranges
 from torchelastic.checkpoint.shards import ShardReader, save_tree
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES
-from torchelastic.checkpoint.shards.partial import FIRST_BYTES, GAP_BYTES, PartialCopy, Ranges
 
 TENSORS = {
     "small": torch.arange(7.0),

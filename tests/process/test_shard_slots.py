@@ -14,10 +14,10 @@ import torch
 
 from tests.process.open_files import open_files
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.header import Header, lay_out
+from torchelastic.checkpoint.format.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree
-from torchelastic.checkpoint.shards.header import Header, lay_out
-from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
-from torchelastic.checkpoint.shards.stage import Stage
 
 
 def layout(tree: Any, meta: dict[str, Any] | None = None) -> tuple[Header, list[torch.Tensor]]:

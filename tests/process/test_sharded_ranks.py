@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.local_ranks import Crew, succeeded
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.copying import Pending
-from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.header import Entry
+from torchelastic.checkpoint.format.regions import Region
 from torchelastic.sharded import HybridShard, ShardedState, handover
 from torchelastic.sharded.copies import Copies, Partners
 from torchelastic.sharded.offers import Version
@@ -162,7 +162,7 @@ def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete
             if threading.current_thread() is not threading.main_thread():
                 raise RuntimeError("the peers are lost")
 
-    monkeypatch.setattr("torchelastic.checkpoint.shards.stage.begin_copy", lambda _places, _sources: Running())
+    monkeypatch.setattr("torchelastic.checkpoint.format.stage.begin_copy", lambda _places, _sources: Running())
     copies = Copies()
     copies.enter_group(Partners(cast(Any, None), (), ()), None)
     layout = {"w": Entry.of("w", "float32", (4,), Region.whole((4,)), is_shard=False)}

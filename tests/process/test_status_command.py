@@ -25,17 +25,17 @@ import pytest
 
 from tests.waiting import wait_until
 from torchelastic.launch.main import main
-from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.events import End, Save, Start
-from torchelastic.ledger.figures import Seen
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Head, JournalWriter
+from torchelastic.observe.ledger.accounts import NOTHING, Account, plus
+from torchelastic.observe.ledger.figures import Seen
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Head, JournalWriter
+from torchelastic.observe.ledger.ledger_events import End, Save, Start
+from torchelastic.observe.status.publishing import Publisher
+from torchelastic.observe.status.run_status import EventLine, HostStatus, WorkerStatus
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
-from torchelastic.status.publishing import Publisher
-from torchelastic.status.run_status import EventLine, HostStatus, WorkerStatus
 
 S = 10**9
 

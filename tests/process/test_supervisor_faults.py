@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.process.supervised import PATIENCE_S, supervise
-from torchelastic.agent.events import Event, WorkerExited
+from torchelastic.agent.host_events import Event, WorkerExited
 from torchelastic.agent.supervisor import KILL_GRACE_S, STARTED_AT_ONCE, Supervisor
 from torchelastic.agent.terminal import Terminal
 

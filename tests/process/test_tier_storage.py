@@ -19,14 +19,12 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from tests.process.s3_server import NEEDS_S3, bucket
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
-from torchelastic.checkpoint import durable_copies
+from torchelastic.checkpoint.engine import durable_copies
+from torchelastic.checkpoint.engine.restore import fetch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
-from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.replication.client import Transferred
 from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.restore import fetch
-from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates
+from torchelastic.checkpoint.replication.replica_client import Transferred
 from torchelastic.checkpoint.shards import read_tree
 from torchelastic.checkpoint.store import (
     DiskTier,
@@ -37,6 +35,8 @@ from torchelastic.checkpoint.store import (
     TierContext,
     TierEntry,
 )
+from torchelastic.checkpoint.store.kinds import Kind
+from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, candidates
 from torchelastic.checkpoint.store.save_id import ShardId
 
 KINDS = ["memory", "private", "shared", "file", "object", pytest.param("s3", marks=NEEDS_S3)]

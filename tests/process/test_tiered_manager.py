@@ -18,15 +18,15 @@ from tests.process.tiered_work import digest, make_state, steps_of
 from tests.waiting import wait_until
 from torchelastic import metrics
 from torchelastic.checkpoint import TieredCheckpointManager
+from torchelastic.checkpoint.engine.finishing import MAX_FAILURES
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format import pool
+from torchelastic.checkpoint.format.disk import Disk
+from torchelastic.checkpoint.format.slot import Slot
 from torchelastic.checkpoint.policy import EverySteps, KeepLast
-from torchelastic.checkpoint.shards import pool
-from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard, Tier
 from torchelastic.checkpoint.store.fence import OwnedError
 from torchelastic.checkpoint.store.reading import open_checkpoint
-from torchelastic.checkpoint.tiered.finishing import MAX_FAILURES
 from torchelastic.group.peers import Alone
 
 Make = Callable[..., TieredCheckpointManager]

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.copying import copy_all
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.format.copying import copy_all
+from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.model.wrapping import unwrap, wrap
 from torchelastic.torch_internals import canary, checkpoints, data_workers, gradients, process_groups, sharding, tensors

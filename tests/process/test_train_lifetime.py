@@ -16,9 +16,9 @@ from tests.process.local_ranks import crew_of, form_ours, succeeded
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.checkpoint.store import list_checkpoints
-from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, in_loop, nearest
-from torchelastic.p2p import agreement, watchdog
-from torchelastic.p2p.agreement import StepAgreement
+from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, loop_lifetime, nearest
+from torchelastic.p2p import step_agreement, watchdog
+from torchelastic.p2p.step_agreement import StepAgreement
 from torchelastic.train_loop import train
 
 
@@ -76,7 +76,7 @@ def test_a_slurm_job_is_requeued_once_after_the_save(monkeypatch: pytest.MonkeyP
         asked.append((max_restarts, manager.steps))
         return Requeue(True, "asked")
 
-    monkeypatch.setattr(in_loop, "requeue_job", requeue_job)
+    monkeypatch.setattr(loop_lifetime, "requeue_job", requeue_job)
     deadline = DeadlineAt("test", time.monotonic() + 0.4, "told")
     stop = stopped(train_for(manager, Lifetime(reserve_s=0.1, deadline=deadline, max_restarts=7)))
     ((restarts, steps_saved_then),) = asked
@@ -185,7 +185,7 @@ def test_a_tier_that_does_not_answer_costs_neither_the_other_tier_nor_the_end_in
 
 def tell_of_it_at(steps_of_rank_1: int) -> list[int]:
     """Which of its steps a rank hears of the deadline that rank 1 has from some step on, and of its end."""
-    agreement.interval_steps = lambda *_: 3  # else it depends on how fast this machine is
+    step_agreement.interval_steps = lambda *_: 3  # else it depends on how fast this machine is
     rank, (groups, _) = dist.get_rank(), form_ours()
     said = StepAgreement(groups.control)
     heard = []

@@ -15,7 +15,7 @@ import torch
 
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
-from torchelastic.adapters.hugging_face.state import refuse_sharding
+from torchelastic.adapters.hugging_face.rank_state import refuse_sharding
 from torchelastic.adapters.lightning.memory import MemorySaving
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from torchelastic.checkpoint.format.header import Header, place
+from torchelastic.checkpoint.format.pool import SlotPool
+from torchelastic.checkpoint.format.regions import Extent, Region, split_replicated
+from torchelastic.checkpoint.format.shard_reader import ShardReader
+from torchelastic.checkpoint.format.stage import Stage
+from torchelastic.checkpoint.format.tree import NamedTensor
 from torchelastic.checkpoint.shards import flatten, read_tree
-from torchelastic.checkpoint.shards.header import Header, place
-from torchelastic.checkpoint.shards.pool import SlotPool
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated
-from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.shards.tree import NamedTensor
 from torchelastic.checkpoint.store import Manifest, MemoryTier, SaveId, SealedShard, Tier, TierContext
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import agree_epoch

@@ -19,12 +19,12 @@ from tests.pure.worlds_of_one import World
 from tests.waiting import wait_until
 from torchelastic.checkpoint import EverySteps, TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.checkpoint.format.disk import Disk
+from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.group.peers import Alone
-from torchelastic.p2p.peers import GroupPeers
+from torchelastic.p2p.group_peers import GroupPeers
 
 STREAM_BYTES = 5000
 

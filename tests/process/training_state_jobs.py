@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.process.replicas import counting_pulls
 from torchelastic.checkpoint import BCPState, MemoryTier
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 TIMEOUT_S = 20.0

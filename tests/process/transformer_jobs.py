@@ -12,7 +12,7 @@ import torch.distributed as dist
 from examples.transformer_slurm import train
 from examples.transformer_slurm.loss_log import read_losses
 from examples.transformer_slurm.make_dataset import write_parquet
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.testing.disk_faults import FaultyDisk, kill_at
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchelastic.ledger.accounts import Account, Amounts
+from torchelastic.observe.ledger.accounts import Account, Amounts
 
 
 def amounts_of(**nanoseconds: int) -> Amounts:

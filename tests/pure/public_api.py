@@ -15,9 +15,9 @@ from typing import Any
 from tests.pure.public_names import ROOT, described, tree_of
 from torchelastic.checkpoint.command.main import command_parser as checkpoint_parser
 from torchelastic.launch.command_line import command_parser
-from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.status.ledger_collector import HostSnapshot, LedgerCollector
 
 PACKAGE = ROOT / "torchelastic"
 

@@ -39,8 +39,8 @@ PUBLIC_MODULES = (
     "torchelastic.lifetime",
     "torchelastic.lifetime.sources",
     "torchelastic.metrics",
-    "torchelastic.ledger",
-    "torchelastic.status",
+    "torchelastic.observe.ledger",
+    "torchelastic.observe.status",
     "torchelastic.testing",
 )
 
@@ -70,7 +70,8 @@ class Found:
 def path_of(module: str) -> Path:
     """The file of a module of the package."""
     folder = ROOT.joinpath(*module.split("."))
-    return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    package = folder / "__init__.py"
+    return package if package.exists() else folder.with_suffix(".py")
 
 
 @cache

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import (
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Head, Journal
+from torchelastic.observe.ledger.ledger_events import (
     Counted,
     Drain,
     End,
@@ -23,8 +25,6 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Head, Journal
 
 MS = 1_000_000
 #: The time of the day at 0 ms of every run.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.figures import Seen
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.figures import Seen
+from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined
 from torchelastic.rendezvous.records import Member, Round, RoundState
-from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined
 
 S = 10**9
 NOW_S = 1_700_000_000.0

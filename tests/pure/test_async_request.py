@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
-from torchelastic.checkpoint.async_ckpt.executors import failed
-from torchelastic.checkpoint.async_ckpt.request import CollectiveFinalize
-from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.call_agreement import CallVerdict, decode, encode
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.executors import failed
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import CollectiveFinalize
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
 RUNNING: Future[float] = Future()
 DONE: Future[float] = Future()

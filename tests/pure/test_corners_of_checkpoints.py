@@ -12,17 +12,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchelastic.checkpoint.command.errors import underlying
+from torchelastic.checkpoint.command.command_error import underlying
+from torchelastic.checkpoint.compat.flashpoint.commit import StoredItem, records_of, storage_data_of
+from torchelastic.checkpoint.compat.flashpoint.ids import CheckpointId
+from torchelastic.checkpoint.compat.flashpoint.plans import tensor_bytes
+from torchelastic.checkpoint.compat.flashpoint.staged_items import result_of
+from torchelastic.checkpoint.compat.nvrx.local.names import header_meta
+from torchelastic.checkpoint.compat.nvrx.local.state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import header_meta
-from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict
-from torchelastic.checkpoint.memory.commit import StoredItem, records_of, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointId
-from torchelastic.checkpoint.memory.plans import tensor_bytes
-from torchelastic.checkpoint.memory.room import held_bytes
-from torchelastic.checkpoint.memory.staging import result_of
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.checkpoint.store import SaveId, ShardRecord
+from torchelastic.checkpoint.store.host_memory.room import held_bytes
 from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
 from torchelastic.group.notes import Drawer
 from torchelastic.group.peers import Alone

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
-from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Start
-from torchelastic.ledger.host_ledger import Earlier, HostLedger
-from torchelastic.ledger.journal import Journal
-from torchelastic.report.building import report_of
-from torchelastic.report.charts import loss_chart
-from torchelastic.report.losses import LossFileError, curve_of, read_losses
-from torchelastic.report.model import Mark, Report
-from torchelastic.report.page import html_page
-from torchelastic.report.plain import to_plain
-from torchelastic.report.svg import write
-from torchelastic.report.timeline import timeline
+from torchelastic.observe.ledger.accounts import NOTHING, Account, plus
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import Earlier, HostLedger
+from torchelastic.observe.ledger.journal import Journal
+from torchelastic.observe.ledger.ledger_events import Counted, End, Start
+from torchelastic.observe.report.building import report_of
+from torchelastic.observe.report.charts import loss_chart
+from torchelastic.observe.report.html_page import html_page
+from torchelastic.observe.report.losses import LossFileError, curve_of, read_losses
+from torchelastic.observe.report.model import Mark, Report
+from torchelastic.observe.report.plain import to_plain
+from torchelastic.observe.report.svg import write
+from torchelastic.observe.report.timeline import timeline
 from torchelastic.text import percent
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import (
+from torchelastic.observe.ledger.accounts import NOTHING, Account, plus
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import Earlier, HostLedger, ledger_from_dict, ledger_to_dict
+from torchelastic.observe.ledger.ledger_events import (
     Counted,
     End,
     Failure,
@@ -23,8 +24,7 @@ from torchelastic.ledger.events import (
     from_dict,
     to_dict,
 )
-from torchelastic.ledger.host_ledger import Earlier, HostLedger, ledger_from_dict, ledger_to_dict
-from torchelastic.ledger.worker_lifetime import ProgressCurve, WorkerLifetime
+from torchelastic.observe.ledger.worker_lifetime import ProgressCurve, WorkerLifetime
 
 WORKER = "h-1/0.0"
 

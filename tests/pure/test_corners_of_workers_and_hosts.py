@@ -20,13 +20,13 @@ from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.iteration_times import guess
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
+from torchelastic.observe.status.run_status import EventLine
+from torchelastic.observe.status.status_format import decode_host, encode_host
 from torchelastic.p2p import hang_location, stragglers
 from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import WARM_UP_STEPS
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.p2p.stragglers import StragglerPolicy
-from torchelastic.status.run_status import EventLine
-from torchelastic.status.status_format import decode_host, encode_host
 from torchelastic.testing.clock import FakeClock
 from torchelastic.worker_stats import SimpleWorkerStats
 

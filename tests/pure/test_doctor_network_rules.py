@@ -16,7 +16,7 @@ from torchelastic.doctor.network import (
     judge_network,
     judge_ports,
 )
-from torchelastic.network.choice import nccl_choice
+from torchelastic.network.interface_choice import nccl_choice
 from torchelastic.network.interfaces import Interface
 
 LO, ETH0, ETH1 = (

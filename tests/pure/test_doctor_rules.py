@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.doctor.findings import Finding, Level, exit_code
-from torchelastic.doctor.folder import FolderFacts, judge_folder
-from torchelastic.doctor.host import (
+from torchelastic.doctor.findings_screen import document, lines_of, summary
+from torchelastic.doctor.folder_rules import FolderFacts, judge_folder
+from torchelastic.doctor.host_rules import (
     LimitFacts,
     MemoryFacts,
     judge_files,
@@ -18,7 +19,6 @@ from torchelastic.doctor.host import (
     judge_processes,
     judge_shared_memory,
 )
-from torchelastic.doctor.screen import document, lines_of, summary
 from torchelastic.doctor.versions import VersionFacts, judge_versions
 from torchelastic.version import NEWEST_TESTED_TORCH
 

@@ -15,7 +15,7 @@ from torchelastic.launch.esi_lives import (
     table,
     what_next,
 )
-from torchelastic.lifetime.progress import Steps
+from torchelastic.lifetime.progress_file import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 
 HALF, ALL = Steps(committed_step=5, total_steps=10), Steps(committed_step=10, total_steps=10)

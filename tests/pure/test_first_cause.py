@@ -19,10 +19,10 @@ from torchelastic.agent.causes import (
     last_account,
     report_of,
 )
-from torchelastic.agent.events import LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.agent.failure_reporter import FailureReporter
-from torchelastic.ledger.events import Failure, Join
+from torchelastic.agent.host_events import LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.log_lines import Position, json_line
+from torchelastic.observe.ledger.ledger_events import Failure, Join
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.rendezvous.store import StoreUnavailableError
 

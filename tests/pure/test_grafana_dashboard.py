@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.status.ledger_collector import HostSnapshot, LedgerCollector
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 #: What the agent and workers publish under 0.1's names; tests/cluster/test_prometheus_real.py has some of them scraped.

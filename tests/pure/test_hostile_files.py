@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.pure.hostile_json import VALUES, with_field
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.ledger.events import KINDS, Failure, LedgerFormatError, ReForm, Start, to_dict
-from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
-from torchelastic.ledger.journal import VERSION, Head, read_journal
 from torchelastic.lifetime.manager_state import FILE_NAME, SCHEMA, ManagerState, read_state
 from torchelastic.lifetime.sources.metadata import parse_json
 from torchelastic.lifetime.sources.notice import InvalidAnswerError
+from torchelastic.observe.ledger.host_ledger import HostLedger, ledger_to_dict
+from torchelastic.observe.ledger.journal import VERSION, Head, read_journal
+from torchelastic.observe.ledger.ledger_events import KINDS, Failure, LedgerFormatError, ReForm, Start, to_dict
 
 WORKER = "h-1/0.0"
 #: Files are written anew for each example.

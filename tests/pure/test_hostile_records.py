@@ -14,6 +14,9 @@ from rich.console import Console
 from tests.pure.hostile_json import VALUES, taken, with_field
 from torchelastic.agent.predecessors import ProcessRecord, decode
 from torchelastic.launch.events import clock_text
+from torchelastic.observe.status.run_screen import Screen
+from torchelastic.observe.status.run_status import EventLine, HostStatus, WorkerStatus, combined
+from torchelastic.observe.status.status_format import decode_host, encode_host, host_to_plain
 from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import (
@@ -30,9 +33,6 @@ from torchelastic.rendezvous.records import (
     round_to_dict,
 )
 from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View
-from torchelastic.status.run_status import EventLine, HostStatus, WorkerStatus, combined
-from torchelastic.status.screen import Screen
-from torchelastic.status.status_format import decode_host, encode_host, host_to_plain
 
 KEY = "/t/run/members/m1"
 MEMBER = json.loads(encode_member(Member("m1", "h1", "h1:1", 2, 7, StateStatus.COMPLETE, leaving=True)))

@@ -14,15 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.adapters.hugging_face.resume import (
-    Durable,
-    best_of_all,
-    durable_checkpoints,
-    rng_file,
-    step_to_compare,
-    trainer_rng,
-)
-from torchelastic.adapters.hugging_face.state import (
+from torchelastic.adapters.hugging_face.rank_state import (
     LEADING,
     REPLICATED,
     RankState,
@@ -35,6 +27,14 @@ from torchelastic.adapters.hugging_face.state import (
     set_rng_state,
     split_model,
     tensors_of,
+)
+from torchelastic.adapters.hugging_face.resume import (
+    Durable,
+    best_of_all,
+    durable_checkpoints,
+    rng_file,
+    step_to_compare,
+    trainer_rng,
 )
 from torchelastic.adapters.memory_tier import takes_memory
 from torchelastic.checkpoint.errors import CorruptCheckpointError

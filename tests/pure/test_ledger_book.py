@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import (
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import MOST_ENDED, HostLedger, ledger_from_dict, ledger_to_dict
+from torchelastic.observe.ledger.ledger_events import (
     Counted,
     Drain,
     End,
@@ -25,7 +26,6 @@ from torchelastic.ledger.events import (
     from_dict,
     to_dict,
 )
-from torchelastic.ledger.host_ledger import MOST_ENDED, HostLedger, ledger_from_dict, ledger_to_dict
 
 STEP_NS = 1_000
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.ledger_amounts import amounts_of
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Failure, Start
-from torchelastic.ledger.figures import Seen, ettr, figures_of, goodput, participation, seen, step_efficiency
-from torchelastic.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.figures import Seen, ettr, figures_of, goodput, participation, seen, step_efficiency
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.ledger_events import Counted, End, Failure, Start
 
 S = 10**9
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.meter import Meter
-from torchelastic.ledger.worker_lifetime import MOST_POINTS, ProgressCurve
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.meter import Meter
+from torchelastic.observe.ledger.worker_lifetime import MOST_POINTS, ProgressCurve
 
 
 class Clock:

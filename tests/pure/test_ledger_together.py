@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Failure, LedgerEvent, Restore, Start
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Head, Journal
-from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Head, Journal
+from torchelastic.observe.ledger.ledger_events import Counted, End, Failure, LedgerEvent, Restore, Start
+from torchelastic.observe.ledger.merge import SILENT_NS, merged_ledgers
 
 #: The clocks of the two hosts differ by so much; their times of the day agree.
 AHEAD_NS = 7_000_000

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.pure.worlds_of_one import Counter, InMemory, World
-from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.errors import NonRetryableException
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, StoppedEarly, nearest
-from torchelastic.lifetime.in_loop import LoopLifetime
+from torchelastic.lifetime.loop_lifetime import LoopLifetime
 from torchelastic.lifetime.sources import Notice, Notices
 from torchelastic.testing.clock import FakeClock
 

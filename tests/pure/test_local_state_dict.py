@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from torchelastic.checkpoint.compat.nvrx.local.names import check_iteration, check_session_id, described
+from torchelastic.checkpoint.compat.nvrx.local.state_dict import decode, encode, plain_basic
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict, TensorPlaceholder
-from torchelastic.checkpoint.local.names import check_iteration, check_session_id, described
-from torchelastic.checkpoint.local.state_dict import decode, encode, plain_basic
 from torchelastic.checkpoint.shards import ShardOf
-from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 Pair = namedtuple("Pair", "left right")
@@ -115,6 +115,14 @@ def test_a_tensor_of_a_gpu_goes_back_to_this_processes_gpu_or_stays_where_there_
 def test_attributes_that_are_none_are_damage() -> None:
     with pytest.raises(CorruptCheckpointError, match=r"TensorAwareStateDict is a list"):
         TensorAwareStateDict.from_tree([1], [])
+
+
+def test_shards_name_a_class_of_ours_by_what_the_first_of_them_said() -> None:
+    assert (
+        BasicTensorAwareStateDict.class_name() == "torchelastic.checkpoint.local.state_dict:BasicTensorAwareStateDict"
+    )
+    assert TensorAwareStateDict.class_named(BasicTensorAwareStateDict.class_name()) is BasicTensorAwareStateDict
+    assert Named.class_name() == f"{__name__}:Named"
 
 
 class Named(TensorAwareStateDict):

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 
 from torchelastic.agent.event_log import EventLog, events_log
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Failure, Join, LedgerEvent, Save, Start, StoreOutage, to_dict
-from torchelastic.ledger.meter import Meter
 from torchelastic.log_lines import (
     FORMAT_VARIABLE,
     JsonFormatter,
@@ -23,6 +20,19 @@ from torchelastic.log_lines import (
     json_line,
     set_up_worker_log,
 )
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.ledger_events import (
+    Counted,
+    End,
+    Failure,
+    Join,
+    LedgerEvent,
+    Save,
+    Start,
+    StoreOutage,
+    to_dict,
+)
+from torchelastic.observe.ledger.meter import Meter
 
 S = 10**9
 

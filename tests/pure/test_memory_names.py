@@ -18,9 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObjectId
-from torchelastic.checkpoint.memory.commit import (
+from torchelastic.checkpoint.compat.flashpoint.commit import (
     Commit,
     StoredItem,
     commit_from,
@@ -29,7 +27,7 @@ from torchelastic.checkpoint.memory.commit import (
     encode_metadata,
     meta_of,
 )
-from torchelastic.checkpoint.memory.ids import (
+from torchelastic.checkpoint.compat.flashpoint.ids import (
     is_part,
     newest_of_step,
     object_of,
@@ -37,7 +35,9 @@ from torchelastic.checkpoint.memory.ids import (
     parts_of,
     shard_of,
 )
-from torchelastic.checkpoint.memory.job import container_name, known_run_id
+from torchelastic.checkpoint.compat.flashpoint.job import container_name, known_run_id
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObjectId
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory import plans
-from torchelastic.checkpoint.memory.items import (
+from torchelastic.checkpoint.compat.flashpoint import plans
+from torchelastic.checkpoint.compat.flashpoint.items import (
     BYTES_ENTRY,
     CachedLayout,
     Resolved,
@@ -32,8 +31,16 @@ from torchelastic.checkpoint.memory.items import (
     entries_of_pickles,
     resolve,
 )
-from torchelastic.checkpoint.memory.plans import CoordinatorDecision, NotSavedError, RankReport, epoch_of, refusal
-from torchelastic.checkpoint.memory.room import (
+from torchelastic.checkpoint.compat.flashpoint.plans import (
+    CoordinatorDecision,
+    NotSavedError,
+    RankReport,
+    epoch_of,
+    refusal,
+)
+from torchelastic.checkpoint.compat.flashpoint.skipping import SkippedSaves
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.store.host_memory.room import (
     DEFAULT_MARGIN_BYTES,
     Free,
     NotSaved,
@@ -42,7 +49,6 @@ from torchelastic.checkpoint.memory.room import (
     measure,
     refused_for,
 )
-from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.store.save_id import SaveId
 
 GIB = 2**30

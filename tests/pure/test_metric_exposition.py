@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from torchelastic.agent.events import MetricsPublished
+from torchelastic.agent.host_events import MetricsPublished
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint
 from torchelastic.metrics.exposition import MetricsRegistry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from torchelastic.ledger.events import Counted, LedgerEvent
+from torchelastic.observe.ledger.ledger_events import Counted, LedgerEvent
 
 ROOT = Path(__file__).parents[2]
 _PUBLISHED = re.compile(r"_?publish(?:_metric)?\(\s*(?:\"torchelastic\"|_GROUP),\s*f?\"([a-z_.{}]+)\"", re.DOTALL)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.test_membership_protocol import Leader, at_step, done, ended, failed_for_good, member
-from torchelastic.rendezvous.choice import choose
 from torchelastic.rendezvous.records import Member, RoundState, StateProgress, StateStatus
+from torchelastic.rendezvous.roster_choice import choose
 
 # --- who is chosen ---------------------------------------------------------------------------------------------------
 

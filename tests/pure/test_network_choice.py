@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.network.choice import Choice, InterfaceError, choose, library_variables, nccl_choice
+from torchelastic.network.interface_choice import Choice, InterfaceError, choose, library_variables, nccl_choice
 from torchelastic.network.interfaces import Interface
 
 LO = Interface("lo", ("127.0.0.1", "::1"))

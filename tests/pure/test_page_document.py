@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from tests.pure.merge_patch import applied
 from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.accounts import STYLES, Account
-from torchelastic.ledger.events import End, Failure, Save
-from torchelastic.ledger.figures import Figure
-from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
-from torchelastic.page.document import BYTES_PER_S, About, difference, document_of, pause_s
-from torchelastic.page.feed import Feed, FeedTick, Picture, as_json
-from torchelastic.page.source import with_own_host
-from torchelastic.report.building import report_of
-from torchelastic.report.page import html_page
-from torchelastic.status.event_lines import lines_of
-from torchelastic.status.run_status import EventLine
-from torchelastic.status.status_format import run_to_plain
+from torchelastic.observe.ledger.accounts import STYLES, Account
+from torchelastic.observe.ledger.figures import Figure
+from torchelastic.observe.ledger.ledger_events import End, Failure, Save
+from torchelastic.observe.page.answers import SECURITY_HEADERS, head, static_files
+from torchelastic.observe.page.document import BYTES_PER_S, About, difference, document_of, pause_s
+from torchelastic.observe.page.feed import Feed, FeedTick, Picture, as_json
+from torchelastic.observe.page.source import with_own_host
+from torchelastic.observe.report.building import report_of
+from torchelastic.observe.report.html_page import html_page
+from torchelastic.observe.status.event_lines import lines_of
+from torchelastic.observe.status.run_status import EventLine
+from torchelastic.observe.status.status_format import run_to_plain
 
 leaves = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.lists(st.integers())
 documents: Any = st.recursive(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.page.access import Access, checked_token, new_token
-from torchelastic.page.requests import PageRequest, Refused, Wanted, parsed, wanted
+from torchelastic.observe.page.access import Access, checked_token, new_token
+from torchelastic.observe.page.http_request import PageRequest, Refused, Wanted, parsed, wanted
 
 FILES = {"index.html": 0, "page.js": 0}
 TOKEN = "a-token-of-some-length"

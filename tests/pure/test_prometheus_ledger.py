@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from prometheus_client.core import Metric
 
 from tests.pure.test_ledger_book import DOINGS, STEP_NS, begins, play
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.events import Drain, StoreOutage, Straggler
-from torchelastic.ledger.figures import figures_of
-from torchelastic.ledger.host_ledger import MOST_ENDED, HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry
-from torchelastic.status.host import seen_of
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, WorkerPlace
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.figures import figures_of
+from torchelastic.observe.ledger.host_ledger import MOST_ENDED, HostLedger
+from torchelastic.observe.ledger.ledger_events import Drain, StoreOutage, Straggler
+from torchelastic.observe.status.host_view import seen_of
+from torchelastic.observe.status.ledger_collector import HostSnapshot, LedgerCollector, WorkerPlace
 
 PLACES = (WorkerPlace(0, is_up=True, step=7), WorkerPlace(1, is_up=False, restarts=2))
 

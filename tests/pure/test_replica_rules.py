@@ -11,15 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.replication.errors import (
-    CorruptReplicaError,
-    DamagedFrameError,
-    OutdatedRoundError,
-    PeerStalledError,
-    ProtocolError,
-    ReplicaBusyError,
-    ReplicaRefusedError,
-)
 from torchelastic.checkpoint.replication.protocol import (
     HEADER_BYTES,
     MOST_MESSAGE_BYTES,
@@ -34,6 +25,15 @@ from torchelastic.checkpoint.replication.protocol import (
     token_bytes,
 )
 from torchelastic.checkpoint.replication.receive import MemoryShelf, Reception, check_object_id, digest_of
+from torchelastic.checkpoint.replication.replication_errors import (
+    CorruptReplicaError,
+    DamagedFrameError,
+    OutdatedRoundError,
+    PeerStalledError,
+    ProtocolError,
+    ReplicaBusyError,
+    ReplicaRefusedError,
+)
 
 # --- frames -----------------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Journal
-from torchelastic.report.building import NoRunError, of_one_run, report_of
-from torchelastic.report.model import Report
-from torchelastic.report.page import html_page
-from torchelastic.report.segments import Segment
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.journal import Journal
+from torchelastic.observe.report.building import NoRunError, of_one_run, report_of
+from torchelastic.observe.report.html_page import html_page
+from torchelastic.observe.report.model import Report
+from torchelastic.observe.report.segments import Segment
 
 
 def ms(segment: Segment) -> tuple[float, float, dict[str, float]]:

@@ -10,13 +10,13 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.pure.report_runs import MS, Host, Worker, group_of, journals_of, killed_run, steps
-from torchelastic.report.building import report_of
-from torchelastic.report.comparing import compared
-from torchelastic.report.losses import MOST_POINTS, LossFileError, curve_of
-from torchelastic.report.model import Report
-from torchelastic.report.page import html_page
-from torchelastic.report.plain import to_plain
-from torchelastic.report.svg import Scale, time_ticks, value_ticks
+from torchelastic.observe.report.building import report_of
+from torchelastic.observe.report.comparing import compared
+from torchelastic.observe.report.html_page import html_page
+from torchelastic.observe.report.losses import MOST_POINTS, LossFileError, curve_of
+from torchelastic.observe.report.model import Report
+from torchelastic.observe.report.plain import to_plain
+from torchelastic.observe.report.svg import Scale, time_ticks, value_ticks
 
 _VOID = {"meta", "br", "link", "img", "input", "hr"}
 

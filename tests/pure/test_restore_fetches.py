@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.replication.placement import partners
-from torchelastic.checkpoint.restore_plan import (
+from torchelastic.checkpoint.store.restore_plan import (
     ShardSource,
     candidates,
     kept,

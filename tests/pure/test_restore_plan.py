@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.restore_plan import ShardSource, candidates, nearness, plan_reads
+from torchelastic.checkpoint.store.restore_plan import ShardSource, candidates, nearness, plan_reads
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import TierEntry, agree_epoch
 

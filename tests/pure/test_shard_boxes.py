@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.shards.regions import Extent, Region, split_replicated, uncovered
+from torchelastic.checkpoint.format.regions import Extent, Region, split_replicated, uncovered
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.header import (
+from torchelastic.checkpoint.format.header import (
     PREAMBLE_BYTES,
     Header,
     Preamble,
@@ -23,8 +23,8 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
     place,
 )
-from torchelastic.checkpoint.shards.regions import Region
-from torchelastic.checkpoint.shards.tree import NamedTensor, flatten
+from torchelastic.checkpoint.format.regions import Region
+from torchelastic.checkpoint.format.tree import NamedTensor, flatten
 
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.bool])
 CHECKSUMS = st.text("0123456789abcdef", min_size=16, max_size=16)
@@ -65,7 +65,7 @@ def test_a_header_comes_back(named: list[NamedTensor], meta: dict[str, Any], dat
 
 
 def test_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchelastic.checkpoint.shards.header.VERSION", 2)
+    monkeypatch.setattr("torchelastic.checkpoint.format.header.VERSION", 2)
     newer, _ = encoded(example())
     monkeypatch.undo()
     with pytest.raises(CorruptCheckpointError, match="version 2; this release reads version 1"):

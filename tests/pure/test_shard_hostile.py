@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.tree import flatten, tensor_names, unflatten
+from torchelastic.checkpoint.format.tree import flatten, tensor_names, unflatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|deprecated)")  # of torch's own kinds
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.layout import RecurringLayout
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.format.header import lay_out
+from torchelastic.checkpoint.format.layout import RecurringLayout
+from torchelastic.checkpoint.format.tree import flatten, unflatten
 
 Tree = dict[str, Any]
 

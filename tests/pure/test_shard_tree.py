@@ -22,15 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards import ShardOf, flatten, unflatten
-from torchelastic.checkpoint.shards.header import (
+from torchelastic.checkpoint.format.header import (
     decode_header,
     decode_preamble,
     encode_header,
     encode_preamble,
     lay_out,
 )
-from torchelastic.checkpoint.shards.tree import MAX_DEPTH, MAX_INLINE_BYTES, tensor_names
+from torchelastic.checkpoint.format.tree import MAX_DEPTH, MAX_INLINE_BYTES, tensor_names
+from torchelastic.checkpoint.shards import ShardOf, flatten, unflatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|prototype stage)")  # of torch's own kinds
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.checkpoint.format.header import Entry
+from torchelastic.checkpoint.format.regions import Region
 from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, next_version, whole_in_copies
 from torchelastic.sharded.copies import too_little_memory
 from torchelastic.sharded.offers import (

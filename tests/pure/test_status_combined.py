@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.figures import Seen
+from torchelastic.observe.ledger.accounts import NOTHING, Account, plus
+from torchelastic.observe.ledger.figures import Seen
+from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined, is_stale
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined, is_stale
 
 S = 10**9
 NOW_S = 1_700_000_000.0

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.memory_store import MemoryStore
+from torchelastic.observe.status.publishing import ATTEND_S, IDLE_EVERY_S, Publisher
+from torchelastic.observe.status.run_status import HostStatus
+from torchelastic.observe.status.status_format import decode_host
+from torchelastic.observe.status.status_reader import StatusReader
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import (
     Compare,
@@ -21,10 +25,6 @@ from torchelastic.rendezvous.store import (
     TxnResult,
 )
 from torchelastic.rendezvous.url import parse_url
-from torchelastic.status.publishing import ATTEND_S, IDLE_EVERY_S, Publisher
-from torchelastic.status.reading import StatusReader
-from torchelastic.status.run_status import HostStatus
-from torchelastic.status.status_format import decode_host
 
 URL = parse_url("etcd://localhost/job7?min_workers=1&max_workers=8")
 KEYS = Keys(URL.root)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.events import (
+from torchelastic.observe.ledger.ledger_events import (
     Drain,
     End,
     Failure,
@@ -21,8 +21,8 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.status.event_lines import Following, LoggedEvent, lines_of, with_event
-from torchelastic.status.run_status import EventLine
+from torchelastic.observe.status.event_lines import Following, LoggedEvent, lines_of, with_event
+from torchelastic.observe.status.run_status import EventLine
 
 MS = 10**6
 

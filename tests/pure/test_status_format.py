@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.accounts import NOTHING, Account
-from torchelastic.ledger.figures import Seen
-from torchelastic.rendezvous.records import Member, RecordError, Round, RoundState
-from torchelastic.status.run_status import EventLine, HostStatus, WorkerStatus, combined
-from torchelastic.status.status_format import (
+from torchelastic.observe.ledger.accounts import NOTHING, Account
+from torchelastic.observe.ledger.figures import Seen
+from torchelastic.observe.status.run_status import EventLine, HostStatus, WorkerStatus, combined
+from torchelastic.observe.status.status_format import (
     LEAST_BYTES,
     decode_host,
     encode_host,
@@ -22,6 +21,7 @@ from torchelastic.status.status_format import (
     host_to_plain,
     run_to_plain,
 )
+from torchelastic.rendezvous.records import Member, RecordError, Round, RoundState
 
 KEY = "/torchelastic/job/status/3f0a77c1"
 HOST = "node-7"

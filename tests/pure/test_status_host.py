@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Join, LedgerEvent, Start
-from torchelastic.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.ledger_events import Counted, End, Join, LedgerEvent, Start
+from torchelastic.observe.status.host_view import HostView, published_values
+from torchelastic.observe.status.run_progress import Pace
+from torchelastic.observe.status.run_status import HostStatus
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.host import HostView, published_values
-from torchelastic.status.progress import Pace
-from torchelastic.status.run_status import HostStatus
 
 S = 10**9
 WALL_S = 1_700_000_000.0

@@ -12,16 +12,16 @@ from rich.console import Console
 
 from tests.memory_store import MemoryStore
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.events import End, LedgerEvent, Save, StoreOutage
-from torchelastic.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.ledger_events import End, LedgerEvent, Save, StoreOutage
+from torchelastic.observe.status.event_lines import newest
+from torchelastic.observe.status.host_view import KEPT_EVENTS, HostView
+from torchelastic.observe.status.run_screen import Screen
+from torchelastic.observe.status.run_status import MOST_EVENTS, HostStatus
+from torchelastic.observe.status.status_format import encode_host, run_to_plain
+from torchelastic.observe.status.status_reader import MOST_LEFT, StatusReader
 from torchelastic.rendezvous.records import Keys, Round, RoundState, encode_round
 from torchelastic.rendezvous.url import parse_url
-from torchelastic.status.event_lines import newest
-from torchelastic.status.host import KEPT_EVENTS, HostView
-from torchelastic.status.reading import MOST_LEFT, StatusReader
-from torchelastic.status.run_status import MOST_EVENTS, HostStatus
-from torchelastic.status.screen import Screen
-from torchelastic.status.status_format import encode_host, run_to_plain
 
 URL = parse_url("etcd://etcd-host:2379/job7?min_workers=1&max_workers=4")
 KEYS = Keys(URL.root)

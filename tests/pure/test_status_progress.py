@@ -12,12 +12,12 @@ from tests.pure.status_runs import a_host, a_worker
 from torchelastic.agent.status_publisher import ShownProgress
 from torchelastic.agent.terminal import Terminal
 from torchelastic.data import ElasticBatchSampler
-from torchelastic.ledger.events import Restore, Start
-from torchelastic.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.ledger.ledger_events import Restore, Start
+from torchelastic.observe.status.host_view import HostView
+from torchelastic.observe.status.run_progress import Progress
+from torchelastic.observe.status.run_status import HostStatus, by_rank, progress_of
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.host import HostView
-from torchelastic.status.progress import Progress
-from torchelastic.status.run_status import HostStatus, by_rank, progress_of
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.observe.status.run_screen import Screen, cells_of
+from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
-from torchelastic.status.run_status import EventLine, HostStatus, RunStatus
-from torchelastic.status.screen import Screen, cells_of
 
 
 def drawn(status: RunStatus, width: int = 120, *, colours: bool = False, **settings: Any) -> list[str]:

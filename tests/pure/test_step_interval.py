@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.agent.supervisor import restart_delay_s
-from torchelastic.p2p.agreement import MAX_DELAY_S, MAX_SHARE, interval_steps
+from torchelastic.p2p.step_agreement import MAX_DELAY_S, MAX_SHARE, interval_steps
 
 durations_s = st.floats(1e-6, 100.0)
 

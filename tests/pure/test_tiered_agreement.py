@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from torchelastic.checkpoint.engine.save_agreement import NotPublishedError, SaveAgreement, SupersededError
 from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
-from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement, SupersededError
 from torchelastic.group.notes import Drawer, Notes
 from torchelastic.testing.clock import FakeClock
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from torchelastic.checkpoint.engine.schedule import SaveSchedule, TierSchedules
 from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
-from torchelastic.checkpoint.schedule import SaveSchedule, TierSchedules
 from torchelastic.testing.clock import FakeClock
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from torchelastic.checkpoint.format.header import NO_CHECKSUM, Header
+from torchelastic.checkpoint.format.layout import RecurringLayout, parts_of_rank
+from torchelastic.checkpoint.format.regions import Region
+from torchelastic.checkpoint.format.tensor_parts import dtype_name
+from torchelastic.checkpoint.format.tree import flatten
 from torchelastic.checkpoint.shards import ShardOf, unflatten
-from torchelastic.checkpoint.shards.header import NO_CHECKSUM, Header
-from torchelastic.checkpoint.shards.layout import RecurringLayout, parts_of_rank
-from torchelastic.checkpoint.shards.regions import Region
-from torchelastic.checkpoint.shards.tensors import dtype_name
-from torchelastic.checkpoint.shards.tree import flatten
 
 
 def weights(names: Sequence[str]) -> Collection[str]:

@@ -28,7 +28,7 @@ OF_OTHERS: dict[str, frozenset[str]] = {
     "p2p/watchdog.py": frozenset({"_exit"}),  # os
     "processes/script_import.py": frozenset({"_inheriting"}),  # multiprocessing
     "data/sources/stateful.py": frozenset({"_ex_iterable"}),  # datasets
-    "checkpoint/replication/strategies.py": frozenset({"_parameters"}),  # its own
+    "checkpoint/compat/nvrx/local/strategies.py": frozenset({"_parameters"}),  # its own
     "model_state.py": frozenset({"_buffers"}),  # its own
 }
 

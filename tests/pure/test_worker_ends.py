@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from torchelastic.agent.causes import Ended, end_of
-from torchelastic.ledger.counters import Counters
+from torchelastic.observe.ledger.counters import Counters
 
 STARTING = Counters.begun(0)
 IN_A_STEP = STARTING.entered(10, 1, 0, 2).synchronized(20, 0).commits(30)

@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; accelerate is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.state import (
+from torchelastic.adapters.hugging_face.rank_state import (
     LEADING,
     REPLICATED,
     RankState,

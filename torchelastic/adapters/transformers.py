@@ -19,16 +19,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; transformers is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.resume import (
-    Durable,
-    best_of_all,
-    durable_checkpoints,
-    rng_file,
-    step_to_compare,
-    trainer_rng,
-    write_folder,
-)
-from torchelastic.adapters.hugging_face.state import (
+from torchelastic.adapters.hugging_face.rank_state import (
     LEADING,
     REPLICATED,
     RankState,
@@ -41,6 +32,15 @@ from torchelastic.adapters.hugging_face.state import (
     save_step,
     split_model,
     tensors_of,
+)
+from torchelastic.adapters.hugging_face.resume import (
+    Durable,
+    best_of_all,
+    durable_checkpoints,
+    rng_file,
+    step_to_compare,
+    trainer_rng,
+    write_folder,
 )
 from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier, is_due, takes_memory
 from torchelastic.checkpoint.errors import CheckpointError

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
-from torchelastic.agent.etcd_connection import connect, say_if_unfit
+from torchelastic.agent.etcd_opening import connect, say_if_unfit
 from torchelastic.processes.lifeline import process_end
 from torchelastic.processes.own_folder import OwnFolder
 from torchelastic.rendezvous.credentials import Credentials

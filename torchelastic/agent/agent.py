@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.agent.connections import Connections
-from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, StoreReach, WorkerExited
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
+from torchelastic.agent.host_events import (
+    Dispatcher,
+    Event,
+    Publish,
+    RoundChanged,
+    StoreAnswered,
+    StoreReach,
+    WorkerExited,
+)
 from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
@@ -27,11 +35,11 @@ from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import NOTICE_SIGNALS, ORDERLY_SIGNALS, forward
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
-from torchelastic.network.choice import InterfaceError
+from torchelastic.network.interface_choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
-from torchelastic.page.listening import PageOptions
-from torchelastic.page.server import PageServer
+from torchelastic.observe.page.listening import PageOptions
+from torchelastic.observe.page.page_server import PageServer
 from torchelastic.processes import boot_time_s
 from torchelastic.processes.lifeline import process_end
 from torchelastic.rendezvous.member_id import MemberId

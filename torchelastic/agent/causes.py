@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.counters import Counters
 from torchelastic.log_lines import NOWHERE, Position
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.counters import Counters
 from torchelastic.rendezvous.loss import loss_from_error
 
 #: Failures so close together have one cause.

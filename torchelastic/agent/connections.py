@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent import events
+from torchelastic.agent import host_events as events
 from torchelastic.foreign_json import checked
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
 from torchelastic.processes.identity import Process

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from torchelastic.ledger.events import (
+from torchelastic.log_lines import Position, fields
+from torchelastic.observe.ledger.ledger_events import (
     End,
     Failure,
     LedgerEvent,
@@ -17,10 +18,9 @@ from torchelastic.ledger.events import (
     Straggler,
     to_dict,
 )
-from torchelastic.log_lines import Position, fields
-from torchelastic.status.event_lines import LoggedEvent, with_event
-from torchelastic.status.host import parts_of
-from torchelastic.status.run_status import EventLine
+from torchelastic.observe.status.event_lines import LoggedEvent, with_event
+from torchelastic.observe.status.host_view import parts_of
+from torchelastic.observe.status.run_status import EventLine
 
 #: A logger of its own, so that events are shown where other lines of that level are not.
 events_log = logging.getLogger("torchelastic.events")

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from torchelastic.agent.causes import FailedWorker, FailureReport, LostElsewhere, Trouble, Undone, report_of
 from torchelastic.agent.event_log import events_log
-from torchelastic.agent.events import Event, LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
-from torchelastic.ledger.events import Failure
+from torchelastic.agent.host_events import Event, LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.log_lines import Position, fields
+from torchelastic.observe.ledger.ledger_events import Failure
 from torchelastic.rendezvous.leadership import read_members as members_among
 from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, LossWitness, ProcessEnded
 from torchelastic.rendezvous.member_id import MemberId

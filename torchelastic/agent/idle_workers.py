@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from torchelastic.agent.events import (
+from torchelastic.agent.host_events import (
     Event,
     MemberDeclared,
     MemberWaits,

@@ -1,4 +1,4 @@
-"""The agent records the ledger of its host: `torchelastic.ledger.keeper` hears what happens, reads workers' pages."""
+"""The agent records the ledger of its host: `observe.ledger.keeper` hears what happens, and reads workers' pages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torchelastic.agent import events
+from torchelastic.agent import host_events as events
 from torchelastic.agent.causes import Ended, describe_exit, end_of
 from torchelastic.agent.event_log import EventLog
 from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import Worker
-from torchelastic.ledger.events import Counted, Drain, LedgerEvent
-from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
-from torchelastic.ledger.keeper import Keeper, journal_name
-from torchelastic.ledger.page import remove_left_pages
 from torchelastic.log_lines import Position
+from torchelastic.observe.ledger.journal import BackgroundJournal, Head, JournalWriter
+from torchelastic.observe.ledger.keeper import Keeper, journal_name
+from torchelastic.observe.ledger.ledger_events import Counted, Drain, LedgerEvent
+from torchelastic.observe.ledger.shared_counts import remove_left_pages
+from torchelastic.observe.status.ledger_collector import HostSnapshot, WorkerPlace
 from torchelastic.processes import boot_time_s
-from torchelastic.status.ledger_collector import HostSnapshot, WorkerPlace
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from torchelastic.agent.events import Event, MemberDeclared, MemberWithdrawn
+from torchelastic.agent.host_events import Event, MemberDeclared, MemberWithdrawn
 from torchelastic.agent.predecessors import POLL_S, Predecessors, describe
 from torchelastic.agent.tasks import keep_running
 from torchelastic.processes.identity import Process

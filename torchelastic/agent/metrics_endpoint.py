@@ -7,18 +7,18 @@ import concurrent.futures
 import logging
 from collections.abc import Callable
 
-from torchelastic.agent.events import Event, MetricsPublished, RoundChanged, WorkerExited
+from torchelastic.agent.host_events import Event, MetricsPublished, RoundChanged, WorkerExited
 from torchelastic.metrics.exposition import MAX_NAMES, MetricsRegistry
 from torchelastic.metrics.pushing import Pushing
-from torchelastic.page.document import About
-from torchelastic.page.listening import PageOptions
-from torchelastic.page.server import PageServer
-from torchelastic.page.source import RunSource
+from torchelastic.observe.page.document import About
+from torchelastic.observe.page.listening import PageOptions
+from torchelastic.observe.page.page_server import PageServer
+from torchelastic.observe.page.source import RunSource
+from torchelastic.observe.status.ledger_collector import HostSnapshot, LedgerCollector
+from torchelastic.observe.status.run_status import HostStatus
+from torchelastic.observe.status.status_reader import StatusReader
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
-from torchelastic.status.reading import StatusReader
-from torchelastic.status.run_status import HostStatus
 from torchelastic.version import __version__
 
 log = logging.getLogger(__name__)

@@ -95,7 +95,7 @@ def report(url: RendezvousUrl, credentials: Credentials, agent: Process) -> None
         credentials: for its etcd.
         agent: as it was while it lived.
     """
-    from torchelastic.agent.etcd_connection import connect
+    from torchelastic.agent.etcd_opening import connect
 
     store = connect(url, credentials)
     retrying = Retrying(

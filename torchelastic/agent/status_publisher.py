@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchelastic.agent.event_log import events_log
-from torchelastic.agent.events import Event, LedgerWritten, MetricsPublished, RoundChanged, WorkerExited
+from torchelastic.agent.host_events import Event, LedgerWritten, MetricsPublished, RoundChanged, WorkerExited
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.terminal import Terminal
-from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.log_lines import fields
+from torchelastic.observe.ledger.host_ledger import HostLedger
+from torchelastic.observe.status.host_view import HostView
+from torchelastic.observe.status.publishing import Publisher, agents_of
+from torchelastic.observe.status.run_progress import Progress
+from torchelastic.observe.status.run_status import HostStatus, by_rank, progress_of
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore
-from torchelastic.status.host import HostView
-from torchelastic.status.progress import Progress
-from torchelastic.status.publishing import Publisher, agents_of
-from torchelastic.status.run_status import HostStatus, by_rank, progress_of
 
 #: Between two looks.
 LOOK_S = 1.0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
-from torchelastic.agent import events
+from torchelastic.agent import host_events as events
 from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchelastic.agent.agent import AgentOptions
-from torchelastic.ledger.meter import LEDGER_VARIABLE
 from torchelastic.lifetime.sources.detection import LAUNCHER_GRACE_VARIABLE
 from torchelastic.log_lines import FORMAT_VARIABLE
+from torchelastic.observe.ledger.meter import LEDGER_VARIABLE
 from torchelastic.rendezvous import wire
 
 

@@ -1,18 +1,34 @@
-"""Durable checkpoints: what is saved where, and how it is found again.
+"""Checkpoints: what is saved where, by whom, and how it is found again. This page is the map.
 
-Below it: `policy` (when to save, what to keep), `shards` (one file format, read by any number of ranks), `store`
-(what makes a checkpoint, and the places for it), `replication` (copies on other hosts). On these stand the kinds of
-checkpoints: `tiered`, `training_state` (velastic's names), `memory` (for DCP, with ML Flashpoint's names), `local`
-and `async_ckpt` (NVRx's names); and `command`. For all of them `restore_plan.py` decides which checkpoint is
-restored, and who gets which shard from whom; `durable_copies.py` gives those in memory copies in durable storage.
+Rooms, lowest first: `format` (one file, a shard, for everything), `policy` (when to save, what to keep; pure), `store`
+(what makes a checkpoint, and the tiers where it lies), `replication` (copies on other hosts), `engine` (saves and
+restores of all ranks together), `compat` (the five systems whose users come here), `command` (`torchelastic
+checkpoint`). `loop_checkpoints.py` is the train loop's side; `api.py` and `memory`, `local`, `async_ckpt`, `shards`
+beside this file are names to import.
 
-`FileSystemCheckpointManager`, in this package itself, has torchelastic 0.1's names. It knows no ranks and calls no
-collective: the train loop calls `save` on the one rank that saves, and `load_latest` on the one that restores. Files
-are written and fsynced in a hidden folder, which one rename publishes; ids only grow, and nothing is overwritten. A
-stream is opened after its size and SHA-256 were compared; what `state.load` raises on intact bytes propagates
-unchanged. A hidden folder is removed when its writer is a dead process of this host, or nothing in it has changed for
-a day. Of a folder of 0.1, which has no manifest, the file `default` has to be one that
-`torch.load(weights_only=True)` can read.
+A save of every rank, `TieredCheckpointManager.save_step` (`engine/tiered_manager.py`):
+
+1. `policy` says that it pays (`engine/schedule.py`); all ranks call it after the same committed step.
+2. The state becomes a tree of plain values and named tensors (`format/tree.py`), laid out as one shard a rank
+   (`format/layout.py`) and copied into a slot of warm memory (`format/stage.py`): only this stops the training.
+3. On a thread (`engine/finishing.py`): checksums seal the shard, and each tier of `store` puts it.
+4. Memory has copies on other hosts (`engine/replicas.py`, pushed by `replication/replica_client.py`).
+5. Each rank notes what it has stored (`engine/save_agreement.py`). With the notes of all, rank 0 writes the manifest
+   (`store/manifest.py`): from then on the checkpoint exists.
+6. What `policy/keeping.py` does not keep is removed (`store/folder_tier.py`); a rank that was replaced can do neither
+   (`store/fence.py`).
+
+A restore, `TieredCheckpointManager.restore` (`engine/tiered_restore.py`), on all ranks of a new group:
+
+1. The ranks agree on an epoch, which fences the writers of before (`engine/epoch.py`).
+2. Each lists what its tiers hold (`store/inventory.py`), and serves it to the others (`replication/replica_server.py`).
+3. `store/restore_plan.py` decides from all lists which checkpoint is the newest that exists whole, and who gets which
+   shard from whom (pure, the same answer on each rank).
+4. Shards are read where they lie or fetched (`engine/restore.py`); nothing is handed out before its checksum was
+   compared (`format/shard_reader.py`). A damaged copy is skipped for another one, then for an older checkpoint.
+5. What each rank takes of them (`engine/read_rules.py`) is put together for any number of ranks (`format/loading.py`)
+   and loaded into the state.
+6. Copies that were missing or damaged are made again (`engine/replicas.py`, `engine/durable_copies.py`).
 
 Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
 """
@@ -28,9 +44,14 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.api import CheckpointManager as CheckpointManager
     from torchelastic.checkpoint.api import get_checkpoint_manager as get_checkpoint_manager
     from torchelastic.checkpoint.api import set_checkpoint_manager as set_checkpoint_manager
+    from torchelastic.checkpoint.compat.elastic01.file_system import (
+        FileSystemCheckpointManager as FileSystemCheckpointManager,
+    )
+    from torchelastic.checkpoint.compat.velastic.bcp_state import BCPState as BCPState
+    from torchelastic.checkpoint.compat.velastic.bcp_state import DCPState as DCPState
+    from torchelastic.checkpoint.engine.tiered_manager import TieredCheckpointManager as TieredCheckpointManager
     from torchelastic.checkpoint.errors import CheckpointError as CheckpointError
     from torchelastic.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
-    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager as FileSystemCheckpointManager
     from torchelastic.checkpoint.policy.keeping import KeepAll as KeepAll
     from torchelastic.checkpoint.policy.keeping import KeepBest as KeepBest
     from torchelastic.checkpoint.policy.keeping import KeepEvery as KeepEvery
@@ -46,11 +67,8 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.schedules import Never as Never
     from torchelastic.checkpoint.policy.schedules import OnSignal as OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
-    from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
-    from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
-    from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
-    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager as TieredCheckpointManager
-    from torchelastic.checkpoint.training_state.state import BCPState as BCPState
-    from torchelastic.checkpoint.training_state.state import DCPState as DCPState
+    from torchelastic.checkpoint.store.disk_tier import DiskTier as DiskTier
+    from torchelastic.checkpoint.store.durable_tier import DurableTier as DurableTier
+    from torchelastic.checkpoint.store.memory_tier import MemoryTier as MemoryTier
 
 __getattr__, __dir__ = lazily(__name__)

@@ -14,7 +14,9 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager as FileSystemCheckpointManager
+    from torchelastic.checkpoint.compat.elastic01.file_system import (
+        FileSystemCheckpointManager as FileSystemCheckpointManager,
+    )
 
 __all__ = [
     "DEFAULT_KEY",

@@ -13,7 +13,7 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
 from torchelastic.data.placing import say_if_all_load_all
 from torchelastic.data.worker_processes import WorkerProcesses
-from torchelastic.ledger.meter import this_worker
+from torchelastic.observe.ledger.meter import this_worker
 
 # What the sampler decides, and what would hand out batches in another order than they are counted in.
 _REFUSED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")

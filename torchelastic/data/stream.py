@@ -22,7 +22,7 @@ from torchelastic.data.sources.api import Source, made, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
 from torchelastic.data.stream_reading import Drawn, StreamReader, StreamReading
-from torchelastic.ledger.meter import this_worker
+from torchelastic.observe.ledger.meter import this_worker
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.etcd_opening import connect
 from torchelastic.doctor.etcd_rules import EndpointFacts, EtcdFacts, judge_etcd
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.processes.background import side_by_side

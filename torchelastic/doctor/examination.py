@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from torchelastic.checkpoint.shards.disk import file_system_of
+from torchelastic.checkpoint.format.disk import file_system_of
 from torchelastic.doctor import (
     accelerators,
     etcd_facts,
     etcd_rules,
-    folder,
-    host,
+    folder_rules,
+    host_rules,
     lifetime,
     meeting,
     meeting_rules,
@@ -122,17 +122,17 @@ def checks(question: Question) -> list[Check]:
     found = [
         Check(versions.NAME, versions.check),
         Check(accelerators.NAME, partial(accelerators.check, question.workers), LIMIT_S, warning, no_gpu),
-        Check(host.MEMORY, partial(host.check_memory, state_bytes)),
-        Check(host.FILES, partial(host.check_limits, workers, workers * hosts)),
-        Check(host.LEFT_OVERS, host.check_left_overs, late=warning, why_late="there are very many files"),
-        Check(host.CLOCK, partial(host.check_clock, hosts)),
+        Check(host_rules.MEMORY, partial(host_rules.check_memory, state_bytes)),
+        Check(host_rules.FILES, partial(host_rules.check_limits, workers, workers * hosts)),
+        Check(host_rules.LEFT_OVERS, host_rules.check_left_overs, late=warning, why_late="there are very many files"),
+        Check(host_rules.CLOCK, partial(host_rules.check_clock, hosts)),
         Check(lifetime.NAME, lifetime.check, LIMIT_S, warning, no_service),
         Check(network.NAME, network_check, LIMIT_S, why_late=no_names),
         Check(network.REVERSE, reverse_lookup, LIMIT_S, warning, no_names),
     ]
     for path in question.folders:
-        run, remedy = partial(folder.check, path, state_bytes), f"see `mount` and the server of {path}"
-        found.append(Check(folder.NAME, run, why_late=no_disk, remedy=remedy))
+        run, remedy = partial(folder_rules.check, path, state_bytes), f"see `mount` and the server of {path}"
+        found.append(Check(folder_rules.NAME, run, why_late=no_disk, remedy=remedy))
     return found if question.url is None else [*found, *_about_etcd(question, question.url)]
 
 

@@ -26,7 +26,7 @@ from torchelastic.doctor.meeting_rules import (
     judge_meeting,
 )
 from torchelastic.doctor.network import announced_address
-from torchelastic.network.choice import InterfaceError
+from torchelastic.network.interface_choice import InterfaceError
 from torchelastic.network.interfaces import is_loopback
 from torchelastic.processes.background import in_background, side_by_side
 from torchelastic.processes.identity import host_id

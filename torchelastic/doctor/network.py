@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.doctor.findings import Finding, Level, list_text
-from torchelastic.network.choice import (
+from torchelastic.network.interface_choice import (
     GLOO_VARIABLE,
     NCCL_VARIABLE,
     Choice,

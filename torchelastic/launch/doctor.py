@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torchelastic.doctor.examination import Question, examine
 from torchelastic.doctor.findings import exit_code
-from torchelastic.doctor.screen import show
+from torchelastic.doctor.findings_screen import show
 from torchelastic.launch.run_address import access, url_with
-from torchelastic.network.choice import IFACE_VARIABLE
+from torchelastic.network.interface_choice import IFACE_VARIABLE
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.usage import UsageError
 

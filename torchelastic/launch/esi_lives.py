@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from torchelastic.agent.causes import describe_exit
-from torchelastic.lifetime.progress import Steps
+from torchelastic.lifetime.progress_file import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.text import counted
 

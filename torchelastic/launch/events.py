@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.command.screen import say, say_json
+from torchelastic.console import say, say_json
 from torchelastic.launch.run_address import opened
 from torchelastic.launch.status import current
-from torchelastic.ledger.events import Counted, to_dict
-from torchelastic.ledger.journal import Journal
+from torchelastic.observe.ledger.journal import Journal
+from torchelastic.observe.ledger.ledger_events import Counted, to_dict
+from torchelastic.observe.report.building import NoRunError, of_one_run
+from torchelastic.observe.report.journals import find_journals
+from torchelastic.observe.status.event_lines import Following, lines_of
+from torchelastic.observe.status.run_screen import event_text
+from torchelastic.observe.status.run_status import EventLine, RunStatus, every_s
+from torchelastic.observe.status.status_format import event_to_plain
+from torchelastic.observe.status.status_reader import StatusReader
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.store import StoreError
-from torchelastic.report.building import NoRunError, of_one_run
-from torchelastic.report.reading import find_journals
-from torchelastic.status.event_lines import Following, lines_of
-from torchelastic.status.reading import StatusReader
-from torchelastic.status.run_status import EventLine, RunStatus, every_s
-from torchelastic.status.screen import event_text
-from torchelastic.status.status_format import event_to_plain
 from torchelastic.text import error_text
 from torchelastic.usage import CommandError, UsageError
 

@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchelastic.report.building import NoRunError, of_one_run, report_of
-from torchelastic.report.comparing import compared
-from torchelastic.report.losses import LossFileError, read_losses
-from torchelastic.report.model import Report
-from torchelastic.report.page import html_page
-from torchelastic.report.plain import to_plain
-from torchelastic.report.reading import find_journals
+from torchelastic.observe.report.building import NoRunError, of_one_run, report_of
+from torchelastic.observe.report.comparing import compared
+from torchelastic.observe.report.html_page import html_page
+from torchelastic.observe.report.journals import find_journals
+from torchelastic.observe.report.losses import LossFileError, read_losses
+from torchelastic.observe.report.model import Report
+from torchelastic.observe.report.plain import to_plain
 from torchelastic.text import error_text
 from torchelastic.usage import CommandError, UsageError
 

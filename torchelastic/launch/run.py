@@ -18,8 +18,8 @@ from pathlib import Path
 
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
-from torchelastic.agent.etcd_connection import connect, say_if_unfit
-from torchelastic.agent.events import Publish
+from torchelastic.agent.etcd_opening import connect, say_if_unfit
+from torchelastic.agent.host_events import Publish
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker_environment import worker_environment
@@ -41,7 +41,7 @@ from torchelastic.launch.run_options import (
     understood,
     worker_command,
 )
-from torchelastic.page.listening import PageOptions, listening
+from torchelastic.observe.page.listening import PageOptions, listening
 from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX

@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.etcd_opening import connect
 from torchelastic.launch.command_line import ACCESS_OPTIONS
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX

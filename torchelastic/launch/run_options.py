@@ -19,7 +19,7 @@ from torchelastic.launch import accelerators, numa_binding
 from torchelastic.launch.torchrun_options import Translation, translated, workers_per_host
 from torchelastic.lifetime.deadline import TERMINATION_TIME_VARIABLE
 from torchelastic.metrics.pushing import checked_gateway
-from torchelastic.network.choice import IFACE_VARIABLE, InterfaceError, choose, library_variables
+from torchelastic.network.interface_choice import IFACE_VARIABLE, InterfaceError, choose, library_variables
 from torchelastic.network.interfaces import interfaces
 from torchelastic.processes.local_rank import OWN_GPU_VARIABLE
 from torchelastic.usage import UsageError

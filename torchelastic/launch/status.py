@@ -17,14 +17,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from torchelastic.checkpoint.command.screen import say_json
+from torchelastic.console import say_json
 from torchelastic.launch.run_address import opened, unanswered, wait_for_answer
+from torchelastic.observe.status.run_status import RunStatus, every_s
+from torchelastic.observe.status.status_format import run_to_plain
+from torchelastic.observe.status.status_reader import StatusReader, is_known
 from torchelastic.processes.background import in_background
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.status.reading import StatusReader, is_known
-from torchelastic.status.run_status import RunStatus, every_s
-from torchelastic.status.status_format import run_to_plain
 from torchelastic.usage import CommandError
 
 #: Between two checks for a signal, a key, or another size of the terminal.
@@ -68,7 +68,7 @@ def show(found: RunStatus) -> None:
     """Print it for people, however long it is."""
     from rich.console import Console
 
-    from torchelastic.status.screen import Screen
+    from torchelastic.observe.status.run_screen import Screen
 
     Console().print(Screen(found))
 
@@ -137,7 +137,7 @@ def _watch(store: CoordinationStore, url: RendezvousUrl, interval_s: float, sign
     from rich.live import Live
     from rich.text import Text
 
-    from torchelastic.status.screen import Screen
+    from torchelastic.observe.status.run_screen import Screen
 
     console, reader = Console(), StatusReader(store, url)
     found: RunStatus | None = None

@@ -2,8 +2,9 @@
 
 `sources` finds deadlines. `deadline_monitor.py` samples what a rank knows of the time that is left (`sample.py`,
 `iteration_times.py`) and decides from what all ranks know (`decision.py`, pure). Both who have such a loop use it:
-`train()` (`in_loop.py`, with `drain_policy.py` for workers that leave one after the other), and a loop of one's own
-(`iter_manager.py`, with `group_monitor.py`). `requeue.py` ends the process so that the scheduler starts the job again.
+`train()` (`loop_lifetime.py`, with `drain_policy.py` for workers that leave one after the other), and a loop of one's
+own (`iter_manager.py`, with `group_monitor.py`). `requeue.py` ends the process so that the scheduler starts the job
+again.
 
 Importing this package imports no torch.
 """

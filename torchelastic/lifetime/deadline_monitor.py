@@ -1,7 +1,7 @@
 """The deadline engine of one rank: samples what the rank knows, and decides from what all ranks know.
 
-The train loop (`in_loop`) and `IterManager` (`group_monitor`) both use it. They differ in how the ranks exchange what
-they know, and in what they do about a decision.
+The train loop (`loop_lifetime`) and `IterManager` (`group_monitor`) both use it. They differ in how the ranks exchange
+what they know, and in what they do about a decision.
 
 Iterations may become a hundred times as long at any moment, so nothing here is due after a number of them alone.
 """

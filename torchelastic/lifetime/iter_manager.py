@@ -28,7 +28,7 @@ from torchelastic.lifetime.manager_state import (
     remove_state,
     write_state,
 )
-from torchelastic.lifetime.progress import ProgressFile, StepCount, Steps
+from torchelastic.lifetime.progress_file import ProgressFile, StepCount, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric

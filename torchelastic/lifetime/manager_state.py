@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
+from torchelastic.checkpoint.format.disk import REAL_DISK
 from torchelastic.checkpoint.policy.arguments import real_number
-from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
 
 #: The layout of the file; a reader refuses a newer one.

@@ -1,9 +1,10 @@
 """What `ModelState` and `ShardedState` are made of.
 
 A train step's gradients become those of the global batch in `reduction.py`, `wrapping.py` and, with logical shards, in
-`shards.py` and `tree_sum.py`. `step_gradients.py` keeps what is needed to repeat or to salvage a failed step, and
-`optimizers.py` undoes what optimizers have done in it. `transfer.py` brings the state to the ranks that lack it, and
-`digest.py` checks that all hold the same. `companions.py` and `extras.py` have what belongs to a state beside weights.
+`logical_shards.py` and `tree_sum.py`. `step_gradients.py` keeps what is needed to repeat or to salvage a failed step,
+and `optimizers.py` undoes what optimizers have done in it. `transfer.py` brings the state to the ranks that lack it,
+and `digest.py` checks that all hold the same. `companions.py` and `extras.py` have what belongs to a state beside
+weights.
 """
 
 from torchelastic.torch_internals.canary import check_torch

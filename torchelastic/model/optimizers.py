@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchelastic.checkpoint.training_state.fitting import optimizer_faults, put_types_back
+from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
 from torchelastic.model.extras import copied_into
 from torchelastic.model.one_or_many import OneOrMany

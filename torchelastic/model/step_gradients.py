@@ -18,8 +18,8 @@ from torchelastic.data.shares import MODES, SecondDeal, second_deals
 from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
+from torchelastic.model.logical_shards import LogicalShards
 from torchelastic.model.reduction import Reduction
-from torchelastic.model.shards import LogicalShards
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import leaves_of
 

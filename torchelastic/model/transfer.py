@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.structures import places_of
-from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.format.structures import places_of
+from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
+from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.group.backends import gpu_backend
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.text import shortlist

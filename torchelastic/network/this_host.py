@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torchelastic.network.choice import IFACE_VARIABLE, Choice, check_gloo, choose
+from torchelastic.network.interface_choice import IFACE_VARIABLE, Choice, check_gloo, choose
 from torchelastic.network.interfaces import interfaces
 
 

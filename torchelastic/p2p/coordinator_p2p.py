@@ -16,11 +16,11 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
-from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import profile
+from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.p2p import hang_location
-from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.dcp_leftovers import forget_last_group
+from torchelastic.p2p.group_peers import GroupPeers
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
@@ -35,8 +35,8 @@ from torchelastic.p2p.options import (
     open_rendezvous,
     smallest_group,
 )
-from torchelastic.p2p.peers import GroupPeers
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
+from torchelastic.p2p.step_agreement import StepAgreement
 from torchelastic.p2p.stragglers import StragglerPolicy, compare_rates
 from torchelastic.p2p.termination import leave_on_sigterm
 from torchelastic.p2p.watchdog import FORMING, Watchdog

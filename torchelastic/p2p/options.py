@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from torchelastic.group.backends import GLOO
-from torchelastic.ledger.meter import this_worker
-from torchelastic.network.choice import GLOO_VARIABLE, library_variables
+from torchelastic.network.interface_choice import GLOO_VARIABLE, library_variables
 from torchelastic.network.interfaces import interfaces
 from torchelastic.network.this_host import chosen_interfaces
+from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.processes.local_rank import OWN_GPU_VARIABLE
 from torchelastic.rendezvous import handler as rendezvous_handler
 from torchelastic.rendezvous import wire

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import publish_metric
+from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.rendezvous.loss import Loss
 
 log = logging.getLogger(__name__)

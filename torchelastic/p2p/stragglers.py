@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchelastic.group.peers import Peers
-from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import publish_metric
+from torchelastic.observe.ledger.meter import this_worker
 
 log = logging.getLogger(__name__)
 

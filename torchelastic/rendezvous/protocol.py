@@ -5,9 +5,9 @@ is in here, so that a simulator can drive exactly what runs in production. Times
 
 The rules (docs/rendezvous.md says what follows from them for a user):
 
-* At most `max_workers` are on the roster, and a multiple of `multiple_of`; who is over, a survivor maybe (`choice.py`),
-  waits as a spare and is no reason to stop anybody. Newcomers are one where they make the roster larger. While others
-  train, a spare's state gets old: where it is the best all the same, a checkpoint is wanted too.
+* At most `max_workers` are on the roster, and a multiple of `multiple_of`; who is over, a survivor maybe
+  (`roster_choice.py`), waits as a spare and is no reason to stop anybody. Newcomers are one where they make the roster
+  larger. While others train, a spare's state gets old: where it is the best all the same, a checkpoint is wanted too.
 * The first round closes at `max_workers` at once, else `last_call_s` after the latest arrival, from `min_workers` on.
 * A re-form waits for every live member of the last round and never for the last call; a live member that does not get
   ready within the patience of those who are is left out and named as evicted.
@@ -34,9 +34,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchelastic.rendezvous.choice import choose
 from torchelastic.rendezvous.member_id import started_again
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus, rank_members
+from torchelastic.rendezvous.roster_choice import choose
 from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting, may_be_behind
 from torchelastic.text import counted, shortlist
 

@@ -9,6 +9,6 @@ the memory of another one. Everything runs on the training thread, but for the s
 from __future__ import annotations
 
 from torchelastic.sharded.mesh import FullShard, HybridShard
-from torchelastic.sharded.state import ShardedState
+from torchelastic.sharded.sharded_state import ShardedState
 
 __all__ = ["FullShard", "HybridShard", "ShardedState"]

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.regions import Region
-from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named, region_of
+from torchelastic.checkpoint.format.header import Entry
+from torchelastic.checkpoint.format.regions import Region
+from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named, region_of
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.model import random_state
 from torchelastic.model.companions import Trained

@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchelastic.checkpoint.shards.regions import Region
+from torchelastic.checkpoint.format.regions import Region
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, missing_parts
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.model.companions import Companions
 from torchelastic.sharded.built import Built
 

@@ -20,12 +20,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.memory.room import measure
+from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.header import Header, encode_header, header_of, placed
+from torchelastic.checkpoint.format.pool import SlotPool
+from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.replication.placement import partners
-from torchelastic.checkpoint.shards.copying import Pending
-from torchelastic.checkpoint.shards.header import Header, encode_header, header_of, placed
-from torchelastic.checkpoint.shards.pool import SlotPool
-from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.host_memory.room import measure
 from torchelastic.processes.background import in_background
 from torchelastic.sharded.offers import Layout, Version
 from torchelastic.text import bytes_text

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.tiered.reading import StoredParts
+from torchelastic.checkpoint.engine.read_rules import StoredParts
+from torchelastic.checkpoint.format.header import Entry
 from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
 from torchelastic.sharded.commit_rule import ChosenState

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchelastic.checkpoint.shards.regions import Region
-from torchelastic.checkpoint.shards.tensors import region_of
+from torchelastic.checkpoint.format.regions import Region
+from torchelastic.checkpoint.format.tensor_parts import region_of
 from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import memory_of
 from torchelastic.torch_internals.tensors import give_tensors, own_tensors

@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import msgspec
 
-from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.regions import Region, uncovered
+from torchelastic.checkpoint.format.header import Entry
+from torchelastic.checkpoint.format.regions import Region, uncovered
 from torchelastic.text import shortlist
 
 #: The generation of a state that was read from a checkpoint: before that of every group.

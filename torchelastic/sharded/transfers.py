@@ -10,7 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.shards.copying import copy_all
+from torchelastic.checkpoint.format.copying import copy_all
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.model.transfer import chunks, flat_like, scatter
 from torchelastic.sharded.offers import Piece

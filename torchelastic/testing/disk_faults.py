@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.format.disk import Disk
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.adapters.hugging_face.state import without_arrays
+from torchelastic.adapters.hugging_face.rank_state import without_arrays
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE_FILE = "trainer_state.json"

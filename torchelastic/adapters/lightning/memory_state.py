@@ -1,7 +1,7 @@
 """A checkpoint of Lightning as tensors with names, which `torch.distributed.checkpoint` can store, and back.
 
 What is no tensor is stored as JSON in one tensor of bytes, so that nothing is ever unpickled. Names are paths as in a
-JSON pointer (`state_dict/layer.weight`); see `torchelastic.checkpoint.shards.tree`. Pure.
+JSON pointer (`state_dict/layer.weight`); see `torchelastic.checkpoint.format.tree`. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from torchelastic.adapters.values import from_json_tensor, json_tensor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
 #: The tensor with everything that is no tensor.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
+from torchelastic.checkpoint.compat.flashpoint.staged_items import why_not
 from torchelastic.checkpoint.errors import CheckpointError, FencedError
-from torchelastic.checkpoint.memory.staging import why_not
 from torchelastic.group.rank_group import RankGroup
 from torchelastic.text import shortlist
 

@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from torchelastic.adapters.megatron.planning import LeftOutError, Planned, Planning, Ranks
+from torchelastic.checkpoint.compat.flashpoint.commit import records_of
+from torchelastic.checkpoint.compat.flashpoint.staged_items import result_of
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.commit import records_of
-from torchelastic.checkpoint.memory.staging import result_of
 from torchelastic.checkpoint.store.manifest import ShardRecord
 
 if TYPE_CHECKING:

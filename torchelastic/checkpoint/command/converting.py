@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.listing import FOREIGN, read_newest
-from torchelastic.checkpoint.command.screen import say
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.tree import Flat, flatten
-from torchelastic.checkpoint.shards.writing import hidden_path, write_shard
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.shard_writing import hidden_path, write_shard
+from torchelastic.checkpoint.format.tree import Flat, flatten
+from torchelastic.console import say
 from torchelastic.text import bytes_text, counted
 
 

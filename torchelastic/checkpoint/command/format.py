@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.store.manifest import Manifest
 

@@ -7,13 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.format import Format, FoundCheckpoint, MovedOnError
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
-from torchelastic.checkpoint.command.screen import complain, progress, say, say_json, table
-from torchelastic.checkpoint.command.shards import FolderOfShards, ShardFile
-from torchelastic.checkpoint.command.streams import StreamFolder
+from torchelastic.checkpoint.command.screen import progress
+from torchelastic.checkpoint.command.shard_checkpoints import FolderOfShards, ShardFile
+from torchelastic.checkpoint.command.stream_checkpoints import StreamFolder
+from torchelastic.console import complain, say, say_json, table
 from torchelastic.text import age_text, bytes_text
 
 Read = TypeVar("Read")

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
-from torchelastic.checkpoint.command.screen import complain
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
+from torchelastic.console import complain
 from torchelastic.text import error_text
 from torchelastic.usage import CommandParser
 
@@ -224,7 +224,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _prune_dead(options: argparse.Namespace) -> int:
-    from torchelastic.checkpoint.command.dead_jobs import prune_dead
+    from torchelastic.checkpoint.command.prune_dead import prune_dead
 
     rules = (options.keep_last, options.keep_every, options.keep_best, options.best_count, options.best_mode)
     if any(rule is not None for rule in rules):

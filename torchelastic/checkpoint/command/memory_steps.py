@@ -11,22 +11,22 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign.dcp import read_through
 from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shards import (
+from torchelastic.checkpoint.command.shard_checkpoints import (
     FolderOfShards,
     checkpoints_in,
     damages_of,
     described_part,
     openers_of,
 )
+from torchelastic.checkpoint.compat.flashpoint.container import read_commit
+from torchelastic.checkpoint.compat.flashpoint.ids import CheckpointContainerId
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.kinds import Kind, kind_in
-from torchelastic.checkpoint.memory.container import read_commit
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.tensors import dtype_name
+from torchelastic.checkpoint.format.shard_reader import ShardReader
+from torchelastic.checkpoint.format.tensor_parts import dtype_name
+from torchelastic.checkpoint.store.kinds import Kind, kind_in
 
 
 class MemorySteps(FolderOfShards):
@@ -83,7 +83,7 @@ class MemorySteps(FolderOfShards):
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Through DCP, nested as its planner has stored it."""
-        from torchelastic.checkpoint.memory.reader import MemoryStorageReader
+        from torchelastic.checkpoint.compat.flashpoint.reader import MemoryStorageReader
 
         if found.partial is not None:
             raise CheckpointError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.listing import find, none_usable
-from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
+from torchelastic.console import say, say_json
 from torchelastic.text import bytes_text
 
 

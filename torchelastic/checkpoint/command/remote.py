@@ -18,11 +18,12 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import tenacity
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
-from torchelastic.checkpoint.command.screen import complain, shown_as
+from torchelastic.checkpoint.command.screen import shown_as
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.console import complain
 from torchelastic.text import without_credentials, without_secrets
 
 #: What is no longer is downloaded whole.

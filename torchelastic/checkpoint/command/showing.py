@@ -10,9 +10,9 @@ from typing import Any
 
 from torchelastic.checkpoint.command.format import Contents, FoundCheckpoint
 from torchelastic.checkpoint.command.listing import read_newest, record_of
-from torchelastic.checkpoint.command.screen import say, say_json, table
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.structures import children, value_text
+from torchelastic.checkpoint.format.structures import children, value_text
+from torchelastic.console import say, say_json, table
 from torchelastic.text import age_text, bytes_text
 
 #: Longer lists of plain values (the state of a random generator, say) are counted, not shown.

@@ -24,8 +24,8 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.costs import SaveCosts as SaveCosts
-    from torchelastic.checkpoint.policy.failures import FailurePrior as FailurePrior
-    from torchelastic.checkpoint.policy.failures import FailureRate as FailureRate
+    from torchelastic.checkpoint.policy.failure_rate import FailurePrior as FailurePrior
+    from torchelastic.checkpoint.policy.failure_rate import FailureRate as FailureRate
     from torchelastic.checkpoint.policy.formulas import daly_period_s as daly_period_s
     from torchelastic.checkpoint.policy.formulas import exact_cost as exact_cost
     from torchelastic.checkpoint.policy.keeping import KeepAll as KeepAll

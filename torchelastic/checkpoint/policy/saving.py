@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torchelastic.checkpoint.policy.arguments import FrozenMapping
 from torchelastic.checkpoint.policy.composition import Combination, Composable, combined
 from torchelastic.checkpoint.policy.costs import SaveCosts
-from torchelastic.checkpoint.policy.failures import FailureRate
+from torchelastic.checkpoint.policy.failure_rate import FailureRate
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy.arguments import real_number, text
 from torchelastic.checkpoint.policy.costs import TierCost
-from torchelastic.checkpoint.policy.failures import FailurePrior
+from torchelastic.checkpoint.policy.failure_rate import FailurePrior
 from torchelastic.checkpoint.policy.formulas import daly_period_s, exact_cost
 from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.schedules import already_saved, due_in_s, running, shown_s

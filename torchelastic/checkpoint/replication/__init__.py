@@ -13,22 +13,26 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError as NoReplicasAvailableError
-    from torchelastic.checkpoint.replication.errors import ReplicationError as ReplicationError
-    from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper as GroupWrapper
-    from torchelastic.checkpoint.replication.manager import ReplicationManager as ReplicationManager
+    from torchelastic.checkpoint.compat.nvrx.local.group_wrapper import GroupWrapper as GroupWrapper
+    from torchelastic.checkpoint.compat.nvrx.local.strategies import (
+        CliqueReplicationStrategy as CliqueReplicationStrategy,
+    )
+    from torchelastic.checkpoint.compat.nvrx.local.strategies import (
+        LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
+    )
+    from torchelastic.checkpoint.compat.nvrx.local.strategies import (
+        LazyReplicationStrategyBuilder as LazyReplicationStrategyBuilder,
+    )
+    from torchelastic.checkpoint.compat.nvrx.local.strategies import ReplicationStrategy as ReplicationStrategy
     from torchelastic.checkpoint.replication.placement import ExchangePlan as ExchangePlan
     from torchelastic.checkpoint.replication.placement import ExchangePlanEntry as ExchangePlanEntry
     from torchelastic.checkpoint.replication.placement import PairwiseReplicationStrategy as PairwiseReplicationStrategy
     from torchelastic.checkpoint.replication.placement import parse_group_sequence as parse_group_sequence
-    from torchelastic.checkpoint.replication.strategies import CliqueReplicationStrategy as CliqueReplicationStrategy
-    from torchelastic.checkpoint.replication.strategies import (
-        LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
+    from torchelastic.checkpoint.replication.replication_errors import (
+        NoReplicasAvailableError as NoReplicasAvailableError,
     )
-    from torchelastic.checkpoint.replication.strategies import (
-        LazyReplicationStrategyBuilder as LazyReplicationStrategyBuilder,
-    )
-    from torchelastic.checkpoint.replication.strategies import ReplicationStrategy as ReplicationStrategy
+    from torchelastic.checkpoint.replication.replication_errors import ReplicationError as ReplicationError
+    from torchelastic.checkpoint.replication.replication_manager import ReplicationManager as ReplicationManager
     from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig as ReplicationRetryConfig
 
 __getattr__, __dir__ = lazily(__name__)

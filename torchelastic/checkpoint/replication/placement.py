@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
-from torchelastic.checkpoint.restore_plan import Id, ShardSource, plan_reads
+from torchelastic.checkpoint.replication.replication_errors import NoReplicasAvailableError
+from torchelastic.checkpoint.store.restore_plan import Id, ShardSource, plan_reads
 
 
 def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:

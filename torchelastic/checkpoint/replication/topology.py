@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.client import ReplicaClient
-from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
 from torchelastic.checkpoint.replication.placement import by_domain, partners
 from torchelastic.checkpoint.replication.receive import ReplicaStore
-from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.network.choice import InterfaceError
+from torchelastic.checkpoint.replication.replica_client import ReplicaClient
+from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replication.replication_errors import NoReplicasAvailableError
+from torchelastic.network.interface_choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
 from torchelastic.processes.identity import host_id
@@ -39,7 +39,7 @@ _LEAST_TRANSFERS = 16
 
 
 class ObjectManager(Protocol):
-    """Whoever has the objects; `memory.CheckpointObjectManager` is one."""
+    """Whoever has the objects; `CheckpointObjectManager` of ML Flashpoint is one."""
 
     @property
     def shelf(self) -> ReplicaStore:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.store.disk import DiskTier as DiskTier
-    from torchelastic.checkpoint.store.durable import DurableTier as DurableTier
+    from torchelastic.checkpoint.store.disk_tier import DiskTier as DiskTier
+    from torchelastic.checkpoint.store.durable_tier import DurableTier as DurableTier
     from torchelastic.checkpoint.store.manifest import MANIFEST_NAME as MANIFEST_NAME
     from torchelastic.checkpoint.store.manifest import Manifest as Manifest
     from torchelastic.checkpoint.store.manifest import ShardRecord as ShardRecord
-    from torchelastic.checkpoint.store.memory import MemoryTier as MemoryTier
+    from torchelastic.checkpoint.store.memory_tier import MemoryTier as MemoryTier
     from torchelastic.checkpoint.store.reading import list_checkpoints as list_checkpoints
     from torchelastic.checkpoint.store.reading import open_checkpoint as open_checkpoint
     from torchelastic.checkpoint.store.save_id import SaveId as SaveId

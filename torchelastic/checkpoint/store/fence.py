@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.writing import write_whole
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.shard_writing import write_whole
 from torchelastic.checkpoint.store.owner import (
     FENCE_NAME,
     POLL_S,

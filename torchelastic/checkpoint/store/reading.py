@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.kinds import Kind, is_foreign
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
-from torchelastic.checkpoint.shards.loading import read_into, read_tree
-from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.checkpoint.format.loading import read_into, read_tree
+from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of
+from torchelastic.checkpoint.store.kinds import Kind, is_foreign
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, decode_manifest
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name
 

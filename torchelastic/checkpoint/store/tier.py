@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from torchelastic.checkpoint.kinds import Kind
+from torchelastic.checkpoint.format.shard_reader import ShardReader
+from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
+from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.reading import record_of
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name

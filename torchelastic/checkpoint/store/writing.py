@@ -8,9 +8,9 @@ import secrets
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
-from torchelastic.checkpoint.shards.writing import HIDDEN, write_whole
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.pool import remove_left_overs as remove_hidden_files
+from torchelastic.checkpoint.format.shard_writing import HIDDEN, write_whole
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
 from torchelastic.checkpoint.store.owner import locked
 from torchelastic.checkpoint.store.reading import names_in, record_in, require_same

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError, underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.structures import from_json, leaf_paths, places_of, to_json
-from torchelastic.checkpoint.shards.tree import unflatten
+from torchelastic.checkpoint.format.structures import from_json, leaf_paths, places_of, to_json
+from torchelastic.checkpoint.format.tree import unflatten
 from torchelastic.torch_internals.checkpoints import load_all
 
 METADATA_FILE = ".metadata"

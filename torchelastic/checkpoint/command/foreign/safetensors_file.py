@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.structures import from_json, leaf_paths, to_json
-from torchelastic.checkpoint.shards.tensors import dtype_name
-from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, tensor_names, unflatten
+from torchelastic.checkpoint.format.structures import from_json, leaf_paths, to_json
+from torchelastic.checkpoint.format.tensor_parts import dtype_name
+from torchelastic.checkpoint.format.tree import Flat, NamedTensor, tensor_names, unflatten
 
 #: The name in the file's text under which the structure is.
 STRUCTURE_KEY = "torchelastic.structure"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError, underlying
+from torchelastic.checkpoint.compat.elastic01.verification import damage_of_torch_file
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained, torch_reason
-from torchelastic.checkpoint.shards.structures import places_of
-from torchelastic.checkpoint.verification import damage_of_torch_file
+from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.text import shortlist
 
 _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"

@@ -1,0 +1,96 @@
+"""Old paths of modules: each gives the module at the new one, without a warning; documented ones stay for good."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from torchelastic.moved_modules import FRONT_DOORS, MOVED, new_path
+
+ROOT = Path(__file__).parents[2]
+_IMPORT = re.compile(
+    r"^\s*[>+]?\s*(from torchelastic[\w.]* import (?:\([^)]*\)|[^\n(]+)|import torchelastic[\w.]*)", re.M
+)
+
+IMPORTED_ONCE = """
+import importlib, warnings
+warnings.simplefilter("error")
+import torchelastic
+for old, new in {pairs!r}:
+    assert importlib.import_module(old) is importlib.import_module(new), old
+    assert importlib.import_module(old).__name__ == new, old
+    assert importlib.import_module(old).__spec__.name == new, old
+    parent, _, name = old.rpartition(".")
+    assert getattr(importlib.import_module(parent), name) is importlib.import_module(new), old
+"""
+
+
+def test_an_old_path_gives_the_one_module_at_the_new_path() -> None:
+    """What needs a framework, or generated code of etcd's, is only looked for."""
+    pairs = []
+    for old in sorted(MOVED):
+        new = new_path(f"torchelastic.{old}")
+        if old in FRONT_DOORS:
+            assert new is None
+        else:
+            assert new is not None
+            assert find_spec(new) is not None, new
+            pairs.append((f"torchelastic.{old}", new))
+    assert len(pairs) > 70
+    pairs += [("torchelastic.checkpoint.memory.buffer_io", "torchelastic.checkpoint.compat.flashpoint.buffer_io")]
+    pairs += [("torchelastic.ledger.meter", "torchelastic.observe.ledger.meter")]
+    for order in (pairs, pairs[::-1]):
+        program = IMPORTED_ONCE.format(pairs=order)
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+
+
+def test_a_path_that_never_was_is_not_found() -> None:
+    for name in ("checkpoint.memory.never", "checkpoint.nothing", "ledger.nothing", "ledgers", "pages.server"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(f"torchelastic.{name}")
+
+
+def documented() -> set[tuple[str, str | None]]:
+    """Every import of ours in the pages, their examples and the example programs: (module, name)."""
+    found: set[tuple[str, str | None]] = set()
+    paths = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/**/*.py"),
+        *ROOT.glob("examples/**/*.md"),
+    ]
+    for path in paths:
+        for match in _IMPORT.finditer(path.read_text()):
+            if "before" in path.stem:  # another system's package of the same name
+                continue
+            try:
+                (node,) = ast.parse(re.sub(r"^\s*[>+]", "", match[1], flags=re.M)).body
+            except SyntaxError:  # prose
+                continue
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {(node.module, alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {(alias.name, None) for alias in node.names}
+    return found
+
+
+def test_every_documented_import_works() -> None:
+    imports = documented()
+    assert len({module for module, _ in imports}) > 20
+    optional = ("torchelastic.adapters",)  # their frameworks are not installed everywhere
+    missing = []
+    for module, name in sorted(imports, key=str):
+        if module.startswith(optional):
+            assert find_spec(module) is not None, module
+            continue
+        found = importlib.import_module(module)
+        if name is not None and not hasattr(found, name):
+            missing.append(f"{module}.{name}")
+    assert not missing

@@ -1,0 +1,478 @@
+"""Local checkpoints on tmpfs or a disk of each host, with copies on other hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import AsyncRequest
+from torchelastic.checkpoint.compat.nvrx.local.base_manager import BaseCheckpointManager
+from torchelastic.checkpoint.compat.nvrx.local.host_folder import HostFolder
+from torchelastic.checkpoint.compat.nvrx.local.names import CkptID, described, header_meta
+from torchelastic.checkpoint.compat.nvrx.local.shard_write import ShardWrite
+from torchelastic.checkpoint.compat.nvrx.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
+from torchelastic.checkpoint.engine.durable_copies import DurableCopies
+from torchelastic.checkpoint.engine.restore import (
+    fetch,
+    first_good_copy,
+    give_manifest,
+    make_copies,
+    open_remote,
+    read_good_copies,
+    shards_of,
+)
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, file_system_of
+from torchelastic.checkpoint.format.header import Header
+from torchelastic.checkpoint.format.layout import RecurringLayout
+from torchelastic.checkpoint.format.loading import read_into
+from torchelastic.checkpoint.format.mapped_files import can_give_back
+from torchelastic.checkpoint.format.shard_reader import ShardReader
+from torchelastic.checkpoint.format.stage import Stage
+from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
+from torchelastic.checkpoint.replication.receive import Destination
+from torchelastic.checkpoint.replication.replica_client import Transferred
+from torchelastic.checkpoint.replication.replication_errors import ReplicationError
+from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
+from torchelastic.checkpoint.store.kinds import Kind, require_own_folder
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.restore_plan import ShardSource, lost_copies, sources_elsewhere
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
+from torchelastic.processes.dropped import let_go, let_go_when_dropped
+from torchelastic.text import listed
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from torchelastic.checkpoint.compat.nvrx.local.strategies import ReplicationStrategy
+    from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+    from torchelastic.checkpoint.store.durable_tier import DurableTier
+
+log = logging.getLogger(__name__)
+
+Used = TypeVar("Used")
+_Tensors = tuple[Header, Mapping[str, torch.Tensor]]
+
+#: For how long a peer may be silent in a transfer, at most.
+_MOST_SILENCE_S = 30.0
+#: And as a part of the manager's timeout: whoever gives up on a silent peer must not be missed by the others meanwhile.
+_SILENCE_PART = 1 / 4
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A state with its place in a warm slot; nothing is copied yet."""
+
+    stage: Stage
+    header: Header
+    sources: list[torch.Tensor]
+
+
+class LocalCheckpointManager(BaseCheckpointManager):
+    """Saves each rank's part on its own host, and on those of its clique; see docs/checkpoint-interfaces.md.
+
+    A save stops training for one copy into memory that is used again and again; checksums, the file and the copies to
+    other hosts are the background's. While that still writes two saves, a third one waits for it. Nothing is read that
+    does not match its checksums. Copies that were lost with a host are made again when a checkpoint is loaded.
+
+    Args:
+        root_local_ckpt_dir: a folder of each host, on tmpfs to be fast; it need not exist. There must be room for one
+            checkpoint more than are kept (two more if one is begun while another is written), times the replication
+            factor.
+        session_id: tells the checkpoints of several jobs in one folder apart.
+        repl_strategy: which ranks keep copies of each other's parts; None: nobody does.
+        keep: how many complete checkpoints stay, or a policy that says which.
+        durable: where checkpoints are copied to in the background, of this session alone; each or, with its `every`,
+            some of them, the next one when the copy before is done. What no host has any more is read there. None:
+            nowhere.
+        timeout_s: for how long a rank that does not come is waited for.
+        process_group: see `BaseCheckpointManager`.
+        allow_pickles: store and load what is neither plain nor a tensor as pickles, which can run any code.
+        replica_host: the address of this host for the others; found out if it is not given.
+        disk: what touches files.
+
+    Raises:
+        CheckpointError: the folder cannot be created.
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        root_local_ckpt_dir: str | os.PathLike[str],
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        keep: int | KeepPolicy = 1,
+        durable: DurableTier | None = None,
+        timeout_s: float = 600.0,
+        process_group: dist.ProcessGroup | None = None,
+        allow_pickles: bool = False,
+        replica_host: str | None = None,
+        disk: Disk = REAL_DISK,
+    ) -> None:
+        copies = DurableCopies(durable, Kind.LOCAL) if durable is not None else None
+        super().__init__(session_id, repl_strategy, timeout_s=timeout_s, process_group=process_group, copies=copies)
+        self._root = Path(root_local_ckpt_dir).absolute() / session_id
+        self._keep = keep if isinstance(keep, KeepPolicy) else KeepLast(keep)
+        self._allow_pickles, self._replica_host, self._disk = allow_pickles, replica_host, disk
+        self._folder: HostFolder | None = None
+        self._server: ReplicaServer | None = None
+        self._peers = PeerTopology(0, ("",))
+        self._roots: list[str] = [""]
+        self._epoch: int | None = None
+        self._round = 0
+        self._entered = 0  # which of the formations has its epoch and round
+        self._layout = RecurringLayout(allow_pickles=allow_pickles)
+        self._checked: tuple[ShardId, _Tensors] | None = None  # what `find_latest` has read, for the `load` after it
+        self._dropped = let_go_when_dropped(self, self._ranks)
+        disk.make_folder(self._root)
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """The folder of this host, which its ranks share: their own parts, and the copies that they keep for others."""
+        return self._root
+
+    def load_all(self) -> list[tuple[TensorAwareStateDict, CkptID]]:
+        """Reads the parts of all ranks that saved the newest complete checkpoint, on every rank. Called on all ranks.
+
+        For another number of ranks than saved it, if you know how to put the parts together. There must be memory for
+        all of them; tensors stay on the CPU until `restore_tensor_device`.
+
+        Returns:
+            State and id, as of `load`, for each rank that saved, in the order of the ranks.
+
+        Raises:
+            CheckpointError, OutOfStepError: see `load`.
+        """
+
+        def attempt(save: SaveId) -> list[tuple[TensorAwareStateDict, CkptID]]:
+            return [(self._read(shard, keep=False), self._ckpt_id(shard)) for shard in shards_of(self._found[save])]
+
+        self._begin("load_all()", look=True)
+        return self._first_loadable("load_all()", lambda _: None, attempt)
+
+    def load_resharded(self, template: Any, *, strict: bool = True) -> tuple[Any, CkptID]:
+        """Copies the newest complete checkpoint into a state that is there, whatever number of ranks saved it.
+
+        A DTensor or `ShardOf` of the template gets its own part, put together from whatever parts were saved; what
+        every rank held whole is taken from one of them. Called on all ranks, each with its own template. From
+        other hosts only the parts that the template has are fetched, into memory.
+
+        Args:
+            template: a state dict (or `BasicTensorAwareStateDict`) of the saved structure; its tensors are overwritten.
+            strict: see `torchelastic.checkpoint.shards.read_into`.
+
+        Returns:
+            The state with the tensors of the template (of a DTensor its local part), and what it is a part of.
+
+        Raises:
+            CheckpointError, OutOfStepError: see `load`.
+        """
+        tree = plain_basic(template)
+
+        def attempt(save: SaveId) -> tuple[Any, CkptID]:
+            def take(readers: Mapping[ShardId, ShardReader]) -> Any:
+                return read_into(list(readers.values()), tree, strict=strict, allow_pickles=self._allow_pickles)
+
+            copies = {shard: self._copies_of(shard) for shard in shards_of(self._found[save])}
+            state = read_good_copies(copies, self._open, take, self._pass_over)
+            return state, CkptID(save.step, self.rank, self.session_id)
+
+        self._begin("load_resharded()", look=True)
+        return self._first_loadable("load_resharded()", lambda _: None, attempt)
+
+    def wait_for_durable(self, timeout_s: float) -> bool:
+        """Waits until no copy to the durable place is under way; whether that is so. Before the last rank ends, say.
+
+        Not a collective. Rank 0 knows whether the others have copied their parts too.
+        """
+        return self._copies is None or self._copies.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stops serving copies, gives memory back, calls off what is being written. Not a collective.
+
+        Files stay. The object can be used on, by all ranks.
+        """
+        self._dropped.detach()
+        self._checked = None
+        let_go(self._server, self._folder, self._copies)
+        self._server = self._folder = self._epoch = None
+        super().close()
+
+    # --- meeting ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: str) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+        def open_folder() -> str:
+            require_own_folder(self._root, Kind.LOCAL)
+            self._folder = self._folder or HostFolder(self._root, self._keep, self._disk)
+            return root_id(self._root)
+
+        silence_s = min(_SILENCE_PART * self._timeout_s, _MOST_SILENCE_S)
+        self._peers, self._server, self._roots = meet(
+            self._ranks,
+            call,
+            lambda: self._files.shelf,
+            ReplicationRetryConfig(timeout_seconds=silence_s),
+            tell=open_folder,
+            choose=self._partners,
+            replica_host=self._replica_host,
+        )
+        self._dropped.detach()
+        self._dropped = let_go_when_dropped(self, self._server, self._folder, self._ranks)
+        hosts, partners = self._peers.hosts, self._peers.partners
+        elsewhere = tuple(  # one host has one copy
+            tuple(other for other in partners if self._roots[other] != self._roots[rank])
+            for rank, partners in enumerate(self._peers.partners_of)
+        )
+        self._peers = replace(self._peers, partners_of=elsewhere)
+        if self.repl_strategy is not None and not partners:
+            log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
+        clique = sorted([self.rank, *partners])
+        if partners and self.rank == clique[0] and len({hosts[rank] for rank in clique}) == 1:
+            log.warning("%s are to keep copies of each other, but are on one host, and lost with it", listed(clique))
+
+    def _partners(self, peers: PeerTopology) -> list[int]:
+        clique = [] if self.repl_strategy is None else self.repl_strategy.clique(self.rank, peers.hosts)
+        return sorted({*clique} - {self.rank})
+
+    @property
+    def _files(self) -> HostFolder:
+        if self._folder is None:
+            raise CheckpointError("this manager was closed while it was in use")
+        return self._folder
+
+    def _fencing_token(self, call: str) -> tuple[int, int]:
+        """Agreed before the first save of each group; who only loads fences nobody off."""
+        if self._entered != self._formation:
+            files, own = self._files, self._epoch
+
+            def known_epoch() -> int:
+                durable = self._copies.known_epoch(self.session_id) if self._copies and self.rank == 0 else 0
+                return max(durable, files.known_epoch(self.session_id))
+
+            def told() -> tuple[int | None, int, int]:
+                return own, self._round, known_epoch() if own is None else 0
+
+            epochs, rounds, known = zip(*self._ranks.run_on_all(f"{call}, entering", told), strict=True)
+            self._epoch = agree_epoch(max((one for one in epochs if one is not None), default=None), known)
+            self._round = max(rounds) + 1
+            context = TierContext(self.session_id, self._epoch, self._round, self.rank, self.world_size)
+            self._ranks.run_on_all(f"{call}, preparing", lambda: files.prepare(context))
+            if self._copies is not None:
+                self._copies.enter(context)
+            self._entered = self._formation
+        assert self._epoch is not None
+        return self._epoch, self._round
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, state_dict: TensorAwareStateDict) -> _Prepared:
+        # the others wait for `timeout_s` to hear how it went
+        self._checked = None  # its file may be used again
+        self._files.wait_for_turn(self._timeout_s / 2)
+        header, sources = encode(state_dict, self._layout)
+        return _Prepared(self._files.stage(header), header, sources)
+
+    def _discard(self, prepared: Any) -> None:
+        self._files.pool.give_back(prepared.stage)
+
+    def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
+        stage: Stage = prepared.stage
+        header: Header = prepared.header
+        header = replace(header, meta={**header.meta, **header_meta(shard, self.session_id)})
+        try:
+            if is_async:
+                stage.copy(prepared.sources, just_laid_out=True)
+            else:
+                header = header.with_checksums(stage.copy_and_hash(prepared.sources, just_laid_out=True))
+        except BaseException:
+            self._files.pool.give_back(stage)
+            raise
+        write = ShardWrite(
+            hidden=stage.slot.path or Path(),
+            target=self._files.path_of(shard),
+            data_offset=stage.data_offset,
+            header=header,
+            shard=shard,
+            peers=self._peers,
+            disk=self._disk,
+            stage=stage,
+        )
+        self._files.begin(shard, stage, write)
+        return AsyncRequest(ShardWrite.run, (write,), [])
+
+    def _commit(self, save: SaveId, saved_s: float) -> None:
+        files, own = self._files, ShardId(save, self.rank, self.world_size)
+        files.settle()
+        copies = self._copies
+
+        def tell() -> tuple[tuple[Any, ...], bool]:
+            return astuple(files.record_of(own)), copies is not None and copies.is_free()
+
+        told = self._ranks.run_on_all(f"committing {save}", tell)
+        records = tuple(ShardRecord(*record) for record, _ in told)
+        manifest = Manifest(save, self.session_id, self.world_size, records, saved_s=saved_s)
+        can_copy = all(is_free for _, is_free in told)
+
+        def publish() -> bool:
+            files.commit(manifest)
+            return copies is not None and can_copy and self.rank == 0 and copies.is_due(save.step)
+
+        is_copied, *_ = self._ranks.run_on_all(f"publishing {save}", publish)
+        if copies is not None and is_copied:
+            copies.take(own, files.open(save, self.rank))
+            if self.rank == 0:
+                copies.publish(manifest)
+
+    def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest, or older and superfluous
+        self._files.tidy(set(self._damaged), set(self._pending))
+
+    def _cleanup_failed_save(self, save: SaveId) -> None:
+        if self._folder is not None:
+            self._folder.call_off(save)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _my_ckpt_ids(self) -> Sequence[ShardId]:
+        return self._files.held()
+
+    def _my_damages(self) -> Mapping[SaveId, str]:
+        return self._files.unreadable()
+
+    def _load(self, shard: ShardId) -> TensorAwareStateDict:
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0] == shard:
+            return decode(*checked[1], allow_pickles=self._allow_pickles)
+        return self._read(shard, keep=True)
+
+    def _verify(self, shard: ShardId) -> None:
+        self._checked = None
+
+        def use(reader: ShardReader) -> None:
+            with reader:
+                if shard.rank == self.rank and self._is_to_map(reader):
+                    self._checked = shard, (reader.header, reader.map())
+                else:
+                    reader.verify()
+
+        self._from_any(shard, use, keep=True)
+
+    def _make_copies_again(self, call: str, save: SaveId) -> None:
+        found = self._found[save]
+        lost = lost_copies(found.sources, self._roots, self._peers.hosts, self._peers.partners_of, own_too=True)
+        shards = shards_of(found)
+
+        def fetch_own() -> None:
+            own = [shards[one] for one in lost.get(self.rank, ())]
+            make_copies(self._files, [(one, self._others(one)) for one in own], self._pull)
+
+        if lost:  # nobody goes while others fetch from it
+            self._ranks.run_on_all(f"{call}, making lost copies again", fetch_own)
+        give_manifest(self._files, save, self.rank, partial(self._ranks.run_on_all, f"{call}, manifests"))
+
+    def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
+        def use(reader: ShardReader) -> TensorAwareStateDict:
+            with reader:
+                tensors = reader.map() if self._is_to_map(reader) else reader.read()
+                return decode(reader.header, tensors, allow_pickles=self._allow_pickles)
+
+        return self._from_any(shard, use, keep=keep)
+
+    def _is_to_map(self, reader: ShardReader) -> bool:
+        """On tmpfs the file is memory already, and fresh memory for a copy costs more than the copy.
+
+        But a file that is mapped keeps its room on tmpfs, unless that can be had back when it is pruned.
+        """
+        return file_system_of(reader.path) == "tmpfs" and can_give_back()
+
+    def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
+        """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.
+
+        Args:
+            shard: which.
+            use: reads and checks.
+            keep: what is fetched from another host is kept here, in place of a damaged copy; else it goes with its
+                reader.
+        """
+
+        def opened(reader: ShardReader) -> Used:
+            try:
+                return use(reader)
+            except CheckpointError as error:
+                reader.close()
+                if reader.failure is None:  # another copy would be no better
+                    raise
+                raise CorruptCheckpointError(str(error)) from error
+            except BaseException:
+                reader.close()
+                raise
+
+        def use_of(source: ShardSource) -> Used:
+            return opened(self._open(shard, source))
+
+        copies = self._copies_of(shard)
+        if not keep:
+            return first_good_copy(described(shard), copies, use_of)
+        own = ShardSource(self.rank)
+        why: CorruptCheckpointError | None = None
+        if own in copies:
+            try:
+                return use_of(own)
+            except CorruptCheckpointError as error:
+                log.warning("%s is of no use at %s: %s", described(shard), own, error)
+                why = error
+        others, kept = self._others(shard), False
+        try:
+            fetch(self._files, shard, others, self._pull, instead_of=why)
+            kept = True
+            return use_of(own)
+        except CheckpointError as error:
+            if isinstance(error, CorruptCheckpointError) and not kept:
+                raise  # nobody has a good one
+            log.warning("%s cannot be kept on this host, and is read where it is: %s", described(shard), error)
+            return first_good_copy(described(shard), others, use_of)
+
+    def _copies_of(self, shard: ShardId) -> list[ShardSource]:
+        """Where a shard is, nearest first."""
+        others = self._others(shard)
+        is_here = len(others) < len(self._found[shard.name].sources[shard.rank])
+        return [*([ShardSource(self.rank)] if is_here else []), *others]
+
+    def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
+        """Opens a copy; from another host or durable storage only the parts that are read are fetched."""
+        if self._copies is not None and source.place:
+            return self._copies.open(shard)
+        if source.rank != self.rank:
+            client = self._peers.client(source.rank, self._peers.retry.timeout_seconds)
+            return open_remote(shard, partial(client.read, str(shard)))
+        try:
+            return self._files.open(shard.name, shard.rank)
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+
+    def _pass_over(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
+        """See `read_good_copies`; a host that cannot be reached takes what it has with it."""
+        text = f"{described(shard)} is of no use at {sources.pop(0)}: {error}"
+        log.warning("%s", text)
+        return text, isinstance(error, (CorruptCheckpointError, ReplicationError))
+
+    def _others(self, shard: ShardId) -> list[ShardSource]:
+        """Where a shard is but in this rank's folder, nearest first."""
+        return sources_elsewhere(self._found[shard.name].sources, shard.rank, self.rank, self._roots)
+
+    def _pull(self, shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
+        if self._copies is not None and source.place:
+            return self._copies.pull(shard, destination)
+        return self._peers.client(source.rank, self._peers.retry.timeout_seconds).pull(str(shard), destination)

@@ -1,0 +1,1 @@
+"""velastic: `BCPState`, to save and resume model, optimizer, random numbers and a script's own values in few calls."""

@@ -1,0 +1,348 @@
+"""What the train loop does about checkpoints: when it saves and loads, on which ranks, and through which manager."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, TypeGuard
+
+from torchelastic.checkpoint import api
+from torchelastic.checkpoint.api import CheckpointManager
+from torchelastic.checkpoint.engine.schedule import SaveSchedule
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
+from torchelastic.group.peers import Alone, Peers
+from torchelastic.loop_observer import LoopObserver
+from torchelastic.metrics import publish_metric
+from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.engine.tiered_manager import TieredCheckpointManager
+    from torchelastic.coordinator import Coordinator
+    from torchelastic.state import State
+
+log = logging.getLogger(__name__)
+
+#: What the place is called to which a manager without tiers saves.
+ONLY_TIER = "durable"
+#: What was restored is durable somewhere.
+_RESTORED = ""
+
+#: Rank 0 is waited for so long, and so many times as long as the slowest save so far; the first one has no bound.
+MIN_BOUND_S, BOUND_FACTOR = 300.0, 10.0
+
+_NOT_ASKED = SaveDecision(False, "rank 0 decides")
+
+
+class LoopCheckpoints(LoopObserver):
+    """The checkpoints of one run, on one rank; all methods are called on the training thread.
+
+    A manager of 0.1 saves on rank 0 and is durable before the next step; an elastic one (`TieredCheckpointManager`)
+    takes a share of the state on every rank and does the rest in the background.
+
+    Args:
+        coordinator: of the run.
+        given: a manager; a policy, for the manager that `set_checkpoint_manager` was given; None: that manager.
+        clock: monotonic seconds.
+
+    Raises:
+        TypeError: `given` is something else.
+        ValueError: a policy was given, and no manager was set.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        given: CheckpointManager | SavePolicy | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if given is not None and not isinstance(given, (CheckpointManager, SavePolicy)):
+            raise TypeError(f"checkpoint is a {type(given).__name__}: give a CheckpointManager, or a SavePolicy")
+        if isinstance(given, SavePolicy) and api.get_checkpoint_manager() is None:
+            raise ValueError(
+                "checkpoint is a policy, which says when to save, and there is no manager to save with: call "
+                "torchelastic.checkpoint.set_checkpoint_manager first"
+            )
+        self._coordinator = coordinator
+        self._given = given if isinstance(given, CheckpointManager) else None
+        policy = given if isinstance(given, SavePolicy) else getattr(self.manager, "policy", None)
+        self._schedule = SaveSchedule(policy, clock)
+        self._clock = clock
+        self._peers: Peers = Alone()
+        self._rank = -1
+        self._step = 0
+        self._durable: dict[str, int] = {}  # the newest step, by tier
+        self._tried_step = -1
+        self._was_loaded = self._synced_before = False
+        self._has_ended = False
+        self._slowest_s: float | None = None
+
+    def check(self, state: State) -> None:
+        """Find a state that this manager cannot save, before anything is trained.
+
+        Raises:
+            TypeError: no rank can hold the whole state, and this manager saves what one rank holds.
+        """
+        manager = self.manager
+        if state.loads_parts and manager is not None and not _is_tiered(manager):
+            raise TypeError(
+                f"the checkpoint manager is a {type(manager).__name__}, to which one rank writes the whole state, and "
+                f"of a {type(state).__name__} no rank has the whole: give a TieredCheckpointManager, to which every "
+                "rank writes its parts"
+            )
+
+    @property
+    def step(self) -> int:
+        """Committed steps of the run, as far as it is known here."""
+        return self._step
+
+    @property
+    def saved_step(self) -> int | None:
+        """The newest step that is durable somewhere, as far as this rank knows; None: none."""
+        return max(self._durable.values(), default=None)
+
+    @property
+    def save_times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """How long the newest saves took until they were durable, by tier, the most durable one first.
+
+        A manager of 0.1 has one tier; without a manager there is none.
+        """
+        manager, costs = self.manager, self._schedule.costs
+        if manager is None:
+            return {}
+        known = {tier.name: costs.of(tier.name) for tier in reversed(getattr(manager, "tiers", ()))}
+        if not known:
+            known[ONLY_TIER] = max(costs.tiers.values(), key=lambda cost: cost.durable_s, default=None)
+        return {name: () if cost is None else cost.recent_durable_s for name, cost in known.items()}
+
+    @property
+    def manager(self) -> CheckpointManager | None:
+        """Who saves; None: nobody."""
+        return self._given if self._given is not None else api.get_checkpoint_manager()
+
+    # --- a group ------------------------------------------------------------------------------------------------------
+
+    def enter_group(self, state: State, rank: int) -> None:
+        """A group has formed: load a checkpoint if nobody has progress. Every rank calls it, before the sync.
+
+        Args:
+            state: is set on rank 0 only; the sync sends it to the others.
+            rank: of this worker.
+        """
+        self._rank = rank
+        manager = self.manager
+        if manager is None:
+            return
+        is_wanted = self._coordinator.nobody_has_progress()
+        if rank == 0:
+            self._take_over(manager)
+        if _is_tiered(manager):
+            self._enter_with_all(manager, state, is_wanted)
+        elif rank == 0 and (not self._synced_before if is_wanted is None else is_wanted):
+            loaded = api.load_latest(manager, state)
+            if loaded is not None:
+                self._schedule.began(self._step)
+                self._was_loaded = True
+            log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
+
+    def _take_over(self, manager: CheckpointManager) -> None:
+        """A rank 0 of an older group that is only paused must not publish what it was saving."""
+        run_id = _run_id_of(self._coordinator)
+        if run_id and not _is_tiered(manager):  # those have the round in every name
+            try:
+                manager.take_over(run_id)
+            except OSError as error:  # the disk may be full, and may have room again when the next save is due
+                log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
+
+    def _enter_with_all(self, manager: TieredCheckpointManager, state: State, is_wanted: bool | None) -> None:
+        self._peers = self._coordinator.peers() or Alone()
+        if self._peers.world_size == 1 and self._rank != 0:
+            return  # the group is not known: rank 0 does it all
+        self._step, source_was_level = self._peers.all_gather([self._step, self._synced_before])[0]
+        manager.enter_group(self._peers)
+        if is_wanted or (is_wanted is None and not source_was_level):
+            restored = manager.restore(state, self._peers)
+            if restored is not None:
+                self._step = self._durable[_RESTORED] = restored
+                self._schedule.began(restored)
+
+    def in_sync(self, state: State) -> None:
+        """From here on all ranks count the same steps."""
+        self._synced_before = True
+        step = getattr(state, "step", None)
+        if type(step) is int and step >= 0:
+            self._step = step
+        if self._was_loaded:
+            self._durable[_RESTORED] = self._step
+            self._was_loaded = False
+        self._schedule.enter_group(self._step)
+
+    def failed(self) -> None:
+        """A step or a group has failed."""
+        self._schedule.failed("process")
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def step_committed(self) -> None:
+        """One more step counts."""
+        self._step += 1
+        self._schedule.step_ended()
+
+    def after_step(self, state: State, *, on_trial: bool = False) -> None:
+        """Save if it is due; every rank calls it after the same committed step.
+
+        Args:
+            state: to save.
+            on_trial: save to every tier in any case, so that it is known how long that takes; what rank 0 says counts.
+        """
+        manager = self.manager
+        if manager is None:
+            return
+        wanted = self._coordinator.should_save_checkpoint() or state.should_save_checkpoint(self._rank)
+        leaves = self._coordinator.somebody_leaves()
+        decision = self._decide(manager, wanted=wanted, leaves=leaves) if self._rank == 0 else _NOT_ASKED
+        if on_trial and self._rank == 0:
+            decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
+        if decision:
+            log.info("saving step %d: %s", self._step, decision.because)
+        if not self._rank_0_says(decision.save):
+            return
+        with self._coordinator.saving():
+            if _is_tiered(manager):
+                self._save_share(manager, state, self._peers, leaves or on_trial)
+            else:
+                self._save_on_rank_0(manager, state)
+
+    def save_last(self, state: State, patience_s: float) -> tuple[str, ...]:
+        """Save the step that was committed last, to every tier, and wait; every rank calls it after that step.
+
+        Does nothing if rank 0 finds that it is durable everywhere, or somewhere after it was tried before.
+
+        Args:
+            state: to save.
+            patience_s: how long to wait until an elastic manager's save is durable.
+
+        Returns:
+            The tiers in which it is durable. On other ranks than 0 a manager of 0.1 does not know it.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        manager = self.manager
+        saved_in, tried_before = self._saved_in(), self._tried_step == self._step
+        is_due = not saved_in if tried_before else not set(self.save_times_s) <= set(saved_in)
+        self._tried_step = self._step
+        if manager is None or not self._rank_0_says(is_due):
+            return self._saved_in()
+        with self._coordinator.saving():
+            if _is_tiered(manager):
+                self._save_share(manager, state, self._peers, True)
+                if manager.wait(patience_s):
+                    manager.end_run()  # rank 0, which has the notes of all, waits until they were read
+            else:
+                self._save_on_rank_0(manager, state)
+        return self._saved_in()
+
+    def leaves_last(self, state: State) -> None:
+        """This worker leaves a run that cannot go on, with the best state there is: it saves alone."""
+        manager = self.manager
+        if _is_tiered(manager):
+            self._save_share(manager, state, Alone(self._peers.round_number), True)
+        elif manager is not None:
+            self._take_over(manager)
+            self._save_whole(manager, state)
+
+    def over(self) -> None:
+        """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
+        manager = self.manager
+        if _is_tiered(manager) and not self._has_ended:
+            manager.end_run()
+        peers = self._coordinator.peers()
+        if peers is not None:
+            peers.close()
+
+    def gives_up(self) -> None:
+        """The time is over: `over` waits for nothing any more."""
+        self._has_ended = True
+
+    def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
+        tiered = manager if _is_tiered(manager) else None
+        return self._schedule.decide(
+            self._step,
+            wanted=wanted,
+            saving=tiered is not None and tiered.is_saving,
+            is_full=tiered is not None and tiered.is_full,
+            stop_requested=leaves,
+        )
+
+    def _rank_0_says(self, is_due: bool) -> bool:
+        """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
+        peers, manager = self._coordinator.peers(), self.manager
+        if peers is None:
+            return is_due and self._rank == 0
+        try:
+            return peers.rank_0_says(is_due)
+        except RuntimeError:
+            if is_due and self._rank == 0 and _is_tiered(manager):
+                manager.call_off(self._step, self._peers)
+            raise
+
+    def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
+        """The others go on when it is durable: what follows may change what is being written."""
+        began_s = self._clock()
+        if self._rank == 0:
+            self._save_whole(manager, state)
+        bound_s = None if self._slowest_s is None else max(MIN_BOUND_S, BOUND_FACTOR * self._slowest_s)
+        (self._coordinator.peers() or Alone()).wait_for_rank_0("to save a checkpoint", bound_s)
+        self._slowest_s = max(self._slowest_s or 0.0, self._clock() - began_s)
+
+    def _save_share(self, manager: TieredCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
+        self._schedule.began(self._step)
+        try:
+            manager.save_step(state, self._step, peers, everywhere=leaves, observe=partial(self._saved, self._step))
+        except (OSError, RuntimeError) as error:
+            self._failed(error)
+        self._schedule.resumes()
+
+    def _save_whole(self, manager: CheckpointManager, state: State) -> None:
+        self._schedule.began(self._step)
+        began_s = self._clock()
+        try:
+            api.save(manager, state)
+        except (OSError, RuntimeError) as error:
+            self._failed(error)  # the disk may be full: the step that was trained stays trained
+        else:
+            took_s = self._clock() - began_s
+            self._saved(self._step, ONLY_TIER, stall_s=took_s, durable_s=took_s)
+            publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * took_s)
+        self._schedule.resumes()
+
+    def _failed(self, error: Exception) -> None:
+        says_all = isinstance(error, CheckpointError)
+        text = "could not save step %d; training goes on, the checkpoint before stays the latest: %s"
+        log.error(text, self._step, error, exc_info=None if says_all else error)
+
+    def _saved_in(self) -> tuple[str, ...]:
+        """The tiers in which the step that was committed last is durable, as far as this rank knows."""
+        return tuple(tier for tier, step in tuple(self._durable.items()) if step == self._step and tier != _RESTORED)
+
+    def _saved(self, step: int, tier: str, *, stall_s: float, durable_s: float) -> None:
+        """A step is durable in a tier; from any thread."""
+        self._durable[tier] = step
+        self._schedule.saved(tier, stall_s=stall_s, durable_s=durable_s)
+
+
+def _run_id_of(coordinator: Coordinator) -> str:
+    """Names the run of the workers; "" for one without a name, whose workers cannot replace each other."""
+    try:
+        return parse_url(str(getattr(coordinator, "init_method", ""))).run_id
+    except RendezvousUrlError:
+        return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _is_tiered(manager: CheckpointManager | None) -> TypeGuard[TieredCheckpointManager]:
+    """Whether every rank saves its share; asked without torch, which that manager imports."""
+    return manager is not None and manager.saves_on_every_rank

@@ -1,1 +1,0 @@
-"""Model, optimizer, random numbers and a script's own values, saved and resumed by a few calls: `state.BCPState`."""
