@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
-from torchelastic.checkpoint.format.disk import REAL_DISK
+from torchelastic.checkpoint.format.disk import REAL_DISK, replacing
 from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
 
@@ -98,15 +98,8 @@ def write_state(folder: Path, state: ManagerState) -> None:
     document = {"schema": SCHEMA, **asdict(state)}
     with explained("write the state of the iteration manager", path):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("w") as file:
-                file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        with replacing(path, partial, "w") as file:
+            file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
     REAL_DISK.sync_folder(folder)
 
 

@@ -11,8 +11,10 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, Literal
 
 import psutil
 
@@ -51,6 +53,29 @@ def fsync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path, hidden: Path, mode: Literal["w", "xb"]) -> Iterator[IO[Any]]:
+    """A new file, which takes the place of `path` in one step when it is on the disk; removed where anything fails.
+
+    Args:
+        path: there may be a file. Its folder is not made durable: see `fsync_folder`.
+        hidden: what it is called until then; in the same folder.
+        mode: to open it.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    try:
+        with hidden.open(mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.replace(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
 
 
 class Disk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from torchelastic.checkpoint.store.writing import make_place
 if TYPE_CHECKING:
     from torchelastic.checkpoint.compat.flashpoint.container import Container
 
+Answer = TypeVar("Answer")
 #: A commit holds metadata and small attached files; nobody may fill this host's memory with one.
 MOST_COMMIT_BYTES = 1 << 30
 
@@ -106,24 +107,23 @@ class ReceivedObjects:
 
     def source(self, object_id: str) -> memoryview | None:
         """See `ReplicaStore`; None also for what can be no object here."""
-        try:
-            shelf, shard = self._place(object_id)
-        except ValueError:
-            return None
-        return shelf.source(shard)
+        return self._if_here(object_id, ContainerShelf.source)
 
     def digest(self, object_id: str) -> str | None:
-        """See `ReplicaStore`."""
-        try:
-            shelf, shard = self._place(object_id)
-        except ValueError:
-            return None
-        return shelf.digest(shard)
+        """See `ReplicaStore`; None as for `source`."""
+        return self._if_here(object_id, ContainerShelf.digest)
 
     def ids(self) -> list[str]:
         """See `ReplicaStore`."""
         containers = filter(None, map(self._find, self._names()))
         return [object_of(one.name, ShardId.parse(shard)) for one in containers for shard in one.shelf.ids()]
+
+    def _if_here(self, object_id: str, ask: Callable[[ContainerShelf, str], Answer | None]) -> Answer | None:
+        try:
+            shelf, shard = self._place(object_id)
+        except ValueError:
+            return None
+        return ask(shelf, shard)
 
     def _place(self, object_id: str) -> tuple[ContainerShelf, str]:
         name, shard = parse_object(object_id)

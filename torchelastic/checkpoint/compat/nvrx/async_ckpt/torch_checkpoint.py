@@ -12,7 +12,7 @@ from torchelastic.checkpoint.compat.elastic01.staging import new_staging_path, r
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.calls_queue import AsyncCallsQueue
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.format.disk import fsync_folder
+from torchelastic.checkpoint.format.disk import fsync_folder, replacing
 
 
 class TorchAsyncCheckpoint:
@@ -90,14 +90,7 @@ def save_and_rename(state_dict: Any, target: Path, *args: Any, **kwargs: Any) ->
     """
     with explained("save a checkpoint", target):
         staging = new_staging_path(target.parent)
-        try:
-            with staging.open("xb") as file:
-                remove_abandoned(target.parent, os.fstat(file.fileno()).st_mtime)
-                torch.save(state_dict, file, *args, **kwargs)
-                file.flush()
-                os.fsync(file.fileno())
-            staging.replace(target)
-        except BaseException:
-            staging.unlink(missing_ok=True)
-            raise
+        with replacing(target, staging, "xb") as file:
+            remove_abandoned(target.parent, os.fstat(file.fileno()).st_mtime)
+            torch.save(state_dict, file, *args, **kwargs)
         fsync_folder(target.parent)
