@@ -279,17 +279,22 @@ class TieredCheckpointManager(CheckpointManager):
             CheckpointError: there is no memory or no room for the shard, or all slots stay busy.
         """
         began_s = self._monotonic()
+        # Every rank counts on, so all give this save the same name without a message. Rank 0 alone chooses the tiers;
+        # the others receive its choice in the background (None here).
         agreement, name = self._next_save(step, peers)
         tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
+        # All that the training waits for: a slot, memory, and the start of the copy out of the state's tensors.
         try:
             header, stage, copy = self._copied(lay_out, name, peers)
         except BaseException as error:
+            # the others would wait for this rank's shard: they are told in the background, as it takes messages
             why = f"{type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.decline(name, agreement, why))
             raise
         self._schedules.began(step, tiers or ())
         stall_s = self._monotonic() - began_s
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
+        # From here in the background: checksums, then each tier stores the shard, and publishes once all ranks have.
         save = TieredSave(
             name, header, stage, copy, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {}
         )

@@ -315,9 +315,10 @@ class Container(MemoryTier):
             if not by_all:
                 self.fence.check(*name.token)
 
-        check()
-        with self._lock:
+        check()  # before anything is read or written; and again between the files and their names
+        with self._lock:  # what is complete here must not change between the look at it and the manifest
             folder, newest = self.root / name.folder_name, self.save_of(name.step)
+            # The commit is the last of the shards: its own record is not in it, and is made from its file.
             manifest = commit.manifest(record_in(self.path_of(commit.shard), commit.shard.rank))
             if not by_all:  # else what is needed here was read, and another damaged copy is no reason to give up
                 for record in manifest.found_in(sizes_in(folder))[0]:

@@ -393,6 +393,7 @@ class BaseCheckpointManager(ABC):
             # a rank that is not in the group any more may have died before it wrote its shard: nothing older may go
             log.warning("the process group was re-formed during %s: find_latest() finds out if it is complete", save)
             return
+        # The ranks exchange what they have written, and each publishes the manifest: it is a checkpoint then.
         try:
             self._commit(save, saved_s)
         except OutOfStepError:
@@ -402,12 +403,15 @@ class BaseCheckpointManager(ABC):
             raise
         self._complete.add(save)
         self.latest_iteration = max(self._complete).step
+        # Saves that were begun before and are still not finalized: most likely their requests were dropped, as a queue
+        # finalizes in order. Behind so many newer checkpoints their memory is worth more.
         for older in [older for older in self._pending if older < save]:
             self._pending[older] += 1
             if self._pending[older] >= _GIVEN_UP_AFTER:
                 log.warning("%s was begun and never finished: it is given up", older)
                 del self._pending[older]
                 self._cleanup_failed_save(older)
+        # Last, since it removes older checkpoints: the new one is there, on all ranks.
         self._cleanup(save)
 
 
