@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 from torchelastic.p2p import hangs
 from torchelastic.p2p.busy import BusySigns
 from torchelastic.p2p.hang_location import HangLocation
-from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, HangPolicy, Place
+from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, AbortedStep, HangPolicy, Place
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.stacks import sample_thread
 from torchelastic.p2p.watchdog import Watchdog
@@ -225,6 +225,7 @@ def test_who_was_ended_while_its_process_ran_widens_the_bound_and_one_that_was_s
         collective(threading.Event(), 0.3)
         dog.failed(RuntimeError("Connection closed by peer"))
         dog._ran = ran
+        dog._timeouts.step_aborted(AbortedStep(another_ran=ran is not None))
         assert dog.came_back([MissedProgress("host-0-1")]).total_seconds() == TIMEOUT_S
         dog.begin(1, 2, 10)
         assert (dog.bound_s > before_s) is (ran is not None)
@@ -260,7 +261,8 @@ def test_a_time_out_that_ended_the_sleep_of_a_rank_that_came_back_grows_too_and_
     dogs: MakeDog, caplog: pytest.LogCaptureFixture, is_lost: bool, timeout_s: float, later_s: float
 ) -> None:
     dog, _ = dogs(timeout_s=timeout_s)
-    dog._ran, dog._step_timed_out = HangLocation(0, 10, "train.py:41 upload"), True
+    dog._ran = HangLocation(0, 10, "train.py:41 upload")
+    dog._timeouts.step_aborted(AbortedStep(has_timed_out=True, another_ran=True))
     lost = [MissedProgress("host-0-1")] if is_lost else []
     assert dog.came_back(lost).total_seconds() == (timeout_s if is_lost else later_s)
     said = "while rank 0 only waited, in train.py:41 upload, and came back: put `with coordinator.slow_section():`"

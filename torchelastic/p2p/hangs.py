@@ -1,4 +1,4 @@
-"""When a step that does not end is taken for a hang, and what is done then: pure decisions.
+"""When a step that does not end is taken for a hang, what is done then, and what a false alarm teaches: pure decisions.
 
 A guess, never a fact: the bound adapts to what steps have taken so far, and an alarm that proves false widens it.
 """
@@ -222,3 +222,105 @@ class Suspicion:
         if policy.end_after_s is not None and self.step_s >= policy.end_after_s:
             return Act.END
         return Act.NOTHING if self.is_excused else Act.REPORT
+
+
+@dataclass(frozen=True)
+class AbortedStep:
+    """What a worker knows of a step that was given up, before it knows who is in the next round.
+
+    Attributes:
+        has_timed_out: a collective has timed out in it.
+        another_ran: another rank was in its own code meanwhile, at work or not.
+        others_were_busy: another rank was known to work, or was in a slow section.
+    """
+
+    has_timed_out: bool = False
+    another_ran: bool = False
+    others_were_busy: bool = False
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the next round shows of a group that was given up.
+
+    Attributes:
+        was_long_step: the step was only a long one, and is measured as one.
+        has_only_waited: collectives have timed out for a rank that neither worked nor hung.
+        is_mistaken_end: whoever was ended may only have been slow.
+        is_longer_timeout: collectives have more time from now on.
+    """
+
+    was_long_step: bool
+    has_only_waited: bool
+    is_mistaken_end: bool
+    is_longer_timeout: bool
+
+
+class Timeouts:
+    """The time-outs of one worker, which grow where they have proved too short.
+
+    Args:
+        policy: see `HangPolicy`.
+        timeout_s: of collectives.
+
+    Attributes:
+        timeout_s: of collectives, at present. One that the user has chosen never grows.
+        silence_bound_s: for how long a rank may give no sign of life between steps.
+
+    >>> timeouts = Timeouts(HangPolicy(factor=10.0, floor_s=3.0), 10.0)
+    >>> timeouts.step_aborted(AbortedStep(has_timed_out=True, others_were_busy=True))
+    >>> timeouts.learn(nobody_was_lost=True, only_missed_progress=False).is_longer_timeout, timeouts.timeout_s
+    (True, 100.0)
+    """
+
+    def __init__(self, policy: HangPolicy, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.silence_bound_s = min(policy.floor_s, timeout_s)
+        self._policy = policy
+        self._was_chosen = timeout_s != DEFAULT_TIMEOUT_MS / 1000
+        # of the present round
+        self._aborted = AbortedStep()
+        self._has_aborted_phase = False
+
+    def bound_s(self, slowest_step_s: float | None) -> float:
+        """By `HangPolicy.bound_s`."""
+        return self._policy.bound_s(slowest_step_s, self.timeout_s)
+
+    def patience_s(self, bound_s: float, *, others_are_busy: bool) -> float:
+        """How long to wait for a live member after a step of that bound was given up, without a margin."""
+        return max(self.timeout_s, MIN_BUSY_PATIENCE_S) if others_are_busy else bound_s
+
+    def step_aborted(self, step: AbortedStep) -> None:
+        """A step was given up; `learn` follows, once the next round is known."""
+        self._aborted = step
+
+    def phase_aborted(self) -> None:
+        """What lies between steps was given up, since a rank gave no sign of life; `learn` follows."""
+        self._has_aborted_phase = True
+
+    def learn(self, *, nobody_was_lost: bool, only_missed_progress: bool) -> Lesson:
+        """The next round is known: what was given up though all came back was no hang. Each is counted once.
+
+        Neither is it known to be one where somebody was ended for missing progress while its process still ran.
+
+        Args:
+            nobody_was_lost: all members are in the next round.
+            only_missed_progress: no member was lost for another reason than that it made no progress in time.
+        """
+        step, self._aborted = self._aborted, AbortedStep()
+        may_be_mistaken = step.another_ran and only_missed_progress
+        has_timed_out_work = step.has_timed_out and step.others_were_busy
+        has_only_waited = step.another_ran and step.has_timed_out and nobody_was_lost and not has_timed_out_work
+        was_too_short = has_only_waited or (has_timed_out_work and (nobody_was_lost or may_be_mistaken))
+        is_longer_timeout = was_too_short and not self._was_chosen
+        if is_longer_timeout:
+            self.timeout_s = self._policy.longer_timeout_s(self.timeout_s)
+        if self._has_aborted_phase and nobody_was_lost:  # who was silent was only busy
+            self.silence_bound_s = min(2 * self.silence_bound_s, self.timeout_s)
+        self._has_aborted_phase = False
+        return Lesson(
+            was_long_step=nobody_was_lost or may_be_mistaken,
+            has_only_waited=has_only_waited,
+            is_mistaken_end=may_be_mistaken and not nobody_was_lost,
+            is_longer_timeout=is_longer_timeout,
+        )

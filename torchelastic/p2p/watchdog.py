@@ -1,8 +1,9 @@
 """Detects that a step does not end: a thread that nearly always sleeps, and samples when one is late.
 
 The coordinator notifies it of rounds and steps, on the training thread, at the cost of a few attribute writes per step.
-What is done about a late step is decided in `hangs.py`. Between steps (forming a group, the sync, a save) nothing is
-late: some of that takes as long as it takes. There it watches the signs of life of the other ranks instead.
+What is done about a late step, and how its time-outs grow, is decided in `hangs.py`; `late_step.py` holds its samples.
+Between steps (forming a group, the sync, a save) nothing is late: some of that takes as long as it takes. There it
+watches the signs of life of the other ranks instead.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from torchelastic.p2p.busy import BusySigns, publish_slowest
 from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import (
     DEFAULT_TIMEOUT_MS,
-    MIN_BUSY_PATIENCE_S,
     SAMPLE_FRACTION,
+    AbortedStep,
     Act,
     HangPolicy,
     Place,
     Suspicion,
     ThreadSample,
-    has_worked,
+    Timeouts,
     idle_bound_s,
-    unchanged_since_s,
 )
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
+from torchelastic.p2p.late_step import LateStep
 from torchelastic.p2p.stacks import lines_of_error, sample_thread, where
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.rendezvous.loss import Loss, MissedProgress, is_time_out
@@ -92,8 +93,7 @@ class Watchdog:
         self.location: HangLocation | None = None
         self.has_cut = False
         self.has_noticed_hang = False
-        self._timeout_s = timeout_s
-        self._was_chosen = timeout_s != DEFAULT_TIMEOUT_MS / 1000
+        self._timeouts = Timeouts(policy, timeout_s)
         self._cut = cut
         self._times_out_itself = times_out_itself
         self._step = StepClock(time.monotonic)
@@ -107,28 +107,20 @@ class Watchdog:
         #: how long to wait for a live member that does not join the next round, without a margin: the bound if a step
         #: was given up; the time-out if something else was (a sync, a checkpoint), that takes longer
         self.patience_s = timeout_s
-        # of the step that is late: by when it began
-        self._late_step: float | None = None
-        self._last_sample: ThreadSample | None = None
-        self._unchanged_since_s: float | None = None
-        self._worked_s: float | None = None
-        self._done = Act.NOTHING
-        # of the step that was given up: who of the others still ran in its own code
+        self._late: LateStep | None = None
+        # of the step that was given up: who of the others still ran in its own code; whether this watchdog timed it out
         self._ran: HangLocation | None = None
-        # of the step: a collective has timed out: noticed here, or at all; while another rank worked
-        self._has_timed_out = self._step_timed_out = self._has_timed_out_work = False
+        self._has_timed_out = False
         # between steps
         self._phase: tuple[str, float] | None = None
         self._heartbeat: Heartbeat | None = None
-        self._silence_bound_s = min(policy.floor_s, timeout_s)
-        self._has_cut_phase = False
 
     # --- called by the coordinator, on the training thread ----------------------------------------------------------
 
     @property
     def bound_s(self) -> float:
         """How long a step may take at present before this worker is suspected to hang."""
-        return self.policy.bound_s(self._step.slowest_s if self._step.is_warm else None, self._timeout_s)
+        return self._timeouts.bound_s(self._step.slowest_s if self._step.is_warm else None)
 
     def enter(self, phase: str, heartbeat: Heartbeat | None = None) -> None:
         """Between steps: something begins that needs all ranks; until the next `enter`, `begin`, `leave` or `failed`.
@@ -153,7 +145,7 @@ class Watchdog:
     def new_round(self) -> None:
         """A group is being formed."""
         self._step.new_round()
-        self.patience_s = self._timeout_s
+        self.patience_s = self._timeouts.timeout_s
         self.location, self.has_cut, self.has_noticed_hang, self._ran = None, False, False, None
 
     def begin(self, rank: int, world_size: int, step: int) -> None:
@@ -183,9 +175,9 @@ class Watchdog:
         """The step has failed, or what followed it, or a phase between steps, or the way into a group."""
         if isinstance(error, StoreSilentError):  # no phase yet, and no heartbeat: both begin with this store
             self._gives_up_for_silence(FORMING, {0: SILENT_S})
-        if self._phase is not None and self._silent(0.5 * self._silence_bound_s):
+        if self._phase is not None and self._silent(0.5 * self._timeouts.silence_bound_s):
             # a peer has noticed it a moment earlier, and its cut is the error
-            self.patience_s = self._silence_bound_s
+            self.patience_s = self._timeouts.silence_bound_s
         self._end_phase()
         if self._step.began_s is None:
             return
@@ -193,10 +185,10 @@ class Watchdog:
         signs = self._signs()
         if signs is not None:
             self._ran = signs.works or signs.stuck
-            self._step_timed_out = self._has_timed_out or is_time_out(error)
-            self._has_timed_out_work = self._step_timed_out and self._others_are_busy()
-            if self._has_timed_out_work:
-                log.warning(_TOO_BUSY, signs.who(), self._timeout_s)
+            has_timed_out, others_were_busy = self._has_timed_out or is_time_out(error), self._others_are_busy()
+            self._timeouts.step_aborted(AbortedStep(has_timed_out, self._ran is not None, others_were_busy))
+            if has_timed_out and others_were_busy:
+                log.warning(_TOO_BUSY, signs.who(), self._timeouts.timeout_s)
         self._step.failed()
         if self.location is None:
             self.location = self._location(where(lines_of_error(error.__traceback__)))
@@ -211,31 +203,27 @@ class Watchdog:
             The time-out of collectives from now on.
         """
         members = [loss for loss in lost if loss.member]
-        nobody_was_lost, ran, worked = not members, self._ran, self._has_timed_out_work
-        may_be_mistaken = ran is not None and all(isinstance(loss, MissedProgress) for loss in members)
-        self._step.counts_failure(nobody_was_lost or may_be_mistaken)
-        waited = ran if self._step_timed_out and nobody_was_lost and not worked else None
-        if waited is not None:
-            log.warning(_ONLY_WAITED, self._timeout_s, waited.rank, waited.where or "its own code")
-        was_too_short = waited is not None or (worked and (nobody_was_lost or may_be_mistaken))
-        if was_too_short and not self._was_chosen:
-            self._timeout_s = self.policy.longer_timeout_s(self._timeout_s)
-            log.warning("in this process collectives time out after %g s from now on", self._timeout_s)
-        if members and ran is not None and may_be_mistaken:
-            bound_s = self.policy.bound_s(self._step.slowest_s, self._timeout_s)
+        ran, timeout_s = self._ran, self._timeouts.timeout_s
+        lesson = self._timeouts.learn(
+            nobody_was_lost=not members,
+            only_missed_progress=all(isinstance(loss, MissedProgress) for loss in members),
+        )
+        self._step.counts_failure(lesson.was_long_step)
+        self._ran, self._has_timed_out = None, False
+        if ran is not None and lesson.has_only_waited:
+            log.warning(_ONLY_WAITED, timeout_s, ran.rank, ran.where or "its own code")
+        if lesson.is_longer_timeout:
+            log.warning("in this process collectives time out after %g s from now on", self._timeouts.timeout_s)
+        if ran is not None and lesson.is_mistaken_end:
+            bound_s = self._timeouts.bound_s(self._step.slowest_s)
             log.warning(_MAY_BE_MISTAKEN, ran.rank, ran.where or "its own code", bound_s)
-        self._ran = None
-        self._has_timed_out = self._step_timed_out = self._has_timed_out_work = False
-        if self._has_cut_phase and nobody_was_lost:  # who was silent was only busy
-            self._silence_bound_s = min(2 * self._silence_bound_s, self._timeout_s)
-        self._has_cut_phase = False
-        return timedelta(seconds=self._timeout_s)
+        return timedelta(seconds=self._timeouts.timeout_s)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Time nothing inside: a checkpoint may take any time. The step begins anew afterwards."""
         self._step.rest()
-        self.patience_s = self._timeout_s
+        self.patience_s = self._timeouts.timeout_s
         self._begin_phase("saving a checkpoint")
         yield
         self._end_phase()
@@ -286,7 +274,7 @@ class Watchdog:
         return None if heartbeat is None else heartbeat.busy
 
     def _patience_of_step_s(self) -> float:
-        return max(self._timeout_s, MIN_BUSY_PATIENCE_S) if self._others_are_busy() else self.bound_s
+        return self._timeouts.patience_s(self.bound_s, others_are_busy=self._others_are_busy())
 
     def _others_are_busy(self) -> bool:
         signs = self._signs()
@@ -313,7 +301,7 @@ class Watchdog:
             return BEAT_S
         if self._step.began_s is None:
             return None
-        shortest_s = self.policy.bound_s(self._step.slowest_s or 0.0, self._timeout_s)
+        shortest_s = self._timeouts.bound_s(self._step.slowest_s or 0.0)
         return max(MIN_PAUSE_S, SAMPLE_FRACTION * min(shortest_s, _LONGEST_UNSEEN_S))
 
     def _watch(self) -> None:
@@ -326,42 +314,35 @@ class Watchdog:
             if signs is not None:
                 signs.rest()
             return
-        if began_s != self._late_step:
-            self._late_step, self._last_sample, self._unchanged_since_s, self._done = began_s, None, None, Act.NOTHING
-            self._worked_s = None
+        late = self._late
+        if late is None or late.began_s != began_s:
+            late = self._late = LateStep(began_s)
         sample, line = sample_thread(self._training_thread)
-        self._unchanged_since_s = unchanged_since_s(self._unchanged_since_s, self._last_sample, sample)
+        late.add(sample)
         place = Place.USER_CODE if self._is_alone else sample.place
-        idle_s = self._exchange_signs(place, sample, line)
-        self._last_sample = sample
         suspicion = Suspicion(
             step_s=sample.at_s - began_s,
-            unchanged_s=sample.at_s - self._unchanged_since_s,
+            unchanged_s=late.unchanged_s(sample.at_s),
             place=place,
             bound_s=bound_s,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeouts.timeout_s,
             is_warm=self._step.is_warm,
-            idle_s=idle_s,
+            idle_s=self._exchange_signs(late, place, sample, line),
             times_out_itself=self._times_out_itself,
         )
         if suspicion.is_excused:
             self._step.excuse(began_s)
         act = suspicion.act(self.policy)
-        if act.value > self._done.value and self._step.began_s == began_s:
-            self._done = act
+        if self._step.began_s == began_s and late.goes_further(act):
             self._do(act, suspicion, line)
 
-    def _exchange_signs(self, place: Place, sample: ThreadSample, line: str) -> float:
+    def _exchange_signs(self, late: LateStep, place: Place, sample: ThreadSample, line: str) -> float:
         """Publish that this rank is late; returns for how long no rank has worked, see `Suspicion`."""
-        works = has_worked(self._last_sample, sample)
-        if works:
-            self._worked_s = sample.at_s
-        own_idle_s = math.inf if self._worked_s is None else sample.at_s - self._worked_s
         signs = self._signs()
-        if signs is not None and (works or place is Place.USER_CODE):
-            signs.give(self._location(line), works=works)
+        if signs is not None and (late.works or place is Place.USER_CODE):
+            signs.give(self._location(line), works=late.works)
         others_idle_s = math.inf if signs is None else signs.idle_s()
-        return own_idle_s if place is Place.USER_CODE else others_idle_s
+        return late.idle_s(sample.at_s) if place is Place.USER_CODE else others_idle_s
 
     def _watch_phase(self) -> None:
         present = self._phase
@@ -370,7 +351,7 @@ class Watchdog:
         phase, began_s = present
         if time.monotonic() - began_s < SHORT_PHASE_S:
             return
-        hung = self._silent(self._silence_bound_s)
+        hung = self._silent(self._timeouts.silence_bound_s)
         if not hung or self._phase is not present:
             return
         self._phase = None
@@ -378,8 +359,9 @@ class Watchdog:
         self._cut()
 
     def _gives_up_for_silence(self, phase: str, silent_s: dict[int, float]) -> None:
-        self.patience_s = self._silence_bound_s
-        self._has_cut_phase = self.has_cut = self.has_noticed_hang = True
+        self.patience_s = self._timeouts.silence_bound_s
+        self._timeouts.phase_aborted()
+        self.has_cut = self.has_noticed_hang = True
         log.warning(
             "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is given up",
             phase,
@@ -398,7 +380,7 @@ class Watchdog:
             who = "another rank" if signs is None else signs.who()
             log.info(
                 "no step for %.1f s: this worker waits for %s; collectives time out after %g s",
-                suspicion.step_s, who, self._timeout_s,
+                suspicion.step_s, who, self._timeouts.timeout_s,
             )  # fmt: skip
             return
         text = f"no step for {suspicion.step_s:.1f} s (bound {suspicion.bound_s:.1f} s), a guess that there is a hang"
