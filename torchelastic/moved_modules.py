@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 #: Where a module, or a package with all that is in it, has gone; the longest entry that fits counts.
@@ -96,7 +97,8 @@ MOVED = {
     "status.screen": "observe.status.run_screen",
 }
 
-#: Packages whose old path is promised to callers: a module of its own, with the public names alone.
+#: Packages whose old path is promised to callers: a module of its own, with the public names alone. What was in such a
+#: package has moved, and is found as if it still were one.
 FRONT_DOORS = frozenset({"checkpoint.memory", "checkpoint.local", "checkpoint.async_ckpt", "checkpoint.shards"})
 
 
@@ -115,19 +117,31 @@ def new_path(old: str) -> str | None:
 class _Finder(MetaPathFinder, Loader):
     """Finds what has moved, before the file system is searched: a folder that has moved still has its own modules."""
 
-    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        new = new_path(fullname) if fullname.startswith("torchelastic.") else None
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of a moved module: one whose loader is this; of a front door, its own, as of an empty package."""
+        if not fullname.startswith("torchelastic."):
+            return None
+        if fullname.removeprefix("torchelastic.") in FRONT_DOORS:
+            door = PathFinder.find_spec(fullname, path, target)
+            if door is not None:  # from its first moment: another thread may import what was below it just then
+                door.submodule_search_locations = []
+            return door
+        new = new_path(fullname)
         return None if new is None else ModuleSpec(fullname, self, loader_state=new)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(spec.loader_state)
-        spec.loader_state = module.__spec__  # what is returned gets the spec of the alias
-        return module
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Import the module at its new path; the empty one that stands for it is made by default.
+
+        It is not returned from here: the import system would write the old path into it, which another thread sees.
+        """
+        importlib.import_module(spec.loader_state)
 
     def exec_module(self, module: ModuleType) -> None:
         alias = module.__spec__
-        if alias is not None:
-            module.__spec__ = alias.loader_state
+        if alias is not None:  # whoever imports gets what is in `sys.modules` now
+            sys.modules[alias.name] = sys.modules[alias.loader_state]
 
 
 def find_moved() -> None:

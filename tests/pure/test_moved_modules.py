@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -49,6 +50,81 @@ def test_an_old_path_gives_the_one_module_at_the_new_path() -> None:
     for order in (pairs, pairs[::-1]):
         program = IMPORTED_ONCE.format(pairs=order)
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+
+
+WATCHED = """
+import importlib, sys, types
+import torchelastic.observe.ledger as moved
+
+written = []
+class Watched(types.ModuleType):
+    def __setattr__(self, name, value):
+        written.append(name)
+        super().__setattr__(name, value)
+
+moved.__class__ = Watched
+assert importlib.import_module("torchelastic.ledger") is moved
+assert importlib.import_module("torchelastic.ledger.events") is moved.ledger_events
+assert "events" in written
+assert not [name for name in written if name.startswith("__")], written
+"""
+
+
+def test_an_import_by_an_old_path_writes_nothing_into_the_module_that_another_thread_may_see() -> None:
+    """Nothing but the module below it: the lazy names of a package, say, are read through its `__spec__`."""
+    subprocess.run([sys.executable, "-c", WATCHED], check=True)
+
+
+def test_a_front_door_is_a_package_from_its_first_moment() -> None:
+    """So that another thread finds what was below it while the door itself is still being imported."""
+    for door in FRONT_DOORS:
+        spec = find_spec(f"torchelastic.{door}")
+        assert spec is not None
+        assert spec.submodule_search_locations == []
+        assert importlib.import_module(f"torchelastic.{door}").__path__ == []
+
+
+IN_THREADS = """
+import importlib, random, sys, threading
+import torchelastic
+sys.setswitchinterval(1e-6)
+names = [name for pair in {pairs!r} for name in pair]
+found, together = [dict() for _ in range(4)], threading.Barrier(4)
+
+def imports(mine, seed):
+    order = random.Random(seed).sample(names, len(names))
+    together.wait()
+    for name in order:
+        mine[name] = importlib.import_module(name)
+
+threads = [threading.Thread(target=imports, args=(mine, seed)) for seed, mine in enumerate(found)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for mine in found:
+    for old, new in {pairs!r}:
+        assert mine[old] is mine[new] is sys.modules[new] is sys.modules[old], old
+"""
+
+
+def test_threads_that_import_old_and_new_paths_at_once_get_the_one_module() -> None:
+    """Only what needs no torch: that cannot be imported for the first time by several threads."""
+    rooms = ("ledger", "report", "status", "agent.events", "network.choice", "checkpoint.policy.failures")
+    pairs = [(f"torchelastic.{old}", f"torchelastic.{MOVED[old]}") for old in MOVED if old.startswith(rooms)]
+    deeper = {"memory.skipping": "flashpoint.skipping", "local.names": "nvrx.local.names"}
+    pairs += [(f"torchelastic.checkpoint.{old}", f"torchelastic.checkpoint.compat.{deeper[old]}") for old in deeper]
+    assert len(pairs) > 12
+    subprocess.run([sys.executable, "-c", IN_THREADS.format(pairs=pairs)], check=True)
+
+
+def test_a_class_pickled_under_an_old_path_is_the_one_class() -> None:
+    for old, new in (("checkpoint.memory.skipping", "checkpoint.compat.flashpoint.skipping"), ("ledger.events", "")):
+        module = importlib.import_module(f"torchelastic.{new or MOVED[old]}")
+        classes = [name for name, found in vars(module).items() if getattr(found, "__module__", "") == module.__name__]
+        assert classes
+        for name in classes:
+            assert pickle.loads(f"ctorchelastic.{old}\n{name}\n.".encode()) is getattr(module, name)
 
 
 def test_a_path_that_never_was_is_not_found() -> None:

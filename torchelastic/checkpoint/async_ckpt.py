@@ -18,6 +18,4 @@ if TYPE_CHECKING:
         TorchAsyncCheckpoint as TorchAsyncCheckpoint,
     )
 
-__path__: list[str] = []  # what is below it has moved, see `moved_modules`
-
 __getattr__, __dir__ = lazily(__name__)

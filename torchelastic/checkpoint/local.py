@@ -20,6 +20,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.compat.nvrx.local.state_dict import TensorPlaceholder as TensorPlaceholder
     from torchelastic.checkpoint.errors import OutOfStepError as OutOfStepError
 
-__path__: list[str] = []  # what is below it has moved, see `moved_modules`
-
 __getattr__, __dir__ = lazily(__name__)

@@ -24,6 +24,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.compat.flashpoint.staged_items import StagedItems as StagedItems
     from torchelastic.checkpoint.compat.flashpoint.writer import MemoryStorageWriter as MemoryStorageWriter
 
-__path__: list[str] = []  # what is below it has moved, see `moved_modules`
-
 __getattr__, __dir__ = lazily(__name__)

@@ -19,6 +19,4 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.format.tree import flatten as flatten
     from torchelastic.checkpoint.format.tree import unflatten as unflatten
 
-__path__: list[str] = []  # what is below it has moved, see `moved_modules`
-
 __getattr__, __dir__ = lazily(__name__)
