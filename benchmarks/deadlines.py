@@ -47,7 +47,7 @@ TARGET = 0.99
 
 
 @dataclass(frozen=True)
-class Life:
+class Attempt:
     """One deadline.
 
     Attributes:
@@ -84,7 +84,7 @@ class Life:
         return "" if set(self.exit_codes) == {STOPPED_EARLY} else f"saved, but ended with {list(self.exit_codes)}"
 
 
-def live(folder: Path, number: int, life_s: float, seed: int, reserve_s: float) -> Life:
+def live(folder: Path, number: int, life_s: float, seed: int, reserve_s: float) -> Attempt:
     """One life of the job; at its end nothing of it is left."""
     life = folder / f"life-{number}"
     life.mkdir()
@@ -112,7 +112,7 @@ def live(folder: Path, number: int, life_s: float, seed: int, reserve_s: float) 
     codes = tuple(rank.wait() for rank in ranks)
     has_ended = ended_before_s > 0.0 and -9 not in codes
     said = json.loads((life / "said").read_text()) if (life / "said").exists() else None
-    return Life(number, life_s, codes, ended_before_s if has_ended else None, saved_steps(folder), said)
+    return Attempt(number, life_s, codes, ended_before_s if has_ended else None, saved_steps(folder), said)
 
 
 def saved_steps(folder: Path) -> int | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.environment import print_result, summary
 from torchelastic.observe.ledger.host_ledger import HostLedger
 from torchelastic.observe.ledger.journal import Head, JournalWriter
-from torchelastic.observe.ledger.keeper import Keeper
+from torchelastic.observe.ledger.keeper import LedgerKeeper
 from torchelastic.observe.ledger.ledger_events import Save
 from torchelastic.observe.ledger.meter import Meter
 
@@ -52,7 +52,7 @@ def one_run(folder: Path, steps: int) -> dict[str, float]:
     """All figures once, in microseconds."""
     folder.mkdir()
     head = Head("benchmark", "host", time.monotonic_ns(), time.time_ns())
-    keeper = Keeper(folder / "agent", "host", JournalWriter(folder / "ledger", "ledger-host-0", head))
+    keeper = LedgerKeeper(folder / "agent", "host", JournalWriter(folder / "ledger", "ledger-host-0", head))
     meter, alone = Meter(time.monotonic_ns()), Meter(time.monotonic_ns())
     for one in (meter, alone):
         one.entered(1, 0, 1)
@@ -108,7 +108,7 @@ def _save(meter: Meter) -> None:
         pass
 
 
-def _poll(keeper: Keeper, over: threading.Event) -> None:
+def _poll(keeper: LedgerKeeper, over: threading.Event) -> None:
     while not over.wait(POLL_S):
         keeper.poll()
 

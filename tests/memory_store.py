@@ -24,9 +24,9 @@ from torchelastic.rendezvous.store import (
     Delete,
     KeyValue,
     Lease,
-    Listing,
     OnError,
     OnEvents,
+    PrefixSnapshot,
     Put,
     StoreError,
     StoreEvent,
@@ -153,10 +153,10 @@ class MemoryStore(CoordinationStore):
             check_key(key)
             return tree.keys.get(key)
 
-    def list_prefix(self, prefix: str) -> Listing:
+    def list_prefix(self, prefix: str) -> PrefixSnapshot:
         """Read all keys under a prefix; see `CoordinationStore.list_prefix`."""
         with self._serving() as tree:
-            return Listing(tree.under(prefix), tree.revision)
+            return PrefixSnapshot(tree.under(prefix), tree.revision)
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """Compare and write at once; see `CoordinationStore.txn`."""

@@ -52,9 +52,9 @@ class LoopObserver:
         """The loop has ended without an error; `has_left`: this worker was asked to leave a run that goes on."""
 
 
-def telling(*observers: LoopObserver) -> LoopObserver:
+def notify_all(*observers: LoopObserver) -> LoopObserver:
     """Who tells several observers, in their order; one that does not listen to an event costs nothing."""
-    told = _Telling()
+    told = _AllObservers()
     for event, silent in vars(LoopObserver).items():
         if not event.startswith("_"):
             hooks = [getattr(observer, event) for observer in observers]
@@ -63,7 +63,7 @@ def telling(*observers: LoopObserver) -> LoopObserver:
     return told
 
 
-class _Telling(LoopObserver):
+class _AllObservers(LoopObserver):
     """Its events are attributes: those of who listens."""
 
 

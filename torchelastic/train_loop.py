@@ -23,7 +23,7 @@ from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
-from torchelastic.loop_observer import LoopObserver, telling
+from torchelastic.loop_observer import LoopObserver, notify_all
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.processes.script_import import PUT_BELOW_MAIN, is_importing_script
@@ -161,7 +161,7 @@ class TrainLoop:
             deadlines = LoopLifetime(coordinator, self._checkpoints, lifetime_of(lifetime))
             self._save_if_due = deadlines.after_step
             observers.append(deadlines)
-        self.observer = telling(*observers)
+        self.observer = notify_all(*observers)
         self._checkpoints.check(state)
         check_hooks(state, saves=self._checkpoints.manager is not None)
         self._max_failures = max_failures

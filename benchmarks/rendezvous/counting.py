@@ -12,9 +12,9 @@ from torchelastic.rendezvous.store import (
     Delete,
     KeyValue,
     Lease,
-    Listing,
     OnError,
     OnEvents,
+    PrefixSnapshot,
     Put,
     StoreEvent,
     TxnResult,
@@ -50,7 +50,7 @@ class CountingStore(CoordinationStore):
         self._count(requests=1)
         return self._store.get(key)
 
-    def list_prefix(self, prefix: str) -> Listing:
+    def list_prefix(self, prefix: str) -> PrefixSnapshot:
         listing = self._store.list_prefix(prefix)
         self._count(requests=1, read_bytes=sum(_size(kv) for kv in listing.items))
         return listing

@@ -18,7 +18,7 @@ from tests.cluster.harness import Job
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
 from torchelastic.observe.ledger.accounts import STYLES
 from torchelastic.observe.page.document import About, document_of
-from torchelastic.observe.page.feed import Picture
+from torchelastic.observe.page.feed import RunSnapshot
 from torchelastic.observe.page.listening import listening
 from torchelastic.observe.page.page_server import PageServer
 from torchelastic.observe.status.run_status import EventLine
@@ -135,8 +135,8 @@ class Shown:
         self._server = PageServer(self.options, self.read)
         self._server.start()
 
-    def read(self) -> Picture:
-        return Picture(run_to_plain(self.status), document_of(self.status, self.about))
+    def read(self) -> RunSnapshot:
+        return RunSnapshot(run_to_plain(self.status), document_of(self.status, self.about))
 
     def close(self) -> None:
         self._server.stop()

@@ -14,7 +14,7 @@ from typing import Any
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.page.document import About, document_of
-from torchelastic.observe.page.feed import Picture
+from torchelastic.observe.page.feed import RunSnapshot
 from torchelastic.observe.page.listening import PageOptions, listening
 from torchelastic.observe.page.page_server import PageServer
 from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus
@@ -29,10 +29,10 @@ class Source:
     def __init__(self, workers: int = 2, hosts: int = 1) -> None:
         self.reads, self.workers, self.hosts = 0, workers, hosts
 
-    def read(self) -> Picture:
+    def read(self) -> RunSnapshot:
         self.reads += 1
         status = self.status(self.reads)
-        return Picture(run_to_plain(status), document_of(status, About("node-0", "1.0")))
+        return RunSnapshot(run_to_plain(status), document_of(status, About("node-0", "1.0")))
 
     def status(self, n: int) -> RunStatus:
         each = self.workers // self.hosts
@@ -65,7 +65,7 @@ def served(
     source: Source | None = None,
     *,
     token_file: Path | None = None,
-    read: Callable[[], Picture] | None = None,
+    read: Callable[[], RunSnapshot] | None = None,
     **settings: float,
 ) -> Iterator[tuple[PageServer, PageOptions]]:
     options = listening("0", token_file)

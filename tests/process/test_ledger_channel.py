@@ -20,7 +20,7 @@ from torchelastic.observe.ledger import shared_counts as page_module
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.counters import Counters
 from torchelastic.observe.ledger.host_ledger import HostLedger
-from torchelastic.observe.ledger.keeper import Keeper
+from torchelastic.observe.ledger.keeper import LedgerKeeper
 from torchelastic.observe.ledger.ledger_events import LedgerEvent, LedgerFormatError
 from torchelastic.observe.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
 from torchelastic.observe.ledger.shared_counts import (
@@ -64,7 +64,7 @@ def page_of(socket_path: Path, pid: int) -> Path:
     return next(path for path in page_paths(socket_path, pid) if path.exists())
 
 
-def until_committed(keeper: Keeper, worker: str, steps: int) -> None:
+def until_committed(keeper: LedgerKeeper, worker: str, steps: int) -> None:
     def is_seen() -> bool:
         keeper.poll()
         life = keeper.now().lives.get(worker)
@@ -76,7 +76,7 @@ def until_committed(keeper: Keeper, worker: str, steps: int) -> None:
 @pytest.mark.parametrize("what", ["commit", "save"])
 def test_what_a_killed_worker_had_counted_is_there_and_sums_to_its_wall_time(what: str, socket_path: Path) -> None:
     journal = Lines()
-    keeper = Keeper(socket_path, "host", journal)
+    keeper = LedgerKeeper(socket_path, "host", journal)
     for number in range(2):
         with started(what, socket_path) as process:
             keeper.started(process.pid, f"0.{number}")
@@ -100,7 +100,7 @@ def test_what_a_killed_worker_had_counted_is_there_and_sums_to_its_wall_time(wha
 
 
 def test_a_death_that_is_known_early_is_the_end(socket_path: Path) -> None:
-    keeper = Keeper(socket_path, "host")
+    keeper = LedgerKeeper(socket_path, "host")
     with started("commit", socket_path) as process:
         keeper.started(process.pid, "0.0")
         until_committed(keeper, "host/0.0", 1)
@@ -167,7 +167,7 @@ def test_what_is_no_page_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_page_full_of_rubbish_costs_the_agent_nothing(socket_path: Path) -> None:
-    keeper = Keeper(socket_path, "host")
+    keeper = LedgerKeeper(socket_path, "host")
     keeper.started(os.getpid(), "0.0")
     path = page_paths(socket_path, os.getpid())[1]
     writer = PageWriter(path, os.getpid())
@@ -195,7 +195,7 @@ def test_where_there_is_no_shared_memory_the_page_is_next_to_the_socket(
     meter = Meter(process_started_ns(os.getpid()))
     meter.publish(str(socket_path))
     meter.synchronized(3)
-    keeper = Keeper(socket_path, "host")
+    keeper = LedgerKeeper(socket_path, "host")
     keeper.started(os.getpid(), "p")
     keeper.poll()
     assert keeper.book.lives["host/p"].tally.step == 3
@@ -210,7 +210,7 @@ def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None
     meter = Meter(process_started_ns(os.getpid()))
     meter.publish(str(socket_path))
     meter.synchronized(0)
-    keeper = Keeper(socket_path, "host")
+    keeper = LedgerKeeper(socket_path, "host")
     keeper.started(os.getpid(), "0.0")
     child = multiprocessing.get_context("fork").Process(target=_commit_once, args=(meter,))
     child.start()

@@ -16,7 +16,7 @@ from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.host_ledger import HostLedger, ledger_to_dict
 from torchelastic.observe.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
-from torchelastic.observe.ledger.keeper import Keeper
+from torchelastic.observe.ledger.keeper import LedgerKeeper
 from torchelastic.observe.ledger.ledger_events import LedgerEvent, LedgerFormatError, Straggler
 from torchelastic.observe.ledger.meter import Meter
 
@@ -199,10 +199,10 @@ class Clock:
         return self.now_ns
 
 
-def training(folder: Path, clock: Clock, **journal: int) -> tuple[Keeper, Meter]:
+def training(folder: Path, clock: Clock, **journal: int) -> tuple[LedgerKeeper, Meter]:
     """A worker whose first step begins, and its agent, who keeps a journal."""
     writer = JournalWriter(folder / "ledger", NAME, HEAD, **journal)
-    keeper = Keeper(folder / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
+    keeper = LedgerKeeper(folder / "agent", "host", writer, clock_ns=clock, started_ns=lambda _pid: clock.now_ns)
     keeper.started(os.getpid(), "0.0")
     meter = Meter(clock.now_ns, clock)
     meter.publish(str(folder / "agent"))

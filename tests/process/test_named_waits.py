@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 from torchelastic.checkpoint.loop_checkpoints import BOUND_FACTOR, MIN_BOUND_S, LoopCheckpoints
 from torchelastic.group.peers import Alone
 from torchelastic.p2p import abandoned, group_peers
-from torchelastic.p2p.abandoned import AbandonedGroups
+from torchelastic.p2p.abandoned import AbortedGroups
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.p2p.group_peers import GroupPeers
 from torchelastic.testing.clock import FakeClock
@@ -130,7 +130,7 @@ def test_many_abandoned_groups_are_told_of_and_each_is_released_when_it_is_idle(
     published: dict[str, float] = {}
     monkeypatch.setattr(abandoned, "publish_metric", lambda _group, name, value: published.update({name: value}))
     groups = [Held() for _ in range(abandoned.MAX_GROUPS + 1)]
-    kept = AbandonedGroups()
+    kept = AbortedGroups()
 
     with caplog.at_level(logging.WARNING):
         kept.add(cast("list[AbortableGroup]", groups))

@@ -16,7 +16,7 @@ from tests.pure.merge_patch import applied
 from tests.waiting import wait_until
 from torchelastic.observe.page import page_server as server_module
 from torchelastic.observe.page.document import About, document_of
-from torchelastic.observe.page.feed import Picture, as_json
+from torchelastic.observe.page.feed import RunSnapshot, as_json
 from torchelastic.observe.page.page_server import MOST_STREAMS
 
 # --- what is answered -------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_the_end_of_the_agent_ends_the_streams_at_once_and_says_so() -> None:
 def test_a_reading_that_hangs_holds_up_neither_files_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, others = threading.Event(), set(threading.enumerate())
 
-    def read() -> Picture:
+    def read() -> RunSnapshot:
         stuck.wait(60)
         raise OSError
 

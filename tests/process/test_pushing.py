@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from tests.waiting import wait_until
-from torchelastic.metrics.pushing import Pushing
+from torchelastic.metrics.pushing import MetricsPusher
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +56,11 @@ def gateway(status: int = 200) -> Iterator[Gateway]:
             thread.join()
 
 
-def pushing(url: str, gauge_value: float = 1.0, every_s: float = 60.0) -> tuple[Pushing, Gauge]:
+def pushing(url: str, gauge_value: float = 1.0, every_s: float = 60.0) -> tuple[MetricsPusher, Gauge]:
     registry = CollectorRegistry()
     gauge = Gauge("mine", "Mine.", registry=registry)
     gauge.set(gauge_value)
-    return Pushing(url, registry, run_id="my/run", host="node-1", every_s=every_s), gauge
+    return MetricsPusher(url, registry, run_id="my/run", host="node-1", every_s=every_s), gauge
 
 
 def test_metrics_are_pushed_at_once_and_at_the_end_into_a_group_of_run_and_host() -> None:

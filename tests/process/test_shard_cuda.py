@@ -13,7 +13,7 @@ import torch
 
 import torchelastic
 from torchelastic.checkpoint import TieredCheckpointManager
-from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header, lay_out
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage
@@ -40,7 +40,7 @@ def staged(pool: SlotPool, tree: Any) -> tuple[Stage, Header, list[torch.Tensor]
     return pool.take(header), header, [named.tensor for named in flat.tensors]
 
 
-def finish(pool: SlotPool, stage: Stage, header: Header, pending: Pending, path: Path) -> Any:
+def finish(pool: SlotPool, stage: Stage, header: Header, pending: PendingCopy, path: Path) -> Any:
     pending.wait()
     stage = pool.seal(stage, header)
     pool.publish(stage, path)
@@ -115,7 +115,7 @@ def test_where_memory_cannot_be_pinned_the_copy_is_right_and_that_is_said_once(
             stage, header, sources = staged(pool, {"w": torch.full((2**20,), float(number), device="cuda")})
             stage.copy(sources)
             assert torch.equal(torch.ones(3, device="cuda").cpu(), torch.ones(3)), "a kernel after it was refused"
-            loaded = finish(pool, stage, header, Pending(), tmp_path / f"shard-{number}")
+            loaded = finish(pool, stage, header, PendingCopy(), tmp_path / f"shard-{number}")
             assert torch.equal(loaded["w"], torch.full((2**20,), float(number)))
     assert sum("CUDA cannot pin memory" in line for line in caplog.messages) == 1
     pool.close()

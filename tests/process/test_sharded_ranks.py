@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.local_ranks import Crew, succeeded
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.checkpoint.format.regions import Region
 from torchelastic.sharded import HybridShard, ShardedState, handover
@@ -156,7 +156,7 @@ def test_a_group_is_left_when_the_copy_that_counts_as_this_ranks_own_is_complete
     """A copy from a GPU may still be running then: another rank would be given what is not there yet."""
     waited: list[threading.Thread] = []
 
-    class Running(Pending):
+    class Running(PendingCopy):
         def wait(self) -> None:
             waited.append(threading.current_thread())
             if threading.current_thread() is not threading.main_thread():

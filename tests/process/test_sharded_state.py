@@ -27,7 +27,7 @@ from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.sharded import HybridShard
 from torchelastic.sharded.built import check_device
-from torchelastic.sharded.weighting import Weighting
+from torchelastic.sharded.weighting import GradientWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Full backward hook.*")
 
@@ -335,7 +335,7 @@ def test_outputs_of_which_one_was_computed_from_another_are_scaled_once() -> Non
             return {"loss": hidden.sum(), "hidden": hidden}
 
     model = WithLoss(2, 1)
-    weighting = Weighting(Half())
+    weighting = GradientWeights(Half())
     weighting.enter_group(model, 2)
     weighting.begin_step()
     model(torch.ones(1, 2))["loss"].backward()
@@ -345,7 +345,7 @@ def test_outputs_of_which_one_was_computed_from_another_are_scaled_once() -> Non
 
 
 def test_gradients_that_cannot_be_weighted_are_an_error() -> None:
-    weighting = Weighting(Half())
+    weighting = GradientWeights(Half())
     weighting.enter_group(torch.nn.Linear(2, 1), 2)
     weighting.begin_step()  # the step computes its loss of something else than the model's output
     with pytest.raises(NonRetryableException, match="could not be weighted"):

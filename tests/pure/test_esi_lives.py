@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.launch.esi_lives import (
+    Attempt,
     How,
-    Life,
     Verdict,
     report_document,
     table,
@@ -21,8 +21,8 @@ from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 HALF, ALL = Steps(committed_step=5, total_steps=10), Steps(committed_step=10, total_steps=10)
 
 
-def ended(exit_code: int, *, timed_out: bool = False, killed: int = 0) -> Life:
-    return Life(exit_code, used_s=1.0, left_s=0.0 if timed_out else 4.0, timed_out=timed_out, killed=killed)
+def ended(exit_code: int, *, timed_out: bool = False, killed: int = 0) -> Attempt:
+    return Attempt(exit_code, used_s=1.0, left_s=0.0 if timed_out else 4.0, timed_out=timed_out, killed=killed)
 
 
 #: One of each kind.
@@ -59,17 +59,17 @@ ENDED, KILLED = ended(0, timed_out=True), ended(-signal.SIGKILL, timed_out=True,
         (ended(0, timed_out=True, killed=1), HALF, How.KILLED),
     ],
 )
-def test_how_a_life_has_ended(life: Life, told: Steps, how: How) -> None:
+def test_how_a_life_has_ended(life: Attempt, told: Steps, how: How) -> None:
     assert replace(life, told=told).how is how
 
 
 def test_the_exit_code_that_asks_for_another_life_is_a_choice() -> None:
-    assert Life(3, 1.0, requeue_codes=(3, 4)).how is How.STOPPED
-    assert Life(REQUEUE_CODE, 1.0, requeue_codes=(3, 4)).how is How.FAILED
+    assert Attempt(3, 1.0, requeue_codes=(3, 4)).how is How.STOPPED
+    assert Attempt(REQUEUE_CODE, 1.0, requeue_codes=(3, 4)).how is How.FAILED
 
 
 @pytest.mark.parametrize("life", [STOPPED, ENDED, KILLED, FAILED])
-def test_a_job_is_started_again_until_its_restarts_are_used_up(life: Life) -> None:
+def test_a_job_is_started_again_until_its_restarts_are_used_up(life: Attempt) -> None:
     assert what_next([life], 2) == Verdict(True, 0, "restart 1 of at most 2")
     assert what_next([life] * 2, 2).goes_on
     assert what_next([life] * 3, 2) == Verdict(False, 1, "not finished after 2 restarts: that is --max-restarts")
@@ -122,8 +122,8 @@ def test_where_the_next_life_says_nothing_the_last_save_counts() -> None:
 # --- the report -----------------------------------------------------------------------------------
 
 LIVES = (
-    Life(-9, 150.04, 0.0, True, 3, Steps(0, 12, 10, 20)),
-    Life(0, 60.0, 60.0, told=Steps(10, 20, 10, 20)),
+    Attempt(-9, 150.04, 0.0, True, 3, Steps(0, 12, 10, 20)),
+    Attempt(0, 60.0, 60.0, told=Steps(10, 20, 10, 20)),
 )
 DONE = Verdict(False, 0, "finished in life 2")
 
@@ -144,8 +144,8 @@ def test_a_life_in_words() -> None:
         "killed (SIGKILL) after 150.0 s, SIGKILL to 3 processes that did not end in the grace, "
         "resumed step 0, committed step 12, saved step 10, total steps 20"
     )
-    assert str(Life(75, 3.0, 2.0, killed=1)) == (
+    assert str(Attempt(75, 3.0, 2.0, killed=1)) == (
         "stopped early (exit code 75) after 3.0 s, 2.0 s given up, "
         "SIGKILL to 1 process that did not end with the command"
     )
-    assert str(Life(0, 3.0, 2.0)) == "finished (exit code 0) after 3.0 s"
+    assert str(Attempt(0, 3.0, 2.0)) == "finished (exit code 0) after 3.0 s"

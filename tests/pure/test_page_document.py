@@ -19,7 +19,7 @@ from torchelastic.observe.ledger.figures import Figure
 from torchelastic.observe.ledger.ledger_events import End, Failure, Save
 from torchelastic.observe.page.answers import SECURITY_HEADERS, head, static_files
 from torchelastic.observe.page.document import BYTES_PER_S, About, difference, document_of, pause_s
-from torchelastic.observe.page.feed import Feed, FeedTick, Picture, as_json
+from torchelastic.observe.page.feed import Feed, FeedTick, RunSnapshot, as_json
 from torchelastic.observe.page.source import with_own_host
 from torchelastic.observe.report.building import report_of
 from torchelastic.observe.report.html_page import html_page
@@ -114,17 +114,17 @@ def test_the_own_host_is_shown_as_its_agent_knows_it_and_others_are_no_older_wit
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
 
-def pictures(*numbers: int) -> list[Picture]:
-    return [Picture({"plain": n}, {"n": n, "same": "x"}) for n in numbers]
+def pictures(*numbers: int) -> list[RunSnapshot]:
+    return [RunSnapshot({"plain": n}, {"n": n, "same": "x"}) for n in numbers]
 
 
-def heard(count: int, told: list[Picture]) -> list[FeedTick]:
+def heard(count: int, told: list[RunSnapshot]) -> list[FeedTick]:
     """The first ticks of a feed that reads these pictures."""
 
     async def listen() -> list[FeedTick]:
         left = list(told)
 
-        async def read() -> Picture:
+        async def read() -> RunSnapshot:
             return left.pop(0) if len(left) > 1 else left[0]
 
         feed = Feed(read, sleep=lambda _s: asyncio.sleep(0))
@@ -151,7 +151,7 @@ def test_nothing_is_read_while_nobody_looks() -> None:
     async def count() -> list[int]:
         reads = [0]
 
-        async def read() -> Picture:
+        async def read() -> RunSnapshot:
             reads[0] += 1
             return pictures(reads[0])[0]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.observe.page.access import Access, checked_token, new_token
-from torchelastic.observe.page.http_request import PageRequest, Refused, Wanted, parsed, wanted
+from torchelastic.observe.page.http_request import HttpError, PageRequest, Wanted, parsed, wanted
 
 FILES = {"index.html": 0, "page.js": 0}
 TOKEN = "a-token-of-some-length"
@@ -19,8 +19,8 @@ def a_request(line: str, *headers: str) -> PageRequest:
     return parsed("\r\n".join([line, *(headers or ["Host: localhost:8080"])]).encode("latin-1"))
 
 
-def refused(call: Any, *arguments: Any) -> Refused:
-    with pytest.raises(Refused) as caught:
+def refused(call: Any, *arguments: Any) -> HttpError:
+    with pytest.raises(HttpError) as caught:
         call(*arguments)
     return caught.value
 
@@ -53,7 +53,7 @@ def test_any_bytes_are_a_request_or_are_refused(head: bytes) -> None:
     for tried in (head, b"GET /" + head + b" HTTP/1.1", b"GET / HTTP/1.1\r\n" + head):
         try:
             status, path = 200, parsed(tried).path
-        except Refused as error:
+        except HttpError as error:
             status, path = error.status, "/"
         assert status in (200, 400, 405)
         assert path.startswith("/")
@@ -98,7 +98,7 @@ def check(*, host: str | None = "localhost:80", secret: bool = True, **headers: 
     told |= {name.replace("_", "-"): value for name, value in headers.items()}
     try:
         ACCESS.check(PageRequest("/", told), Wanted("events" if secret else "file"))
-    except Refused as error:
+    except HttpError as error:
         return error.status
     return 200
 

@@ -21,7 +21,7 @@ from torchelastic.observe.ledger.ledger_events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.observe.status.event_lines import Following, LoggedEvent, lines_of, with_event
+from torchelastic.observe.status.event_lines import EventFollower, LoggedEvent, lines_of, with_event
 from torchelastic.observe.status.run_status import EventLine
 
 MS = 10**6
@@ -131,7 +131,7 @@ def line(at_s: float, text: str = "t", host: str = "a", kind: str = "save") -> E
 
 
 def test_a_line_is_shown_once_when_it_has_stayed_as_it_is() -> None:
-    following = Following()
+    following = EventFollower()
     assert following.news([line(1.0, "1 worker")]) == []
     assert following.news([line(1.0, "2 workers")]) == [], "it still grows"
     assert following.news([line(1.0, "2 workers")]) == [line(1.0, "2 workers")]
@@ -141,20 +141,20 @@ def test_a_line_is_shown_once_when_it_has_stayed_as_it_is() -> None:
 
 def test_two_workers_that_are_lost_in_the_same_millisecond_are_both_shown() -> None:
     ends = [(10.0, End(at_ns=0, worker=f"a/{rank}", round=1, exit_code=-9)) for rank in range(2)]
-    following, lines = Following(), lines_of("a", ends)
+    following, lines = EventFollower(), lines_of("a", ends)
     assert following.news(lines) == []
     assert following.news(lines) == list(lines)
     assert following.news(lines) == []
 
 
 def test_at_the_end_everything_is_shown() -> None:
-    following = Following()
+    following = EventFollower()
     following.news([line(1.0)])
     assert following.news([line(1.0, "more"), line(2.0)], is_last=True) == [line(1.0, "more"), line(2.0)]
 
 
 def test_memory_is_bounded_however_long_one_follows() -> None:
-    following = Following()
+    following = EventFollower()
     for number in range(1000):
         following.news([line(float(number + n)) for n in range(20)])
     assert len(following.shown["a"]) <= 80

@@ -15,7 +15,7 @@ import torchelastic
 from torchelastic import metrics, train_loop
 from torchelastic.checkpoint import Checkpoint, CheckpointManager
 from torchelastic.coordinator import Coordinator
-from torchelastic.loop_observer import LoopObserver, telling
+from torchelastic.loop_observer import LoopObserver, notify_all
 from torchelastic.state import check_train_step
 from torchelastic.step import Step
 from torchelastic.train_loop import TrainLoop, train
@@ -745,7 +745,7 @@ def heard_by(events: list[str]) -> LoopObserver:
 def test_an_observer_hears_of_a_group_a_failure_and_the_end_in_this_order() -> None:
     events: list[str] = []
     loop = TrainLoop(ScriptedCoordinator(), Counter(), None, None)
-    loop.observer = telling(loop.observer, heard_by(events))
+    loop.observer = notify_all(loop.observer, heard_by(events))
     train_step = count_to(2, {1: RuntimeError("once")})
     for step in loop.steps():
         with step:
@@ -772,7 +772,7 @@ def test_who_is_told_with_others_hears_after_those_before_and_only_what_it_liste
         def over(self) -> None:
             heard.append("over")
 
-    both = telling(First(), LoopObserver(), Second())
+    both = notify_all(First(), LoopObserver(), Second())
     both.step_committed()
     both.over()
     both.step_begins()

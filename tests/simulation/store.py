@@ -18,9 +18,9 @@ from torchelastic.rendezvous.store import (
     Delete,
     KeyValue,
     Lease,
-    Listing,
     OnError,
     OnEvents,
+    PrefixSnapshot,
     Put,
     StoreEvent,
     StoreUnavailableError,
@@ -80,10 +80,10 @@ class SimulatedStore(CoordinationStore):
         check_key(key)
         return self.tree.keys.get(key)
 
-    def list_prefix(self, prefix: str) -> Listing:
+    def list_prefix(self, prefix: str) -> PrefixSnapshot:
         """Read all keys under a prefix; see `CoordinationStore.list_prefix`."""
         self._serve("list")
-        return Listing(self.tree.under(prefix), self.tree.revision)
+        return PrefixSnapshot(self.tree.under(prefix), self.tree.revision)
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """Compare and write at once; see `CoordinationStore.txn`."""

@@ -16,7 +16,7 @@ from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import Worker
 from torchelastic.log_lines import Position
 from torchelastic.observe.ledger.journal import BackgroundJournal, Head, JournalWriter
-from torchelastic.observe.ledger.keeper import Keeper, journal_name
+from torchelastic.observe.ledger.keeper import LedgerKeeper, journal_name
 from torchelastic.observe.ledger.ledger_events import Counted, Drain, LedgerEvent
 from torchelastic.observe.ledger.shared_counts import remove_left_pages
 from torchelastic.observe.status.ledger_collector import HostSnapshot, WorkerPlace
@@ -62,7 +62,7 @@ class LedgerRecorder:
         journal = _journal(folder, host, incarnation, head)
         self._log = EventLog(host, each=logs_each)
         self.journal = "" if folder is None else str(folder.absolute())
-        self.keeper = Keeper(socket_path, f"{host}-{incarnation}", journal, listener=self._heard)
+        self.keeper = LedgerKeeper(socket_path, f"{host}-{incarnation}", journal, listener=self._heard)
         self._workers, self._sees_store, self._publish = workers, sees_store, publish
         self._contact_s: float | None = None
         self._left: set[int] = set()

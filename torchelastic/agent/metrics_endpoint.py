@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torchelastic.agent.host_events import Event, MetricsPublished, RoundChanged, WorkerExited
 from torchelastic.metrics.exposition import MAX_NAMES, MetricsRegistry
-from torchelastic.metrics.pushing import Pushing
+from torchelastic.metrics.pushing import MetricsPusher
 from torchelastic.observe.page.document import About
 from torchelastic.observe.page.listening import PageOptions
 from torchelastic.observe.page.page_server import PageServer
@@ -40,7 +40,7 @@ class MetricsEndpoint:
         self._registry = MetricsRegistry()
         self._refused: set[str] = set()
         self._stop_endpoint: Callable[[], None] | None = None
-        self._pushing: Pushing | None = None
+        self._pushing: MetricsPusher | None = None
 
     def on_event(self, event: Event) -> None:
         """Record what it says."""
@@ -92,7 +92,9 @@ class MetricsEndpoint:
             gateway: URL of the push gateway to push to; None: none.
         """
         if gateway is not None:
-            self._pushing = Pushing(gateway, self._registry.collector_registry, run_id=self._run_id, host=self._host)
+            self._pushing = MetricsPusher(
+                gateway, self._registry.collector_registry, run_id=self._run_id, host=self._host
+            )
             self._pushing.start()
 
     async def stop(self) -> None:

@@ -23,7 +23,7 @@ from torchelastic.data.order import epoch_order
 from torchelastic.data.shares import (
     PADDING_SAMPLES,
     BatchShare,
-    BatchSharing,
+    RankBatches,
     SecondDeal,
     Share,
     pick,
@@ -40,7 +40,7 @@ _UNCOUNTED_STEPS = 3  # of which nothing was counted, before that is said
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
 
 
-class ElasticBatchSampler(BatchSharing[BatchShare], Sampler[list[int]]):
+class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
     """Cuts epochs into global batches, returns this rank's local batches, and remembers what was committed.
 
     Use it through `ElasticLoader`, which calls `consume` with every batch that it hands out; the train loop calls

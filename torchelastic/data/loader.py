@@ -19,7 +19,7 @@ from torchelastic.observe.ledger.meter import this_worker
 _REFUSED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
 
 
-class _Upcoming:
+class _UpcomingBatches:
     """The loader's side of the sampler as DataLoader wants it: iterable again and again, from the present position."""
 
     def __init__(self, sampler: ElasticBatchSampler) -> None:
@@ -141,7 +141,7 @@ class ElasticLoader(Iterator[Any]):
         say_if_all_load_all(self.sampler)
         if self._dataloader is None:
             options = {"generator": torch.Generator(), **self._options}
-            self._dataloader = DataLoader(self.dataset, batch_sampler=_Upcoming(self.sampler), **options)
+            self._dataloader = DataLoader(self.dataset, batch_sampler=_UpcomingBatches(self.sampler), **options)
         if "generator" not in self._options and self._dataloader.generator is not None:
             (epoch, number), rank, *_ = self._place()
             base = mixed_seed(self.sampler.seed, epoch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchelastic.data.shares import BatchSharing
+from torchelastic.data.shares import RankBatches
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ def place_in_group() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def say_if_all_load_all(sampler: BatchSharing[Any]) -> None:
+def say_if_all_load_all(sampler: RankBatches[Any]) -> None:
     """Warn, once, where several ranks load data and nobody has told this sampler of the others."""
     world_size = place_in_group()[1]
     if world_size > 1 and not sampler._has_place:

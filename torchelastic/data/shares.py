@@ -107,7 +107,7 @@ class SampleCounts(Protocol):
 ShareT = TypeVar("ShareT", bound=SampleCounts)
 
 
-class BatchSharing(Generic[ShareT]):
+class RankBatches(Generic[ShareT]):
     """What samplers and streams have in common: this rank's place in the world, and what it has drawn in this step."""
 
     def __init__(self) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from torchelastic.data.placing import say_if_all_load_all
-from torchelastic.data.shares import PADDING_SAMPLES, BatchSharing, require_rank, units_of_rank
+from torchelastic.data.shares import PADDING_SAMPLES, RankBatches, require_rank, units_of_rank
 from torchelastic.data.sources.api import Source, made, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
-from torchelastic.data.stream_reading import Drawn, StreamReader, StreamReading
+from torchelastic.data.stream_reading import Drawn, RankStreamReader, StreamReader
 from torchelastic.observe.ledger.meter import this_worker
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class StreamShare:
         return self.local_samples / self.global_samples
 
 
-class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
+class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
     """Loader and sampler of a stream: `next(stream)` is this rank's share of the next global batch.
 
     Give it to `ModelState(..., sampler=stream)` and draw from it in the step. Drawing moves nothing for good: `commit`
@@ -126,7 +126,7 @@ class ElasticStream(BatchSharing[StreamShare], Iterator[Any]):
             # what is read ahead, the batch of the step, and one more; a collate_fn may hand out the samples themselves
             keeps=0 if collate_fn is not None else 2 + (2 * prefetch_batches if num_workers else 0),
         )
-        self._reading = StreamReading(reader, num_workers, prefetch_batches, multiprocessing_context)
+        self._reading = RankStreamReader(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()
         self._progress = self._next = StreamProgress.start(0, logical_shards)
         # the places behind the first batch after `_progress`, since it was first drawn: also when that step has failed

@@ -235,7 +235,7 @@ class _Orders:
         yield from (_Order(worker, self._batches) for worker in itertools.cycle(range(self._workers)))
 
 
-class StreamReading:
+class RankStreamReader:
     """The reading of one rank. Use it from the training thread.
 
     Args:

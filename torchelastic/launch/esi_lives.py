@@ -35,7 +35,7 @@ class How(Enum):
 
 
 @dataclass(frozen=True)
-class Life:
+class Attempt:
     """One life of the job: what was seen of its end, and what the job has reported.
 
     Attributes:
@@ -105,7 +105,7 @@ class Verdict:
     reason: str
 
 
-def what_next(lives: Sequence[Life], max_restarts: int | None = None) -> Verdict:
+def what_next(lives: Sequence[Attempt], max_restarts: int | None = None) -> Verdict:
     """Whether the job is started again after these lives, and why.
 
     Args:
@@ -126,7 +126,7 @@ def what_next(lives: Sequence[Life], max_restarts: int | None = None) -> Verdict
     return Verdict(True, 0, f"restart {restarts + 1} of at most {most}")
 
 
-def steps_lost(life: Life, next_life: Life | None) -> int | None:
+def steps_lost(life: Attempt, next_life: Attempt | None) -> int | None:
     """How many committed steps of a life had to be done again; None: it cannot be known.
 
     What the next life says it has gone on from counts; where it says nothing, the last step that was said to be saved.
@@ -138,7 +138,7 @@ def steps_lost(life: Life, next_life: Life | None) -> int | None:
     return None if kept is None or life.told.committed_step is None else max(0, life.told.committed_step - kept)
 
 
-def report_document(lives: Sequence[Life], verdict: Verdict) -> dict[str, Any]:
+def report_document(lives: Sequence[Attempt], verdict: Verdict) -> dict[str, Any]:
     """What is known of all lives, for `json.dumps`; see docs/simulate-esi.md."""
     lost = [steps_lost(*pair) for pair in zip_longest(lives, lives[1:])]
     known = [steps for steps in lost if steps is not None]

@@ -15,7 +15,7 @@ from torchelastic.observe.ledger.journal import Journal
 from torchelastic.observe.ledger.ledger_events import Counted, to_dict
 from torchelastic.observe.report.building import NoRunError, of_one_run
 from torchelastic.observe.report.journals import find_journals
-from torchelastic.observe.status.event_lines import Following, lines_of
+from torchelastic.observe.status.event_lines import EventFollower, lines_of
 from torchelastic.observe.status.run_screen import event_text
 from torchelastic.observe.status.run_status import EventLine, RunStatus, every_s
 from torchelastic.observe.status.status_format import event_to_plain
@@ -57,7 +57,7 @@ def _note(text: str) -> None:
 
 
 def _follow(reader: StatusReader, status: RunStatus, *, as_json: bool) -> None:
-    following, is_away = Following(), False
+    following, is_away = EventFollower(), False
     while not _is_over(status):
         _show(following.news(status.events), as_json=as_json)
         time.sleep(every_s(len(status.hosts)))

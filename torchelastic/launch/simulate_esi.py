@@ -23,7 +23,7 @@ from types import FrameType
 import psutil
 
 from torchelastic.foreign_json import RecordError, converted, decode_json
-from torchelastic.launch.esi_lives import Life, Verdict, exit_text, report_document, table, what_next
+from torchelastic.launch.esi_lives import Attempt, Verdict, exit_text, report_document, table, what_next
 from torchelastic.lifetime.deadline import MLP_VARIABLE
 from torchelastic.lifetime.progress_file import PROGRESS_VARIABLE, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
@@ -99,14 +99,14 @@ class Simulation:
         self._job: subprocess.Popen[bytes] | None = None
         self._number = self._signal = 0
 
-    def run(self) -> tuple[list[Life], Verdict]:
+    def run(self) -> tuple[list[Attempt], Verdict]:
         """All lives; nothing of them is left when this returns or raises.
 
         Raises:
             CommandError: processes are still there after SIGKILL; names them.
             OSError: the job could not be started, or the file with the end of its time not be written.
         """
-        lives: list[Life] = []
+        lives: list[Attempt] = []
         _adopt_orphans()
         try:
             self._let_signals_interrupt()
@@ -126,7 +126,7 @@ class Simulation:
             self._end_all()
         return lives, verdict
 
-    def _live(self, number: int) -> Life:
+    def _live(self, number: int) -> Attempt:
         """One life, from its start until no process of it is left."""
         options, self._number = self._options, number
         reported = Reported(self._progress_path)
@@ -158,7 +158,7 @@ class Simulation:
         reported.read()
         codes = tuple(options.requeue_code or (STOPPED_EARLY,))
         used_s = time.monotonic() - began_s
-        life = Life(job.returncode, used_s, left_s, timed_out, len(killed), reported.steps, codes)
+        life = Attempt(job.returncode, used_s, left_s, timed_out, len(killed), reported.steps, codes)
         self._say(str(life))
         if reported.fault:
             self._say(f"its progress file is left out: {reported.fault}")

@@ -59,7 +59,7 @@ _Update = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Naming:
+class PrometheusName:
     """What a published name becomes: `kind` is histogram, counter or gauge; values are multiplied by `scale`."""
 
     kind: str
@@ -68,7 +68,7 @@ class Naming:
     outcome: str = ""
 
 
-def prometheus_naming(group: str, name: str) -> Naming:
+def prometheus_name(group: str, name: str) -> PrometheusName:
     """Translate a metric name of torchelastic 0.1 into a Prometheus one. Pure; the table is in the module's docstring.
 
     Args:
@@ -77,17 +77,17 @@ def prometheus_naming(group: str, name: str) -> Naming:
     """
     if name.endswith(".duration.ms"):
         stem = _snake_case(group, name.removesuffix(".duration.ms"))
-        return Naming("histogram", f"{stem}_duration_seconds", scale=1e-3)
+        return PrometheusName("histogram", f"{stem}_duration_seconds", scale=1e-3)
     for outcome in ("success", "failure"):
         if name.endswith(f".{outcome}"):
             stem = _snake_case(group, name.removesuffix(f".{outcome}"))
-            return Naming("counter", f"{stem.removesuffix('_total')}_total", outcome=outcome)
+            return PrometheusName("counter", f"{stem.removesuffix('_total')}_total", outcome=outcome)
     gauge = _snake_case(group, name)
     if group == _OWN_GROUP and _OWN_SUMS.fullmatch(name):
-        return Naming("counter", f"{gauge}_total")
+        return PrometheusName("counter", f"{gauge}_total")
     if gauge.endswith("_ms"):
-        return Naming("gauge", gauge.removesuffix("_ms") + "_seconds", scale=1e-3)
-    return Naming("gauge", f"{gauge}_value" if gauge.endswith(_RESERVED_SUFFIXES) else gauge)
+        return PrometheusName("gauge", gauge.removesuffix("_ms") + "_seconds", scale=1e-3)
+    return PrometheusName("gauge", f"{gauge}_value" if gauge.endswith(_RESERVED_SUFFIXES) else gauge)
 
 
 def _snake_case(group: str, name: str) -> str:
@@ -112,7 +112,7 @@ class MetricsRegistry:
         self._max_names = max_names
         self._lock = threading.Lock()
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
-        self._namings: dict[tuple[str, str], Naming] = {}
+        self._prom_names: dict[tuple[str, str], PrometheusName] = {}
         self._updates: dict[tuple[str, str, int | None], _Update] = {}
         self._has_dropped = False
         self._dropped = Counter(
@@ -180,15 +180,15 @@ class MetricsRegistry:
 
     def _resolve(self, local_rank: int | None, group: str, name: str) -> _Update:
         """Find or make the series of one worker's metric. The lock is held."""
-        naming = self._namings.get((group, name))
-        if naming is None:
-            if len(self._namings) >= self._max_names:
+        prom_name = self._prom_names.get((group, name))
+        if prom_name is None:
+            if len(self._prom_names) >= self._max_names:
                 return self._drop
-            naming = prometheus_naming(group, name)
-        metric = self._metric(naming, group, name)
-        self._namings[(group, name)] = naming
+            prom_name = prometheus_name(group, name)
+        metric = self._metric(prom_name, group, name)
+        self._prom_names[(group, name)] = prom_name
         label = "" if local_rank is None else str(local_rank)
-        update = _updater(metric, naming, label)
+        update = _updater(metric, prom_name, label)
         self._updates[(group, name, local_rank)] = update
         return update
 
@@ -200,16 +200,16 @@ class MetricsRegistry:
             )
         self._dropped.inc()
 
-    def _metric(self, naming: Naming, group: str, name: str) -> Counter | Gauge | Histogram:
-        metric = self._metrics.get(naming.name)
+    def _metric(self, prom_name: PrometheusName, group: str, name: str) -> Counter | Gauge | Histogram:
+        metric = self._metrics.get(prom_name.name)
         if metric is None:
             try:
-                metric = _create(naming, self.collector_registry)
+                metric = _create(prom_name, self.collector_registry)
             except ValueError as error:
-                raise ValueError(_collision(naming, group, name)) from error
-            self._metrics[naming.name] = metric
-        if not isinstance(metric, _KINDS[naming.kind]):
-            raise ValueError(_collision(naming, group, name))
+                raise ValueError(_collision(prom_name, group, name)) from error
+            self._metrics[prom_name.name] = metric
+        if not isinstance(metric, _KINDS[prom_name.kind]):
+            raise ValueError(_collision(prom_name, group, name))
         return metric
 
 
@@ -232,46 +232,46 @@ _KINDS: dict[str, type[Counter] | type[Gauge] | type[Histogram]] = {
 }
 
 
-def _create(naming: Naming, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    readable = naming.name.replace("_", " ")
-    if naming.kind == "histogram":
+def _create(prom_name: PrometheusName, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    readable = prom_name.name.replace("_", " ")
+    if prom_name.kind == "histogram":
         return Histogram(
-            naming.name,
+            prom_name.name,
             f"Duration of {readable.removesuffix(' duration seconds')} in seconds.",
             ["local_rank"],
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
-    if naming.kind == "counter" and not naming.outcome:
+    if prom_name.kind == "counter" and not prom_name.outcome:
         help_text = f"Sum of {readable.removesuffix(' total')} as published by the worker."
-        return Counter(naming.name, help_text, ["local_rank"], registry=registry)
-    if naming.kind == "counter":
+        return Counter(prom_name.name, help_text, ["local_rank"], registry=registry)
+    if prom_name.kind == "counter":
         help_text = f"Calls of {readable.removesuffix(' total')} by outcome."
-        return Counter(naming.name, help_text, ["local_rank", "outcome"], registry=registry)
-    return Gauge(naming.name, f"Last published value of {readable}.", ["local_rank"], registry=registry)
+        return Counter(prom_name.name, help_text, ["local_rank", "outcome"], registry=registry)
+    return Gauge(prom_name.name, f"Last published value of {readable}.", ["local_rank"], registry=registry)
 
 
-def _updater(metric: Counter | Gauge | Histogram, naming: Naming, label: str) -> _Update:
+def _updater(metric: Counter | Gauge | Histogram, prom_name: PrometheusName, label: str) -> _Update:
     """Bind the series once: looking it up by labels at each value costs more than the update itself."""
-    scale = naming.scale
+    scale = prom_name.scale
     if isinstance(metric, Gauge):
         gauge = metric.labels(label)
         return lambda value: gauge.set(value * scale)
-    labels = (label, naming.outcome) if naming.outcome else (label,)
+    labels = (label, prom_name.outcome) if prom_name.outcome else (label,)
     series = metric.labels(*labels)
     add = series.observe if isinstance(series, Histogram) else series.inc
 
     def accumulate(value: float) -> None:
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{naming.name} takes finite numbers from 0 up, got {value}")
+            raise ValueError(f"{prom_name.name} takes finite numbers from 0 up, got {value}")
         add(value * scale)
 
     return accumulate
 
 
-def _collision(naming: Naming, group: str, name: str) -> str:
+def _collision(prom_name: PrometheusName, group: str, name: str) -> str:
     return (
-        f"metric {name!r} of group {group!r} would be the {naming.kind} {naming.name}, "
+        f"metric {name!r} of group {group!r} would be the {prom_name.kind} {prom_name.name}, "
         "which exists with another type: rename one of them"
     )
 

@@ -43,7 +43,7 @@ def checked_gateway(url: str) -> str:
     return whole.rstrip("/")
 
 
-class Pushing:
+class MetricsPusher:
     """Pushes from a thread of its own, now and every so often, and a last time in `close`. Never raises.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchelastic.data.shares import BatchSharing
+from torchelastic.data.shares import RankBatches
 from torchelastic.model import random_state
 from torchelastic.model.extras import Copied, Extras
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
@@ -95,7 +95,7 @@ class Companions:
 
     def _warn_of_unequal_batches(self, step: int) -> None:
         """Gradients that were accumulated are weighted as one: right only where this rank's parts are equally large."""
-        if self._has_warned or not isinstance(self.sampler, BatchSharing):
+        if self._has_warned or not isinstance(self.sampler, RankBatches):
             return
         pending = self.sampler.pending
         self._has_warned = len({share.weight for share in pending}) > 1

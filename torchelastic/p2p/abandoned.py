@@ -27,7 +27,7 @@ MAX_GROUPS = 8
 MAX_BYTES = 2**30
 
 
-class AbandonedGroups:
+class AbortedGroups:
     """The groups of one process that were given up. Thread-safe; a thread of its own runs while there are any."""
 
     def __init__(self) -> None:
@@ -90,5 +90,5 @@ class AbandonedGroups:
 
 
 #: Of this process.
-abandoned = AbandonedGroups()
+abandoned = AbortedGroups()
 atexit.register(abandoned.leave_to_the_system)

@@ -122,7 +122,7 @@ def read_file(path: str) -> FileContent:
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _SourcedValue:
     """A value and how its user knows it."""
 
     value: str = field(repr=False)
@@ -166,7 +166,7 @@ def resolve(parameters: AccessParameters, environment: Mapping[str, str], read: 
 
 def _certificates(
     parameters: AccessParameters, environment: Mapping[str, str]
-) -> tuple[_Setting | None, _Setting | None, _Setting | None]:
+) -> tuple[_SourcedValue | None, _SourcedValue | None, _SourcedValue | None]:
     in_url = {name: value for name in ("cacert", "cert", "key") if (value := getattr(parameters, name))}
     if parameters.protocol == "http":
         if in_url:
@@ -194,7 +194,7 @@ def _certificates(
     return cacert, cert, key
 
 
-def _password(parameters: AccessParameters, environment: Mapping[str, str], read: ReadFile) -> _Setting | None:
+def _password(parameters: AccessParameters, environment: Mapping[str, str], read: ReadFile) -> _SourcedValue | None:
     sources = (
         (parameters.password, "the URL", parameters.password_file, "password_file"),
         (
@@ -208,13 +208,13 @@ def _password(parameters: AccessParameters, environment: Mapping[str, str], read
         if password and file:
             raise CredentialsError(f"two passwords, from {source} and from {file_source}: leave one of them out")
         if password:
-            return _checked_text(_Setting(password, source))
+            return _checked_text(_SourcedValue(password, source))
         if file:
-            return _read_password(_Setting(file, file_source), read)
+            return _read_password(_SourcedValue(file, file_source), read)
     return None
 
 
-def _checked_text(password: _Setting) -> _Setting:
+def _checked_text(password: _SourcedValue) -> _SourcedValue:
     try:
         password.value.encode()
     except (
@@ -224,7 +224,7 @@ def _checked_text(password: _Setting) -> _Setting:
     return password
 
 
-def _read_password(file: _Setting, read: ReadFile) -> _Setting:
+def _read_password(file: _SourcedValue, read: ReadFile) -> _SourcedValue:
     data = _read(file, read, secret=True)
     try:
         text = data.decode()
@@ -235,10 +235,10 @@ def _read_password(file: _Setting, read: ReadFile) -> _Setting:
         raise CredentialsError(
             f"{file.source}: {file.value!r} must hold the password on its one line, and nothing else"
         )
-    return _Setting(password, file.source)
+    return _SourcedValue(password, file.source)
 
 
-def _check_pem(file: _Setting, read: ReadFile, mark: bytes, *, secret: bool = False) -> None:
+def _check_pem(file: _SourcedValue, read: ReadFile, mark: bytes, *, secret: bool = False) -> None:
     data = _read(file, read, secret=secret)
     if mark not in data:
         kind = "private key" if secret else "certificate"
@@ -250,7 +250,7 @@ def _check_pem(file: _Setting, read: ReadFile, mark: bytes, *, secret: bool = Fa
         )
 
 
-def _read(file: _Setting, read: ReadFile, *, secret: bool) -> bytes:
+def _read(file: _SourcedValue, read: ReadFile, *, secret: bool) -> bytes:
     try:
         content = read(file.value)
     except OSError as error:
@@ -263,8 +263,8 @@ def _read(file: _Setting, read: ReadFile, *, secret: bool) -> bytes:
     return content.data
 
 
-def _first(*candidates: tuple[str | None, str]) -> _Setting | None:
+def _first(*candidates: tuple[str | None, str]) -> _SourcedValue | None:
     for value, source in candidates:
         if value:
-            return _Setting(value, source)
+            return _SourcedValue(value, source)
     return None

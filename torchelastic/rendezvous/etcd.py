@@ -35,9 +35,9 @@ from torchelastic.rendezvous.store import (
     KeyValue,
     Lease,
     LeaseLostError,
-    Listing,
     OnError,
     OnEvents,
+    PrefixSnapshot,
     Put,
     StoreError,
     StoreUnavailableError,
@@ -86,11 +86,11 @@ class EtcdStore(CoordinationStore):
         kvs = self._range(etcdrpc.RangeRequest(key=to_bytes(key))).kvs
         return to_key_value(kvs[0]) if kvs else None
 
-    def list_prefix(self, prefix: str) -> Listing:
+    def list_prefix(self, prefix: str) -> PrefixSnapshot:
         """Read all keys under a prefix; see `CoordinationStore.list_prefix`."""
         key, range_end = prefix_range(prefix)
         response = self._range(etcdrpc.RangeRequest(key=key, range_end=range_end))
-        return Listing(tuple(to_key_value(kv) for kv in response.kvs), response.header.revision)
+        return PrefixSnapshot(tuple(to_key_value(kv) for kv in response.kvs), response.header.revision)
 
     def _range(self, request: etcdrpc.RangeRequest) -> etcdrpc.RangeResponse:
         response: etcdrpc.RangeResponse = self._call(lambda client: client.kvstub.Range, request)

@@ -17,7 +17,7 @@ from torchelastic.rendezvous.store import (
     Delete,
     KeyValue,
     Lease,
-    Listing,
+    PrefixSnapshot,
     Put,
     StoreError,
     StoreEvent,
@@ -100,7 +100,7 @@ def get(key: str) -> Ask[KeyValue | None]:
     return Ask("get", lambda store: store.get(key))
 
 
-def list_prefix(prefix: str) -> Ask[Listing]:
+def list_prefix(prefix: str) -> Ask[PrefixSnapshot]:
     """See `CoordinationStore.list_prefix`."""
     return Ask("list", lambda store: store.list_prefix(prefix))
 

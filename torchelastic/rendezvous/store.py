@@ -46,7 +46,7 @@ class KeyValue:
 
 
 @dataclass(frozen=True)
-class Listing:
+class PrefixSnapshot:
     """All keys under a prefix, ordered by key, as they were at `revision`.
 
     Watch from `revision + 1` to miss nothing.
@@ -141,7 +141,7 @@ class CoordinationStore(ABC):
         """Read one key; None where it does not exist. Raises StoreUnavailableError."""
 
     @abstractmethod
-    def list_prefix(self, prefix: str) -> Listing:
+    def list_prefix(self, prefix: str) -> PrefixSnapshot:
         """Read all keys that start with `prefix`, and the revision at which that was so.
 
         Raises StoreUnavailableError.

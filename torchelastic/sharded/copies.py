@@ -20,7 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header, encode_header, header_of, placed
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage
@@ -180,7 +180,7 @@ class Copies:
         # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
         self._own: SlotPool | None = None
         self._others = SlotPool(None, discards=True)
-        self._pending = Pending()
+        self._pending = PendingCopy()
         # to write and read a form takes milliseconds, in which the training thread waits for the interpreter's lock
         self._form: _Form | None = None
         self._forms_of_others: dict[int, _Form] = {}

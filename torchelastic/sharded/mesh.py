@@ -67,7 +67,7 @@ class HybridShard:
 
 
 @dataclass(frozen=True)
-class DataPlace:
+class DataPosition:
     """Which share of each global batch a rank trains.
 
     Attributes:
@@ -79,7 +79,7 @@ class DataPlace:
     size: int
 
 
-def data_place(mesh: DeviceMesh, data_dims: Collection[str] | None = None) -> DataPlace:
+def data_place(mesh: DeviceMesh, data_dims: Collection[str] | None = None) -> DataPosition:
     """This rank's share of the data.
 
     Args:
@@ -100,7 +100,7 @@ def data_place(mesh: DeviceMesh, data_dims: Collection[str] | None = None) -> Da
     for name, place, extent in zip(names, coordinate, mesh.shape, strict=True):
         if name in data_dims if data_dims is not None else name not in NOT_DATA:
             rank, size = rank * extent + place, size * extent
-    return DataPlace(rank, size)
+    return DataPosition(rank, size)
 
 
 def forget_earlier_meshes() -> None:

@@ -45,7 +45,7 @@ from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
 from torchelastic.sharded.transfers import all_gather
-from torchelastic.sharded.weighting import Weighting
+from torchelastic.sharded.weighting import GradientWeights
 from torchelastic.state import State
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ShardedState(WithCompanions, State):
         self._live = Live(self._own)
         self._copies = Copies()
         self._world = WorldWatch()
-        self._weighting = Weighting(sampler)
+        self._weighting = GradientWeights(sampler)
         self._control: dist.ProcessGroup | None = None
         self._unconfirmed: HeldState | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint

@@ -10,7 +10,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 
 
-class Weighting:
+class GradientWeights:
     """Scales what flows back into a model by the share of this rank's samples.
 
     FSDP averages gradients over the ranks; each rank's mean over its own samples counts by its share of the global
@@ -76,7 +76,7 @@ class _Scale(torch.autograd.Function):
     """Changes nothing on the way forth, and scales on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, weighting: Weighting, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, weighting: GradientWeights, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.weighting = weighting
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

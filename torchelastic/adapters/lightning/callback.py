@@ -11,7 +11,7 @@ from torchelastic.data.epochs import EpochLoader, EpochStream
 Plugin = TypeVar("Plugin")
 
 
-class BatchEndSaving:
+class BatchEndSaver:
     """Saves at the end of a batch, on all ranks, after all other callbacks. It is no `ModelCheckpoint`.
 
     Which checkpoint is the best or the last, or whether one was saved on exit, is left to the trainer's own.

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.adapters.lightning.callback import BatchEndSaving, find_plugin
+from torchelastic.adapters.lightning.callback import BatchEndSaver, find_plugin
 from torchelastic.adapters.values import mapped
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
@@ -27,7 +27,7 @@ LOCAL_CKPT_OPTS_KEY = "local_checkpoint_options"
 LOCAL_CHECKPOINT = "local"
 
 
-class LocalCheckpointing(BatchEndSaving):
+class LocalCheckpointing(BatchEndSaver):
     """Has the trainer save local checkpoints between the durable ones. Needs `HierarchicalCheckpointIO` as a plugin.
 
     It saves at the end of a batch, on all ranks, when all other callbacks have run. It is no `ModelCheckpoint`: the

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchelastic.adapters.lightning.callback import BatchEndSaving, find_plugin
+from torchelastic.adapters.lightning.callback import BatchEndSaver, find_plugin
 from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
 from torchelastic.adapters.memory_tier import AnyPath, container_of, is_due
 from torchelastic.checkpoint.policy.arguments import whole_number
 
 
-class MemorySaving(BatchEndSaving):
+class MemorySaving(BatchEndSaver):
     """Saves checkpoints in memory between the durable ones. Needs a trainer wrapped by `wrap_trainer_and_auto_resume`.
 
     It saves at the end of a batch, on all ranks, when all other callbacks have run, after optimizer steps whose number

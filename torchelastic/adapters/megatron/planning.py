@@ -27,7 +27,7 @@ COORDINATOR = 0
 _MAX_TEXT = 2000
 
 
-class LeftOutError(CheckpointError):
+class SaveSkippedError(CheckpointError):
     """A save cannot be made, on some rank, for what storage, memory or a peer said; the program is not to blame.
 
     Args:
@@ -66,7 +66,7 @@ class Ranks:
             What each rank's part returned, by rank.
 
         Raises:
-            LeftOutError: on all ranks: storage, memory or a peer were to blame for all that was raised.
+            SaveSkippedError: on all ranks: storage, memory or a peer were to blame for all that was raised.
             Exception: on the rank where another error was raised, that one; a CheckpointError on the others then.
             OutOfStepError: a rank does something else, or did not come in time; names it.
         """
@@ -86,7 +86,7 @@ class Ranks:
         left_out = [f"rank {rank}: {each['because']}" for rank, each in enumerate(answers) if "because" in each]
         if left_out:
             reason = next(each["reason"] for each in answers if "reason" in each)
-            raise LeftOutError(f"could not {step}: {shortlist(left_out)}", reason) from next(iter(causes), None)
+            raise SaveSkippedError(f"could not {step}: {shortlist(left_out)}", reason) from next(iter(causes), None)
         return [each["value"] for each in answers]
 
     def own(self, step: str, here: Callable[[], Part]) -> Part:
@@ -143,7 +143,7 @@ class _CachedPlan:
     metadata: Metadata | None
 
 
-class Planning:
+class CollectivePlanner:
     """Plans saves, one after the other, with Megatron's planner.
 
     Args:
@@ -167,7 +167,7 @@ class Planning:
             begin: calls the writer's `reset`, and returns the state as torch's planner takes it.
 
         Raises:
-            LeftOutError: and what else `Ranks.agree` raises.
+            SaveSkippedError: and what else `Ranks.agree` raises.
         """
         planner: Any = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         kept, ranks = self._kept, self._ranks

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from torchelastic.adapters.megatron.planning import LeftOutError, Planned, Planning, Ranks
+from torchelastic.adapters.megatron.planning import CollectivePlanner, Planned, Ranks, SaveSkippedError
 from torchelastic.checkpoint.compat.flashpoint.commit import records_of
 from torchelastic.checkpoint.compat.flashpoint.staged_items import result_of
 from torchelastic.checkpoint.errors import CheckpointError
@@ -69,7 +69,7 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         super().__init__(backend, version)
         self._writer = storage_writer
         self._ranks = Ranks(timeout_s)
-        self._planning = Planning(self._ranks, is_recurring=use_cached_ckpt_structure)
+        self._planning = CollectivePlanner(self._ranks, is_recurring=use_cached_ckpt_structure)
         self._files: dict[str, bytes] = {}
 
     @property
@@ -128,7 +128,7 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         try:
             planned = self._planning.plan(f"plan {name}", self._writer, begin)
             staged, results = self._stage(f"copy {name}", planned, with_checksums)
-        except LeftOutError as error:
+        except SaveSkippedError as error:
             self._count(checkpoint_dir, error)
             return AsyncRequest(_nothing, (), [])
         finalize = partial(self._finalize, Path(checkpoint_dir), staged, planned.metadata, results)
@@ -186,11 +186,11 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         try:
             records = self._ranks.agree(step, adopt)
             self._ranks.agree(step, partial(commit, records))
-        except LeftOutError as error:
+        except SaveSkippedError as error:
             self._count(checkpoint_dir, error)
             _abandon(staged)
 
-    def _count(self, checkpoint_dir: str | os.PathLike[str], error: LeftOutError) -> None:
+    def _count(self, checkpoint_dir: str | os.PathLike[str], error: SaveSkippedError) -> None:
         """Warns, and counts the save among those that were skipped: on rank 0, as `dcp.save` does it."""
         if self._ranks.is_coordinator:
             self._writer.checkpoint_saver.skipped.skipped(os.fspath(checkpoint_dir), error.reason, str(error))

@@ -21,7 +21,7 @@ from torchelastic.checkpoint.engine.elastic_state import Observe
 from torchelastic.checkpoint.engine.replicas import Replicas
 from torchelastic.checkpoint.engine.save_agreement import NotPublishedError, SaveAgreement, SupersededError
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
-from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage
@@ -80,7 +80,7 @@ class TieredSave:
     name: SaveId
     header: Header
     stage: Stage
-    copy: Pending
+    copy: PendingCopy
     pool: SlotPool
     agreement: SaveAgreement
     tiers: list[str] | None

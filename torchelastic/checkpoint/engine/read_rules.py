@@ -14,7 +14,7 @@ from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.tree import tensor_names, unflatten
 
 
-class Reading(Protocol):
+class ReadRule(Protocol):
     """What a restore is for."""
 
     @property
@@ -46,11 +46,11 @@ class WholeOnRank0:
     is_on_every_rank = False
 
     def wanted(self, shards: Sequence[int], world_size: int) -> Mapping[int, Sequence[int]] | None:  # noqa: ARG002
-        """See `Reading`."""
+        """See `ReadRule`."""
         return {0: shards}
 
     def take(self, shards: Sequence[ShardReader]) -> Any:
-        """See `Reading`."""
+        """See `ReadRule`."""
         return read_tree(shards, allow_pickles=self.allow_pickles)
 
 
@@ -79,10 +79,10 @@ class PartsWhereTheyAre:
     is_on_every_rank = True
 
     def wanted(self, shards: Sequence[int], world_size: int) -> None:
-        """See `Reading`."""
+        """See `ReadRule`."""
 
     def take(self, shards: Sequence[ShardReader]) -> tuple[Any, tuple[StoredParts, ...]]:
-        """See `Reading`."""
+        """See `ReadRule`."""
         tree, parts = None, []
         for shard in shards:
             parts.append(StoredParts({entry.name: entry for entry in shard.header.entries}, shard.read()))
@@ -103,16 +103,16 @@ class AllOnEachRank:
     """Every rank can read in all shards, and reads what it needs.
 
     Attributes:
-        read: see `Reading.take`.
+        read: see `ReadRule.take`.
     """
 
     read: Callable[[Sequence[ShardReader]], Any]
     is_on_every_rank = True
 
     def wanted(self, shards: Sequence[int], world_size: int) -> Mapping[int, Sequence[int]] | None:
-        """See `Reading`."""
+        """See `ReadRule`."""
         return dict.fromkeys(range(world_size), shards)
 
     def take(self, shards: Sequence[ShardReader]) -> Any:
-        """See `Reading`."""
+        """See `ReadRule`."""
         return self.read(shards)

@@ -13,7 +13,7 @@ import torch
 from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
 from torchelastic.checkpoint.engine.elastic_state import ElasticState
 from torchelastic.checkpoint.engine.read_rules import WholeOnRank0
-from torchelastic.checkpoint.engine.tiered_restore import Restored, Restoring
+from torchelastic.checkpoint.engine.tiered_restore import Restored, TieredRestore
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.store.restore_plan import Candidate, candidates, lacks
 from torchelastic.checkpoint.store.tier import Tier
@@ -126,7 +126,9 @@ class StoredCheckpoint(Checkpoint):
         try:
             if self.damage is not None:
                 raise CorruptCheckpointError(self.damage)
-            restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
+            restored = TieredRestore(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(
+                self._candidate
+            )
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {error}") from error
         for text in self._told:

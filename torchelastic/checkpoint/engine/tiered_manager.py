@@ -17,7 +17,7 @@ from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.elastic_state import ElasticState, Observe
 from torchelastic.checkpoint.engine.epoch import agree_on_epoch
 from torchelastic.checkpoint.engine.finishing import Failures, Finisher, TieredSave
-from torchelastic.checkpoint.engine.read_rules import PartsWhereTheyAre, Reading, WholeOnRank0
+from torchelastic.checkpoint.engine.read_rules import PartsWhereTheyAre, ReadRule, WholeOnRank0
 from torchelastic.checkpoint.engine.replicas import replicas_of
 from torchelastic.checkpoint.engine.save_agreement import SaveAgreement
 from torchelastic.checkpoint.engine.schedule import TierSchedules
@@ -30,9 +30,9 @@ from torchelastic.checkpoint.engine.streams import (
     stored_here,
     streams_of,
 )
-from torchelastic.checkpoint.engine.tiered_restore import Restored, Restoring
+from torchelastic.checkpoint.engine.tiered_restore import Restored, TieredRestore
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
-from torchelastic.checkpoint.format.copying import Pending
+from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.pool import SlotPool
@@ -187,14 +187,14 @@ class TieredCheckpointManager(CheckpointManager):
         return restored.name.step
 
     def restore_shards(
-        self, reading: Reading, peers: Peers, on_damage: Callable[[str], None] | None = None
+        self, reading: ReadRule, peers: Peers, on_damage: Callable[[str], None] | None = None
     ) -> Restored | None:
         """Find the newest checkpoint that is intact, and read it; `restore` with other readers. On every rank.
 
         Args:
             reading: who wants which shard, and what becomes of it.
             peers: the group.
-            on_damage: see `Restoring`.
+            on_damage: see `TieredRestore`.
 
         Returns:
             None if there is no checkpoint at all.
@@ -209,7 +209,7 @@ class TieredCheckpointManager(CheckpointManager):
                 f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
                 f"not answer: {self._places}?"
             )
-        restored = Restoring(self.tiers, peers, reading, on_damage, self._replicas).run()
+        restored = TieredRestore(self.tiers, peers, reading, on_damage, self._replicas).run()
         if restored is not None:
             self._schedules.begin(restored.name.step)
         return restored
@@ -336,7 +336,7 @@ class TieredCheckpointManager(CheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage, Pending]:
+    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage, PendingCopy]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._background.reserve(name, self._slot_wait_s)
         try:

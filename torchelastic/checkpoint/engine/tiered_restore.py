@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torchelastic.checkpoint.engine.read_rules import Reading
+from torchelastic.checkpoint.engine.read_rules import ReadRule
 from torchelastic.checkpoint.engine.replicas import Replicas
 from torchelastic.checkpoint.engine.restore import (
     because,
@@ -54,7 +54,7 @@ class Restored:
         name: which checkpoint it is.
         tiers: where its shards were read.
         kind: what the writer said that it is.
-        content: what `Reading.take` made of the shards that this rank wanted; None if it wanted none.
+        content: what `ReadRule.take` made of the shards that this rank wanted; None if it wanted none.
     """
 
     name: SaveId
@@ -63,7 +63,7 @@ class Restored:
     content: Any
 
 
-class Restoring:
+class TieredRestore:
     """One restore; every rank of a group has one and calls `run`, on the training thread.
 
     Args:
@@ -79,7 +79,7 @@ class Restoring:
         self,
         tiers: Sequence[Tier],
         peers: Peers,
-        reading: Reading,
+        reading: ReadRule,
         on_damage: Callable[[str], None] | None = None,
         replicas: Replicas | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class Restoring:
         token, transfers = secrets.token_hex(32), max(_LEAST_TRANSFERS, self._peers.world_size)
         try:
             server = ReplicaServer(
-                _GivenAway(list(self._tiers.values())),
+                _TierShards(list(self._tiers.values())),
                 token,
                 host=self._peers.address,
                 max_transfers=transfers,
@@ -277,7 +277,7 @@ class Restoring:
         return ", ".join(tier.where for tier in self._tiers.values())
 
 
-class _GivenAway:
+class _TierShards:
     """A `ReplicaStore` of what lies in tiers, which takes nothing.
 
     Args:

@@ -1,8 +1,8 @@
 """Copying a state into a slot; from a GPU also while training goes on.
 
 From a GPU a copy runs on a stream of its own, into pinned memory. It begins behind what the training stream was given
-before. What changes the state has to wait for it: on the GPU (`Pending.hold`), which stops no thread, or on the
-training thread, as late as before the optimizer's step where nothing else changes what is copied (`Pending.wait`).
+before. What changes the state has to wait for it: on the GPU (`PendingCopy.hold`), which stops no thread, or on the
+training thread, as late as before the optimizer's step where nothing else changes what is copied (`PendingCopy.wait`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchelastic.torch_internals.tensors import copy_each
 NOTHING: Mapping[torch.device, torch.cuda.Event] = MappingProxyType({})
 
 
-class Pending:
+class PendingCopy:
     """A copy that may still be running; made by `begin_copy`.
 
     Args:
@@ -52,11 +52,11 @@ def is_on_gpu(sources: Sequence[torch.Tensor]) -> bool:
     return torch.cuda.is_initialized() and any(source.is_cuda for source in sources)  # type: ignore[no-untyped-call]
 
 
-def begin_copy(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Pending:
+def begin_copy(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> PendingCopy:
     """Begins to copy each source into its place and returns at once; those on the CPU are copied before it returns."""
     if not is_on_gpu(sources):
         copy_all(places, sources)
-        return Pending()
+        return PendingCopy()
     pairs = list(zip(places, sources, strict=True))
     on_cpu = [(place, source) for place, source in pairs if not source.is_cuda]
     copy_all([place for place, _ in on_cpu], [source for _, source in on_cpu])
@@ -65,7 +65,7 @@ def begin_copy(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         device: _copy_from(device, [pair for pair in on_gpu if pair[1].device == device])
         for device in {source.device for _, source in on_gpu}
     }
-    return Pending(events, [source for _, source in on_gpu])
+    return PendingCopy(events, [source for _, source in on_gpu])
 
 
 def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

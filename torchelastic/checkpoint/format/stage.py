@@ -15,7 +15,7 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.format.batches import CHUNK_BYTES, checksum_of, checksums_in, over_batches, pieces_of
-from torchelastic.checkpoint.format.copying import Pending, begin_copy, copy_all, is_on_gpu
+from torchelastic.checkpoint.format.copying import PendingCopy, begin_copy, copy_all, is_on_gpu
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.header import (
     PREAMBLE_BYTES,
@@ -100,10 +100,10 @@ class Stage:
         """
         self.copy_beside(sources, just_laid_out=just_laid_out).wait()
 
-    def copy_beside(self, sources: Sequence[torch.Tensor], *, just_laid_out: bool = False) -> Pending:
+    def copy_beside(self, sources: Sequence[torch.Tensor], *, just_laid_out: bool = False) -> PendingCopy:
         """The same, but the copy from a GPU may still be running when it returns; on the training thread.
 
-        Let nothing change the sources before it is complete (`Pending`), and seal the stage after that.
+        Let nothing change the sources before it is complete (`PendingCopy`), and seal the stage after that.
         """
         if not just_laid_out:
             self.require_fitting(sources)

@@ -72,7 +72,7 @@ def flatten(tree: Any, *, allow_pickles: bool = False) -> Flat:
         TypeError: something in the tree is of another type; names where and what.
         ValueError: the tree contains itself, or is nested too deeply.
     """
-    walk = _Flattening(allow_pickles)
+    walk = _Flattener(allow_pickles)
     try:
         structure = walk.encode(tree, ())
     except RecursionError as error:
@@ -100,7 +100,7 @@ def unflatten(
         CorruptCheckpointError: the structure is none that `flatten` makes.
     """
     try:
-        return _Unflattening(tensors, allow_pickles, in_place).decode(structure)
+        return _Unflattener(tensors, allow_pickles, in_place).decode(structure)
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
 
@@ -138,7 +138,7 @@ def _collect_names(node: Plain, names: set[str]) -> None:
 
 
 @dataclass
-class _Flattening:
+class _Flattener:
     allow_pickles: bool
     tensors: list[NamedTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
@@ -246,7 +246,7 @@ class _Flattening:
 
 
 @dataclass(frozen=True)
-class _Unflattening:
+class _Unflattener:
     tensors: Mapping[str, torch.Tensor]
     allow_pickles: bool
     in_place: Container[str]

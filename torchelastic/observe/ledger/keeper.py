@@ -46,7 +46,7 @@ class _Watched:
     missed: int = 0
 
 
-class Keeper:
+class LedgerKeeper:
     """Use it on one thread: the agent's event loop. No method waits for anything but a file in memory.
 
     Args:

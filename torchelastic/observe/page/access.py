@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torchelastic.observe.page.http_request import PageRequest, Refused, Wanted
+from torchelastic.observe.page.http_request import HttpError, PageRequest, Wanted
 
 #: No token is shorter.
 LEAST_TOKEN = 16
@@ -58,25 +58,27 @@ class Access:
         if not wanted.is_secret:
             return
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise Refused(403, "this was asked for by a page of another site")
+            raise HttpError(403, "this was asked for by a page of another site")
         self._check_token(request.headers.get("authorization", ""))
 
     def _check_host(self, host: str | None) -> None:
         parts = None if host is None else _HOST.fullmatch(host)
         if parts is None:
-            raise Refused(400, "the header Host is missing, or is none")
+            raise HttpError(400, "the header Host is missing, or is none")
         name = parts[1].lower().removesuffix(".")
         # this host may have several names: node-1, node-1.cluster, ..
         known = name in self.names or name.partition(".")[0] in self.names
         if not (name == "localhost" or known or _is_address(name)):
-            raise Refused(403, "this host does not go by that name: use its address, or name it with --page NAME:PORT")
+            raise HttpError(
+                403, "this host does not go by that name: use its address, or name it with --page NAME:PORT"
+            )
 
     def _check_token(self, authorization: str) -> None:
         scheme, _, given = authorization.partition(" ")
         right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.token.encode())
         if scheme.lower() != "bearer" or not right:
             why = "a token is wanted: it was printed at the start of the run, or the file that holds it was named there"
-            raise Refused(401, why, {"WWW-Authenticate": "Bearer"})
+            raise HttpError(401, why, {"WWW-Authenticate": "Bearer"})
 
 
 def _is_address(name: str) -> bool:

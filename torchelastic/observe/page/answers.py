@@ -9,7 +9,7 @@ from http import HTTPStatus
 from importlib.resources import files
 
 from torchelastic.observe.ledger.accounts import STYLES, Account
-from torchelastic.observe.page.http_request import Refused
+from torchelastic.observe.page.http_request import HttpError
 
 #: With every answer. Nothing is loaded from elsewhere, nothing runs but the page's own script, nobody may frame it.
 SECURITY_HEADERS = {
@@ -91,7 +91,7 @@ def whole(content: bytes, content_type: str) -> bytes:
     return head(200, content_type, len(content)) + content
 
 
-def refusal(refused: Refused) -> bytes:
-    """The answer to a request that is refused."""
-    body = f"{refused.why}\n".encode()
-    return head(refused.status, "text/plain; charset=utf-8", len(body), refused.headers) + body
+def error_response(error: HttpError) -> bytes:
+    """The answer to a request that cannot be served."""
+    body = f"{error.why}\n".encode()
+    return head(error.status, "text/plain; charset=utf-8", len(body), error.headers) + body

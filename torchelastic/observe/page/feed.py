@@ -18,7 +18,7 @@ LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
-class Picture:
+class RunSnapshot:
     """The run at one moment, in both forms.
 
     Attributes:
@@ -41,7 +41,7 @@ class FeedTick:
     """
 
     number: int
-    picture: Picture
+    picture: RunSnapshot
     change: bytes
 
     def message(self, had: int) -> bytes:
@@ -70,7 +70,7 @@ class Feed:
     """
 
     def __init__(
-        self, read: Callable[[], Awaitable[Picture]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self, read: Callable[[], Awaitable[RunSnapshot]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._read, self._sleep = read, sleep
         self._listeners = 0
@@ -122,7 +122,7 @@ class Feed:
             await self._sleep(pause)
             unwatched_s = 0.0 if self._listeners else unwatched_s + pause
 
-    def _next(self, picture: Picture) -> FeedTick | None:
+    def _next(self, picture: RunSnapshot) -> FeedTick | None:
         """None: nothing has changed."""
         before = self._tick
         if before is None:

@@ -19,7 +19,7 @@ _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\
 _ONCE = ("host", "authorization", "sec-fetch-site", "content-length")
 
 
-class Refused(Exception):  # noqa: N818 - it is no error of this program
+class HttpError(Exception):
     """The request is not answered as it wants to be.
 
     Args:
@@ -51,26 +51,26 @@ def parsed(head: bytes) -> PageRequest:
     line, *rest = head.decode("latin-1").split("\r\n")
     words = _REQUEST_LINE.fullmatch(line)
     if words is None:
-        raise Refused(400, "this is no HTTP/1.1 request")
+        raise HttpError(400, "this is no HTTP/1.1 request")
     method, target = words.groups()
     if method != "GET":
-        raise Refused(405, "only GET is answered: nothing can be changed here", {"Allow": "GET"})
+        raise HttpError(405, "only GET is answered: nothing can be changed here", {"Allow": "GET"})
     headers: dict[str, str] = {}
     for text in rest:
         header = _HEADER.fullmatch(text)
         if header is None:
-            raise Refused(400, "a header that is none")
+            raise HttpError(400, "a header that is none")
         name, value = header[1].lower(), header[2]
         if name in headers and name in _ONCE:
-            raise Refused(400, f"{name} is there twice")
+            raise HttpError(400, f"{name} is there twice")
         headers[name] = value
     if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
-        raise Refused(400, "a GET has no body here")
+        raise HttpError(400, "a GET has no body here")
     path = target.partition("#")[0].partition("?")[0]
     try:
         return PageRequest(unquote(path, errors="strict"), headers)
     except ValueError:
-        raise Refused(400, "the address is not UTF-8") from None
+        raise HttpError(400, "the address is not UTF-8") from None
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def wanted(request: PageRequest, files: Mapping[str, object]) -> Wanted:
         files: the page's files, by name.
 
     Raises:
-        Refused: nothing of that name is here.
+        HttpError: nothing of that name is here.
     """
     name = request.path[1:] or "index.html"
     if name in files:
@@ -111,4 +111,4 @@ def wanted(request: PageRequest, files: Mapping[str, object]) -> Wanted:
         return Wanted("status")
     if name == "events":
         return Wanted("events")
-    raise Refused(404, "there is nothing here: see /, /status.json and /events")
+    raise HttpError(404, "there is nothing here: see /, /status.json and /events")

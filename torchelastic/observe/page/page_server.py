@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from torchelastic.observe.page import answers
-from torchelastic.observe.page.feed import Feed, Picture, as_json, event
-from torchelastic.observe.page.http_request import MOST_HEAD_BYTES, Refused, Wanted, parsed, wanted
+from torchelastic.observe.page.feed import Feed, RunSnapshot, as_json, event
+from torchelastic.observe.page.http_request import MOST_HEAD_BYTES, HttpError, Wanted, parsed, wanted
 from torchelastic.observe.page.listening import PageOptions
 from torchelastic.processes.background import in_background
 
@@ -51,7 +51,7 @@ class PageServer:
     def __init__(
         self,
         options: PageOptions,
-        read: Callable[[], Picture],
+        read: Callable[[], RunSnapshot],
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         send_timeout_s: float = SEND_TIMEOUT_S,
@@ -107,7 +107,7 @@ class PageServer:
             await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S / 4)
         await _turns(_TO_BEGIN)  # a transport that was aborted closes its socket in the next turn
 
-    async def _read_in_background(self) -> Picture:
+    async def _read_in_background(self) -> RunSnapshot:
         return await asyncio.wrap_future(in_background(self._read, "torchelastic-page-read"))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,11 +136,11 @@ class PageServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._connections) > MOST_CONNECTIONS:
-                raise Refused(503, "too many connections", {"Retry-After": "5"})
+                raise HttpError(503, "too many connections", {"Retry-After": "5"})
             try:
                 head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_TIMEOUT_S)
             except asyncio.LimitOverrunError:
-                raise Refused(431, f"a request has at most {MOST_HEAD_BYTES} bytes") from None
+                raise HttpError(431, f"a request has at most {MOST_HEAD_BYTES} bytes") from None
             except asyncio.IncompleteReadError:
                 return
             request = parsed(head[:-4])
@@ -150,8 +150,8 @@ class PageServer:
                 await self._stream(reader, writer)
             else:
                 await self._send(writer, await self._content(what))
-        except Refused as refused:
-            await self._send(writer, answers.refusal(refused))
+        except HttpError as error:
+            await self._send(writer, answers.error_response(error))
 
     async def _content(self, what: Wanted) -> bytes:
         if what.kind == "file":
@@ -163,7 +163,7 @@ class PageServer:
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._streams) >= MOST_STREAMS:
-            raise Refused(503, f"{MOST_STREAMS} others watch already", {"Retry-After": "10"})
+            raise HttpError(503, f"{MOST_STREAMS} others watch already", {"Retry-After": "10"})
         self._streams.add(writer)
         gone = asyncio.ensure_future(reader.read(1))  # it has nothing to say: whatever comes is its end
         try:
@@ -206,4 +206,4 @@ async def _soon(work: Awaitable[T]) -> T:
     try:
         return await asyncio.wait_for(work, 5.0)
     except asyncio.TimeoutError:
-        raise Refused(503, "the run could not be read within 5 s", {"Retry-After": "2"}) from None
+        raise HttpError(503, "the run could not be read within 5 s", {"Retry-After": "2"}) from None

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from torchelastic.observe.page.document import About, document_of
-from torchelastic.observe.page.feed import Picture
+from torchelastic.observe.page.feed import RunSnapshot
 from torchelastic.observe.status.run_status import HostStatus, RunStatus, combined
 from torchelastic.observe.status.status_format import run_to_plain
 from torchelastic.observe.status.status_reader import StatusReader
@@ -69,13 +69,13 @@ class RunSource:
         self._last = combined(run_id, now_s, NO_ROUND, (), ())
         self._read_s, self._asked_s, self._away_s = now_s, now_s, 0.0
 
-    def read(self) -> Picture:
+    def read(self) -> RunSnapshot:
         """The run as it is now. From one thread at a time; a call of etcd that fails late ends by itself."""
         self._read_etcd()
         now_s = self._clock()
         status = with_own_host(self._last, self._own(), now_s, now_s - self._read_s if self._away_s else 0.0)
         about = replace(self._about, etcd_away_s=self._away_s)
-        return Picture(run_to_plain(status), document_of(status, about))
+        return RunSnapshot(run_to_plain(status), document_of(status, about))
 
     def _read_etcd(self) -> None:
         if self._reading is None:

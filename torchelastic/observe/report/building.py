@@ -24,7 +24,7 @@ from torchelastic.observe.ledger.worker_lifetime import WorkerLifetime
 from torchelastic.observe.report.gaps import gaps_of
 from torchelastic.observe.report.incidents import incidents_of
 from torchelastic.observe.report.losses import LossCurve
-from torchelastic.observe.report.model import HostPart, Incident, LifeRow, Mark, Report, SaveRow
+from torchelastic.observe.report.model import AttemptRow, HostPart, Incident, Mark, Report, SaveRow
 from torchelastic.observe.report.part import Part, RunEvent, name_parts, parts_of
 from torchelastic.observe.report.segments import Segment, segments_of
 from torchelastic.observe.status.event_lines import lines_of
@@ -139,7 +139,7 @@ def _host(part: Part) -> HostPart:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
+def _rows(part: Part, edges: Sequence[int]) -> Iterator[AttemptRow]:
     ahead_ns = part.since_began(0)
     segments = segments_of(part.journal, part.book, part.now_ns, [edge_ns - ahead_ns for edge_ns in edges])
     ends = {event.worker: event for event in part.journal.events if isinstance(event, End)}
@@ -150,10 +150,10 @@ def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
         yield _row(part, life, ends.get(life.worker), cells)
 
 
-def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment, ...]) -> LifeRow:
+def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment, ...]) -> AttemptRow:
     is_ended = life.ended_ns is not None
     how = life.cause or ("" if life.exit_code is None else f"exit code {life.exit_code}")
-    return LifeRow(
+    return AttemptRow(
         worker=life.worker,
         name=part.name_of(life.worker),
         host=part.host,
@@ -171,7 +171,7 @@ def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment
     )
 
 
-def _order(row: LifeRow) -> tuple[str, tuple[int, int | str], int, str]:
+def _order(row: AttemptRow) -> tuple[str, tuple[int, int | str], int, str]:
     host, place, _life = name_parts(row.name)
     return host, (0, int(place)) if place.isascii() and place.isdigit() else (1, place), row.began_ns, row.worker
 

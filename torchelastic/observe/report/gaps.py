@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchelastic.observe.ledger.ledger_events import Join
-from torchelastic.observe.report.model import LifeRow
+from torchelastic.observe.report.model import AttemptRow
 from torchelastic.observe.report.part import Part, RunEvent
 from torchelastic.text import shortlist
 
@@ -15,7 +15,7 @@ _NOT_WRITTEN_YET_NS = 10_000_000_000
 
 
 def gaps_of(
-    parts: Sequence[Part], lives: Sequence[LifeRow], events: Iterable[RunEvent], until_ns: int, began_ns: int
+    parts: Sequence[Part], lives: Sequence[AttemptRow], events: Iterable[RunEvent], until_ns: int, began_ns: int
 ) -> Iterator[str]:
     """What is missing.
 

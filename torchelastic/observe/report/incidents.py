@@ -21,7 +21,7 @@ from torchelastic.observe.ledger.ledger_events import (
     Restore,
     is_failure,
 )
-from torchelastic.observe.report.model import PHASES, Incident, LifeRow, LostWorker
+from torchelastic.observe.report.model import PHASES, AttemptRow, Incident, LostWorker
 from torchelastic.observe.report.part import RunEvent
 
 #: Reports of one round within this time of each other are one incident; a new job numbers its rounds from 0 again.
@@ -54,7 +54,7 @@ class _Group:
         return [(one, one.event) for one in self.events if isinstance(one.event, kind)]
 
 
-def incidents_of(events: Iterable[RunEvent], lives: Sequence[LifeRow]) -> tuple[Incident, ...]:
+def incidents_of(events: Iterable[RunEvent], lives: Sequence[AttemptRow]) -> tuple[Incident, ...]:
     """All incidents, by time.
 
     Args:
@@ -201,7 +201,7 @@ class _Restarts:
         lives: of all workers.
     """
 
-    def __init__(self, events: Sequence[RunEvent], lives: Sequence[LifeRow]) -> None:
+    def __init__(self, events: Sequence[RunEvent], lives: Sequence[AttemptRow]) -> None:
         self._joins = _of(events, Join)
         self._restores = _of(events, Restore)
         self._lives = lives
@@ -264,7 +264,7 @@ class _First:
     round: int
 
 
-def _first_step(life: LifeRow, known: Mapping[str, Sequence[tuple[int, FirstStep]]]) -> _First | None:
+def _first_step(life: AttemptRow, known: Mapping[str, Sequence[tuple[int, FirstStep]]]) -> _First | None:
     if not life.committed:
         return None
     events = known.get(life.worker)

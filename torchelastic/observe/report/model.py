@@ -36,7 +36,7 @@ class HostPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifeRow:
+class AttemptRow:
     """One process of one worker.
 
     Attributes:
@@ -166,7 +166,7 @@ class Mark:
     Attributes:
         at_ns: when.
         kind: "join", "loss", "end", "drain", "straggler", "outage" or "back" (to a checkpoint).
-        place: see `LifeRow`.
+        place: see `AttemptRow`.
         text: for people.
         took_ns: how long, of an outage that is over.
     """
@@ -208,7 +208,7 @@ class Report:
     hosts: tuple[HostPart, ...]
     seen: Seen
     figures: Figures
-    lives: tuple[LifeRow, ...]
+    lives: tuple[AttemptRow, ...]
     earlier: Mapping[str, Earlier] = field(default_factory=dict)
     incidents: tuple[Incident, ...] = ()
     saves: tuple[SaveRow, ...] = ()

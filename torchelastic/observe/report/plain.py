@@ -9,7 +9,7 @@ from torchelastic.observe.ledger.accounts import Amounts, by_label
 from torchelastic.observe.ledger.host_ledger import Earlier
 from torchelastic.observe.report.comparing import Comparison
 from torchelastic.observe.report.losses import LossCurve
-from torchelastic.observe.report.model import Incident, LifeRow, Report
+from torchelastic.observe.report.model import AttemptRow, Incident, Report
 from torchelastic.observe.status.status_format import event_to_plain, figure_to_plain, seen_to_plain
 
 #: Of this document; it grows by names, and is counted up when one changes its meaning.
@@ -49,7 +49,7 @@ def to_plain(report: Report, comparison: Comparison | None = None) -> dict[str, 
     return plain
 
 
-def _life(row: LifeRow) -> dict[str, Any]:
+def _life(row: AttemptRow) -> dict[str, Any]:
     cells = [[cell.from_ns, cell.to_ns, _short(cell.amounts)] for cell in row.cells]
     plain = {name: value for name, value in vars(row).items() if name not in ("amounts", "cells")}
     return {**plain, "wall_ns": row.wall_ns, "amounts_ns": by_label(row.amounts), "cells": cells}

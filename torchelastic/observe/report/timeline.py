@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.report.charts import MOST_FLAGS, failure_line
-from torchelastic.observe.report.model import LifeRow, Mark, Report, SaveRow
+from torchelastic.observe.report.model import AttemptRow, Mark, Report, SaveRow
 from torchelastic.observe.report.segments import Segment
 from torchelastic.observe.report.svg import Scale, node, number, rounded, time_ticks
 from torchelastic.text import counted, duration
@@ -25,7 +25,7 @@ _IN_NO_GROUP = (Account.START_UP, Account.IDLE)
 
 def timeline(report: Report) -> Element:
     """The drawing of a run."""
-    places: dict[str, list[LifeRow]] = defaultdict(list)
+    places: dict[str, list[AttemptRow]] = defaultdict(list)
     for life in report.lives:
         places[life.place].append(life)
     pitch = 26.0 if len(places) <= 12 else 17.0 if len(places) <= 32 else 12.0
@@ -58,7 +58,7 @@ def _grid(report: Report, scale: Scale, bottom: float) -> Iterator[Element]:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _row(place: str, lives: Sequence[LifeRow], top: float, pitch: float, scale: Scale) -> Iterator[Element]:
+def _row(place: str, lives: Sequence[AttemptRow], top: float, pitch: float, scale: Scale) -> Iterator[Element]:
     height = pitch - (5.0 if pitch > 20 else 3.0)
     size = 12 if pitch > 16 else 9.5
     label = place if len(place) <= 18 else f"…{place[-17:]}"
@@ -102,7 +102,7 @@ def _alike(cells: Sequence[Segment], height: float) -> Iterator[tuple[int, int, 
         yield known
 
 
-def _about(life: LifeRow) -> str:
+def _about(life: AttemptRow) -> str:
     """What is shown where one points at a life."""
     parts = sorted(((ns, account) for account, ns in zip(Account, life.amounts, strict=True) if ns), reverse=True)
     spent = ", ".join(f"{account.label} {duration(ns)}" for ns, account in parts)

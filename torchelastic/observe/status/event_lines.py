@@ -201,7 +201,7 @@ def _text(event: LedgerEvent) -> str:
 
 
 @dataclass
-class Following:
+class EventFollower:
     """Which lines of a run are new, each once. A line of several workers grows while they report: it waits for that.
 
     Attributes:
