@@ -42,7 +42,7 @@ class WarmSlot:
     def received(self, *_: str) -> None:
         pass
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         raise AssertionError(f"{object_id} was abandoned")
 
     def source(self, _: str) -> memoryview | None:

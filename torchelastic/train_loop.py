@@ -230,7 +230,7 @@ class TrainLoop:
     def _next_group(self) -> bool:
         """Try until there is a group; False: the run is over. Raises StopException: it is for this worker."""
         while not self.coordinator.should_stop_training():
-            self._give_up_after_too_many_failures()
+            self._abort_after_too_many_failures()
             if self._form_group():
                 return True
         return False
@@ -363,9 +363,9 @@ class TrainLoop:
         more = "" if is_undone else "; what the step had changed was not undone"
         log.warning("failure %d in a row: %s: %s%s", self._failures.count, type(error).__name__, first_line, more)
         if times >= SAME_FAILURES:
-            self._give_up_on(error)
+            self._abort_on(error)
 
-    def _give_up_on(self, error: BaseException) -> None:
+    def _abort_on(self, error: BaseException) -> None:
         """It is deterministic: another attempt would end in the same way, here and, as a rule, in a new process."""
         log.error(
             "the same error %d times at one step: it is not tried again (for an error that may go away, raise "
@@ -376,7 +376,7 @@ class TrainLoop:
             self.coordinator.fails_for_good()
         raise error
 
-    def _give_up_after_too_many_failures(self) -> None:
+    def _abort_after_too_many_failures(self) -> None:
         limit = MAX_FAILURES if self._max_failures is None else self._max_failures
         count, last_error = self._failures.count, self._failures.last_error
         if count >= limit > 0 or (limit <= 0 and count):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from torchelastic.p2p.abandoned import abandoned
+from torchelastic.p2p.abandoned import aborted_groups
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.processes.sockets import open_sockets
 
@@ -200,8 +200,8 @@ def survive(groups: ProcessGroups, victim: int, operation: str) -> dict[str, obj
     began_s = time.monotonic()
     groups.destroy()
     destroyed_s = time.monotonic()
-    held = abandoned.count
-    while abandoned.count:
+    held = aborted_groups.count
+    while aborted_groups.count:
         time.sleep(0.01)
     return {
         "error": error,

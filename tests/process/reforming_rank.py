@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from torchelastic.p2p.abandoned import abandoned
+from torchelastic.p2p.abandoned import aborted_groups
 from torchelastic.p2p.groups import ProcessGroups
 
 #: By then everything that is made once has been made.
@@ -28,7 +28,7 @@ LOOKS = 100
 def open_now() -> dict[str, int]:
     """What is open when nothing was closed for a second: released groups and the store's server close theirs later."""
     gc.collect()
-    while abandoned.count:  # released on a thread of its own
+    while aborted_groups.count:  # released on a thread of its own
         time.sleep(0.01)
     folders = {"descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
     fewest = {what: len(list(Path(folder).iterdir())) for what, folder in folders.items()}

@@ -42,8 +42,8 @@ class RecordingShelf(MemoryShelf):
         self.places[object_id] = super().destination(object_id, size_bytes)
         return self.places[object_id]
 
-    def abandon(self, object_id: str) -> None:
-        super().abandon(object_id)
+    def abort(self, object_id: str) -> None:
+        super().abort(object_id)
         self.abandoned.append(object_id)
 
     def put(self, object_id: str, content: bytes, digest: str) -> None:

@@ -276,7 +276,7 @@ def test_while_the_store_is_being_found_workers_wait_and_a_refusal_reaches_them(
         await host.connections.start()
         worker = await host.open()
         worker.say(op="hello", pid=7, local_rank=0)
-        host.connections.refuse("unavailable", "no etcd at x:1")
+        host.connections.fail_all("unavailable", "no etcd at x:1")
         answer = await worker.hear()
         assert (answer["op"], answer["kind"], answer["message"]) == ("fatal", "unavailable", "no etcd at x:1")
         await host.connections.stop()

@@ -12,7 +12,7 @@ import torch
 
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.compat.elastic01.file_system import FileSystemCheckpoint
-from torchelastic.checkpoint.compat.elastic01.staging import ABANDONED_AFTER_S, new_staging_path
+from torchelastic.checkpoint.compat.elastic01.staging import STALE_AFTER_S, new_staging_path
 from torchelastic.checkpoint.store.manifest import _digest
 
 
@@ -262,7 +262,7 @@ def test_a_folder_goes_when_its_process_has_ended_here_or_nobody_touched_it_for_
 ) -> None:
     dead = leave_behind(left_by(tmp_path, dead_pid, scope))
     living = leave_behind(left_by(tmp_path, os.getppid(), scope))
-    old = leave_behind(left_by(tmp_path, os.getpid(), scope), ABANDONED_AFTER_S + 1)
+    old = leave_behind(left_by(tmp_path, os.getpid(), scope), STALE_AFTER_S + 1)
     FileSystemCheckpointManager(tmp_path)
     assert dead.exists() == (scope is not None), "a process number of elsewhere proves nothing"
     assert living.exists()
@@ -271,7 +271,7 @@ def test_a_folder_goes_when_its_process_has_ended_here_or_nobody_touched_it_for_
 
 @pytest.mark.parametrize("name", [".tmp", ".tmp-mine", ".tmp-1-x-y-z", "tmp-1", ".nfs0001"])
 def test_other_things_in_the_folder_are_left_alone_however_old(tmp_path: Path, name: str) -> None:
-    other = leave_behind(tmp_path / name, ABANDONED_AFTER_S + 1)
+    other = leave_behind(tmp_path / name, STALE_AFTER_S + 1)
     FileSystemCheckpointManager(tmp_path)
     assert other.exists()
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchelastic.checkpoint.format.mapped_files import MappedFile, can_give_back, give_back
+from torchelastic.checkpoint.format.mapped_files import MappedFile, can_release, release_removed
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.shards import ShardReader, save_tree
 
@@ -58,26 +58,26 @@ def held(path: Path) -> Iterator[Held]:
 
 def test_the_room_of_a_removed_file_comes_back_and_the_tensors_stay(path: Path, held: Held) -> None:
     held.tensors["touched"] += 1
-    give_back()
+    release_removed()
     assert held.taken_bytes > 3 * SIZE_BYTES, "it has its name"
     path.unlink()
     assert held.taken_bytes > 3 * SIZE_BYTES
-    give_back()
+    release_removed()
     assert held.taken_bytes == 0
     held.tensors["touched"] -= 1
     assert held.is_right
     held.tensors["left"] += 1
-    give_back()
+    release_removed()
     assert torch.equal(held.tensors["left"], torch.arange(COUNT).float() + 1)
 
 
 def test_what_somebody_else_reads_stays(path: Path, held: Held) -> None:
     with ShardReader(path) as other:
         path.unlink()
-        give_back()
+        release_removed()
         other.verify()
         assert held.taken_bytes > 3 * SIZE_BYTES
-    give_back()
+    release_removed()
     assert held.taken_bytes == 0
     assert held.is_right
 
@@ -87,9 +87,9 @@ def test_a_reader_that_is_still_open_reads_on(path: Path, held: Held) -> None:
     with ShardReader(path) as reader:
         held.tensors = reader.map()
         path.unlink()
-        give_back()
+        release_removed()
         reader.verify()
-    give_back()
+    release_removed()
     assert held.taken_bytes == 0
     assert held.is_right
 
@@ -97,8 +97,8 @@ def test_a_reader_that_is_still_open_reads_on(path: Path, held: Held) -> None:
 def test_of_several_maps_of_one_file_all_stay(path: Path, held: Held) -> None:
     second = Held(path)
     path.unlink()
-    give_back()
-    give_back()
+    release_removed()
+    release_removed()
     assert held.taken_bytes == 0
     assert held.is_right
     assert second.is_right
@@ -113,7 +113,7 @@ def is_right_in_a_child_of_before(held: Held, path: Path) -> bool:
         os.read(ready, 1)
         os._exit(0 if held.is_right else 1)
     path.unlink()
-    give_back()
+    release_removed()
     os.write(begun, b"!")
     os.close(ready)
     os.close(begun)
@@ -136,11 +136,11 @@ def test_without_memory_for_a_copy_the_room_stays_until_there_is_some(
     path.unlink()
     with monkeypatch.context() as patched:
         patched.setattr(MappedFile, "make_private", no_memory)
-        give_back()
+        release_removed()
     assert "keeps its room on tmpfs" in caplog.text
     assert held.taken_bytes > 3 * SIZE_BYTES
     assert held.is_right
-    give_back()
+    release_removed()
     assert held.taken_bytes == 0
     assert held.is_right
 
@@ -171,7 +171,7 @@ def test_no_write_of_another_thread_is_lost_meanwhile(path: Path, held: Held) ->
     path.unlink()
     while done[0] < 3:
         pass
-    give_back()
+    release_removed()
     over.set()
     thread.join()
     assert held.taken_bytes == 0
@@ -179,15 +179,15 @@ def test_no_write_of_another_thread_is_lost_meanwhile(path: Path, held: Held) ->
 
 
 def test_this_kernel_is_asked_whether_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    can_give_back.cache_clear()
-    assert can_give_back(), "Linux 5.14 or later"
-    can_give_back.cache_clear()
+    can_release.cache_clear()
+    assert can_release(), "Linux 5.14 or later"
+    can_release.cache_clear()
     monkeypatch.setattr("torchelastic.checkpoint.format.mapped_files._MADV_POPULATE_WRITE", mmap.MADV_NORMAL)
-    assert not can_give_back(), "a kernel that says yes and does nothing"
-    can_give_back.cache_clear()
+    assert not can_release(), "a kernel that says yes and does nothing"
+    can_release.cache_clear()
     monkeypatch.setattr("torchelastic.checkpoint.format.mapped_files._MADV_POPULATE_WRITE", 12345)
-    assert not can_give_back(), "a kernel that does not know it"
-    can_give_back.cache_clear()
+    assert not can_release(), "a kernel that does not know it"
+    can_release.cache_clear()
 
 
 @pytest.mark.parametrize("can", [True, False])

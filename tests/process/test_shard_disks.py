@@ -62,7 +62,7 @@ def test_a_read_only_disk_can_be_read_and_says_what_to_do(small: Path) -> None:
     assert load_tree(folder / "old")["n"] == 1
     assert remove_left_overs(folder) == 0
     with pytest.raises(CheckpointError, match="read-only"):
-        SlotPool(folder).retire(folder / "old")
+        SlotPool(folder).delete(folder / "old")
 
 
 TIERS: dict[str, Callable[[Path], Tier]] = {

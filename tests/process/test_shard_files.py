@@ -58,7 +58,7 @@ def through_a_slot(folder: Path, tree: Any) -> Any:
         stage.seal(header)
         pool.publish(stage, folder / name)
         if name == "first":
-            pool.retire(folder / name)
+            pool.delete(folder / name)
     pool.close()
     return load_tree(folder / "second")
 

@@ -57,7 +57,7 @@ def save_in_slots(folder: Path, disk: Disk) -> None:
         stage = pool.seal(stage, header)
         pool.publish(stage, folder / f"slot-{number}")
         if number > 2:
-            pool.retire(folder / f"slot-{number - 1}")
+            pool.delete(folder / f"slot-{number - 1}")
     pool.close()
 
 

@@ -56,7 +56,7 @@ def test_a_thousand_saves_take_two_files_and_no_memory(tmp_path: Path) -> None:
     for number in range(1000):
         save(pool, tmp_path / str(number), state(number, 5000))
         if number:
-            pool.retire(tmp_path / str(number - 1))
+            pool.delete(tmp_path / str(number - 1))
         inodes.add((tmp_path / str(number)).stat().st_ino)
         if number == 10:
             before = open_files(tmp_path), process.memory_info().rss
@@ -76,14 +76,14 @@ def test_a_slot_is_not_used_again_while_a_tensor_that_was_mapped_lives(tmp_path:
     inode = (tmp_path / "0").stat().st_ino
     with ShardReader(tmp_path / "0") as reader:
         mapped = reader.map()
-    pool.retire(tmp_path / "0")
+    pool.delete(tmp_path / "0")
     save(pool, tmp_path / "1", state(1))
     assert torch.equal(mapped["w"], torch.zeros(1000))
     assert (tmp_path / "1").stat().st_ino != inode
     del mapped
     gc.collect()
     inode = (tmp_path / "1").stat().st_ino
-    pool.retire(tmp_path / "1")
+    pool.delete(tmp_path / "1")
     save(pool, tmp_path / "2", state(2))
     assert (tmp_path / "2").stat().st_ino == inode
     pool.close()
@@ -116,7 +116,7 @@ def test_readers_that_race_with_a_writer_never_see_a_mixture(tmp_path: Path) -> 
         name, other = ("a", "b") if number % 2 else ("b", "a")
         save(pool, tmp_path / name, state(number, 2000))
         if number:
-            pool.retire(tmp_path / other)
+            pool.delete(tmp_path / other)
     stop.set()
     for reader in readers:
         reader.join(20)
@@ -129,7 +129,7 @@ def test_readers_that_race_with_a_writer_never_see_a_mixture(tmp_path: Path) -> 
 def test_what_is_copied_is_not_read_before_it_is_sealed(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     stage = save(pool, tmp_path / "0", state(0))
-    pool.retire(tmp_path / "0")
+    pool.delete(tmp_path / "0")
     header, sources = layout(state(1))
     again = pool.take(header)
     assert again.slot is stage.slot
@@ -148,7 +148,7 @@ def test_a_slot_whose_file_somebody_else_has_replaced_is_given_back_and_not_used
     (tmp_path / "0").unlink()
     (tmp_path / "1").unlink()
     save(other, tmp_path / "1", state(7))
-    pool.retire(tmp_path / "1")
+    pool.delete(tmp_path / "1")
     assert names(tmp_path) == []
     save(pool, tmp_path / "2", state(2))
     assert load_tree(tmp_path / "2")["n"] == 2
@@ -174,13 +174,13 @@ def test_left_overs_of_the_living_stay(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_discarded_goes_at_once_although_a_view_of_it_is_held() -> None:
-    pool, process = SlotPool(None, discards=True), psutil.Process()
+    pool, process = SlotPool(None, at_once=True), psutil.Process()
     stages = [filled(pool, state(number, 16 * 2**20)) for number in (1, 2)]
     views = [stage.places[0] for stage in stages]
     before_bytes = process.memory_info().rss
-    pool.drop(stages[0])
-    pool.give_back(stages[1])
-    pool.drop_free()
+    pool.release_memory(stages[0])
+    pool.release(stages[1])
+    pool.release_free_memory()
     assert before_bytes - process.memory_info().rss > 1.9 * views[0].nbytes
     assert not any(view.any() for view in views)
 
@@ -208,7 +208,7 @@ def test_slots_that_are_dropped_with_their_pool_let_their_files_go(tmp_path: Pat
     for number in range(5):
         pool = SlotPool(tmp_path)
         save(pool, tmp_path / str(number), state(number))
-        pool.give_back(filled(pool, state(9)))
+        pool.release(filled(pool, state(9)))
         taken = filled(pool, state(9))
         del pool, taken
         gc.collect()
@@ -237,7 +237,7 @@ def test_a_pool_gives_back_what_is_far_too_large_for_the_states_of_now(tmp_path:
     for number in range(6):
         save(pool, tmp_path / str(number), state(number, 2**22 if number < 3 else 1000))
         if number:
-            pool.retire(tmp_path / str(number - 1))
+            pool.delete(tmp_path / str(number - 1))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2**20
     pool.close()
 
@@ -246,13 +246,13 @@ def test_a_pool_gives_back_what_is_far_too_large_for_the_states_of_now(tmp_path:
 def test_a_pool_gives_back_what_it_needed_for_a_while_and_no_more(tmp_path: Path, at_once: int) -> None:
     pool, inodes = SlotPool(tmp_path), set()
     for stage in [filled(pool, state(0)) for _ in range(2 * at_once + 3)]:
-        pool.give_back(stage)
+        pool.release(stage)
     for number in range(12 if at_once > 1 else 60):
         for part in range(at_once):
             save(pool, tmp_path / f"{number}-{part}", state(number))
         inodes |= {path.stat().st_ino for path in tmp_path.iterdir()}
         for path in tmp_path.glob(f"{number - 1}-*"):
-            pool.retire(path)
+            pool.delete(path)
     assert len(names(tmp_path)) == 2 * at_once
     assert len(inodes) == 2 * at_once + 3, "nothing was allocated anew"
     pool.close()

@@ -200,7 +200,7 @@ def test_a_replica_that_is_damaged_or_unwanted_is_not_taken(place: Path) -> None
     destination[:] = bytes(5000)
     with pytest.raises(CorruptCheckpointError):
         tier.shelf.received(f"{name_at(1).folder_name}/shard-00000-of-00001.shard", "digest")
-    tier.shelf.abandon(f"{name_at(1).folder_name}/shard-00000-of-00001.shard")
+    tier.shelf.abort(f"{name_at(1).folder_name}/shard-00000-of-00001.shard")
     for wrong in ("", "step-000000001.e1.r1.g1", "../../etc/passwd", "step-000000001.e1.r1.g1/../x"):
         with pytest.raises(ValueError, match="is no "):
             tier.shelf.destination(wrong, 10)

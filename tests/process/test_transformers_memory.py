@@ -15,7 +15,7 @@ import torch
 
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
-from torchelastic.adapters.hugging_face.rank_state import refuse_sharding
+from torchelastic.adapters.hugging_face.rank_state import require_unsharded
 from torchelastic.adapters.lightning.memory import MemorySaving
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback
@@ -228,8 +228,8 @@ def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_p
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_strategies_that_shard_the_model_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*MemoryStorageWriter"):
-        refuse_sharding("MemoryCheckpointCallback", kind)
-    refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
+        require_unsharded("MemoryCheckpointCallback", kind)
+    require_unsharded("MemoryCheckpointCallback", "MULTI_GPU")
 
 
 @pytest.mark.parametrize("steps", [None, "5", 2.5])

@@ -189,7 +189,7 @@ def test_an_agent_that_fails_leaves_the_lead_to_another_host_if_it_has_it(
         stage.store.put(KEYS.leader, b"another", stage.store.grant_lease(10.0).lease_id)
     stage.go()
     assert stage.host.leads is leads
-    gives_up = stage.host.give_up()
+    gives_up = stage.host.abort()
     assert isinstance(stage.go(coroutine=gives_up), EndWatches)
     stage.go(coroutine=gives_up)
     leader = stage.store.get(KEYS.leader)

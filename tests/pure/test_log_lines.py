@@ -155,7 +155,7 @@ def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they
 ) -> None:
     log = EventLog("a")
     for event in STORY:
-        log.hear(100.0 + event.at_ns / S, event)
+        log.record(100.0 + event.at_ns / S, event)
     assert records == [], "what several workers tell of one moment may still come"
     log.flush()
     assert [(record.created, record.levelname, record.getMessage()) for record in records] == [
@@ -174,7 +174,7 @@ def test_for_programs_each_event_is_told_at_once_with_all_that_it_tells(records:
     log = EventLog("a", each=True)
     told = [event for event in STORY if not isinstance(event, Counted)]
     for number, event in enumerate(told, start=1):
-        log.hear(100.0 + event.at_ns / S, event)
+        log.record(100.0 + event.at_ns / S, event)
         assert len(records) == number
     lines = [json.loads(JsonFormatter(host="a").format(record)) for record in records]
     assert [line["kind"] for line in lines] == [event.kind for event in told]

@@ -85,9 +85,9 @@ def test_the_witness_keeps_what_the_next_round_does_not_repeat() -> None:
     witness.begins(JOINED)
     witness.sees(replace(JOINED, state=RoundState.BROKEN, departed=("b",), edition=2))
     witness.sees(replace(JOINED, number=9, departed=("c",)))  # of another round
-    assert witness.tells(JOINED, next_round("a", "c")) == (ProcessEnded("b"),)
+    assert witness.explains(JOINED, next_round("a", "c")) == (ProcessEnded("b"),)
     witness.begins(next_round("a", "c"))
-    assert witness.tells(next_round("a", "c"), replace(next_round("a"), number=6)) == (LeaseExpired("c"),)
+    assert witness.explains(next_round("a", "c"), replace(next_round("a"), number=6)) == (LeaseExpired("c"),)
 
 
 def test_the_first_error_counts_and_only_where_it_tells_more_than_the_rounds() -> None:
@@ -95,11 +95,11 @@ def test_the_first_error_counts_and_only_where_it_tells_more_than_the_rounds() -
     witness.begins(JOINED)
     witness.sees_error(RuntimeError("Connection closed by peer"))
     witness.sees_error(RuntimeError("Timed out"))
-    assert witness.tells(JOINED, next_round("a", "b", "c")) == (ConnectionClosed(""),)
-    assert witness.tells(JOINED, next_round("a", "b")) == (LeaseExpired("c"), ConnectionClosed(""))
-    assert witness.tells(JOINED, next_round("a", "b", evicted=("c",))) == (MissedProgress("c"),)
+    assert witness.explains(JOINED, next_round("a", "b", "c")) == (ConnectionClosed(""),)
+    assert witness.explains(JOINED, next_round("a", "b")) == (LeaseExpired("c"), ConnectionClosed(""))
+    assert witness.explains(JOINED, next_round("a", "b", evicted=("c",))) == (MissedProgress("c"),)
     witness.sees(replace(JOINED, state=RoundState.BROKEN, departed=("c",)))
-    assert witness.tells(JOINED, next_round("a", "b")) == (ProcessEnded("c"),)
+    assert witness.explains(JOINED, next_round("a", "b")) == (ProcessEnded("c"),)
 
 
 def test_a_recovery_says_its_cause_and_whether_that_is_a_fact() -> None:

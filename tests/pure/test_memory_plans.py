@@ -36,7 +36,7 @@ from torchelastic.checkpoint.compat.flashpoint.plans import (
     NotSavedError,
     RankReport,
     epoch_of,
-    refusal,
+    why_skipped,
 )
 from torchelastic.checkpoint.compat.flashpoint.skipping import SkippedSaves
 from torchelastic.checkpoint.errors import CheckpointError
@@ -47,7 +47,7 @@ from torchelastic.checkpoint.store.host_memory.room import (
     cgroup_available_bytes,
     held_bytes,
     measure,
-    refused_for,
+    why_no_room,
 )
 from torchelastic.checkpoint.store.save_id import SaveId
 
@@ -74,17 +74,17 @@ def pickled(fqn: str, size: int) -> tuple[WriteItem, memoryview]:
 
 
 def test_ranks_of_one_host_need_room_together() -> None:
-    assert refusal([report(0), report(1)], [None, None]) is None
-    refused = refusal([report(0), report(1), report(2)], [None] * 3)
-    assert refused is not None
-    assert (refused.reason, "'a'" in refused.because) == ("tmpfs", True)
-    assert refusal([report(0), report(1, "b"), report(2, "c")], [None] * 3) is None
+    assert why_skipped([report(0), report(1)], [None, None]) is None
+    why_not = why_skipped([report(0), report(1), report(2)], [None] * 3)
+    assert why_not is not None
+    assert (why_not.reason, "'a'" in why_not.because) == ("tmpfs", True)
+    assert why_skipped([report(0), report(1, "b"), report(2, "c")], [None] * 3) is None
 
 
 def test_the_fullest_view_of_a_host_counts() -> None:
-    refused = refusal([report(0), report(1, free=Free(2 * GIB, GIB + DEFAULT_MARGIN_BYTES))], [None, None])
-    assert refused is not None
-    assert refused.reason == "ram"
+    why_not = why_skipped([report(0), report(1, free=Free(2 * GIB, GIB + DEFAULT_MARGIN_BYTES))], [None, None])
+    assert why_not is not None
+    assert why_not.reason == "ram"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_a_rank_allocates(changes: dict[str, Any], share: int | None, expec
 
 def test_a_rank_that_refuses_is_heard_first() -> None:
     why = NotSaved("ram", "no memory", 1)
-    assert refusal([report(0), report(1, refused=why)], [None, None]) == why
+    assert why_skipped([report(0), report(1, why_not=why)], [None, None]) == why
 
 
 def test_plans_that_stand_for_cached_ones_say_nothing_of_shares() -> None:
@@ -256,7 +256,7 @@ sizes = st.integers(0, 2**50)
     ],
 )
 def test_both_the_tmpfs_and_the_memory_count(needed: int, tmpfs: int | None, ram: int, reason: str | None) -> None:
-    why = refused_for(needed, Free(tmpfs, ram), margin_bytes=10)
+    why = why_no_room(needed, Free(tmpfs, ram), margin_bytes=10)
     assert (why and why.reason) == reason
 
 
@@ -264,9 +264,9 @@ def test_both_the_tmpfs_and_the_memory_count(needed: int, tmpfs: int | None, ram
 def test_less_need_and_more_room_never_turn_a_yes_into_a_no(
     needed: int, tmpfs: int | None, ram: int, margin: int, change: int
 ) -> None:
-    if refused_for(needed, Free(tmpfs, ram), margin) is None:
-        assert refused_for(max(0, needed - change), Free(tmpfs, ram), margin) is None
-        assert refused_for(needed, Free(None if tmpfs is None else tmpfs + change, ram + change), margin) is None
+    if why_no_room(needed, Free(tmpfs, ram), margin) is None:
+        assert why_no_room(max(0, needed - change), Free(tmpfs, ram), margin) is None
+        assert why_no_room(needed, Free(None if tmpfs is None else tmpfs + change, ram + change), margin) is None
         assert needed == 0 or needed + margin <= ram
 
 
@@ -275,14 +275,14 @@ def test_less_need_and_more_room_never_turn_a_yes_into_a_no(
 )
 def test_negative_numbers_are_refused(needed: int, tmpfs: int, ram: int, margin: int) -> None:
     with pytest.raises(ValueError, match="negative"):
-        refused_for(needed, Free(tmpfs, ram), margin)
+        why_no_room(needed, Free(tmpfs, ram), margin)
 
 
 def test_the_reason_tells_need_room_and_remedy() -> None:
-    full = str(refused_for(300 * MIB, Free(200 * MIB, 4096 * MIB), 256 * MIB))
+    full = str(why_no_room(300 * MIB, Free(200 * MIB, 4096 * MIB), 256 * MIB))
     for words in ("300 MiB", "200 MiB", "4.00 GiB", "256 MiB", "size=", "prune --dead"):
         assert words in full
-    poor = str(refused_for(300 * MIB, Free(None, 100 * MIB)))
+    poor = str(why_no_room(300 * MIB, Free(None, 100 * MIB)))
     for words in ("no limit on the tmpfs", "100 MiB of memory", "memory limit", "prune --dead"):
         assert words in poor
 
@@ -359,7 +359,7 @@ def test_what_is_held_counts_each_file_once(tmp_path: Path) -> None:
 def test_warnings_come_at_powers_of_two_and_metrics_always(caplog: pytest.LogCaptureFixture) -> None:
     published: list[tuple[str, str, float]] = []
     skips = SkippedSaves(lambda *metric: published.append(metric))
-    why = refused_for(300 * MIB, Free(200 * MIB, 4096 * MIB))
+    why = why_no_room(300 * MIB, Free(200 * MIB, 4096 * MIB))
     assert why is not None
     with caplog.at_level(logging.WARNING):
         for step in range(1, 10):

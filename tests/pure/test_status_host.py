@@ -58,7 +58,7 @@ def a_book() -> HostLedger:
 
 def status_at(now_ns: int, round_: int = 1) -> HostStatus:
     view = HostView("h", "1", clock_ns=lambda: now_ns, wall_s=lambda: WALL_S)
-    view.heard_of(Round(round_, RoundState.RUNNING))
+    view.update_round(Round(round_, RoundState.RUNNING))
     return view.status(a_book())
 
 
@@ -66,7 +66,7 @@ def test_a_run_that_is_over_has_no_rate() -> None:
     clock = Clock()
     view = HostView("h", "1", clock_ns=clock, wall_s=clock.wall_s)
     for state, steps in ((RoundState.RUNNING, 20), (RoundState.RUNNING, 40), (RoundState.CLOSED, 40)):
-        view.heard_of(Round(1, state))
+        view.update_round(Round(1, state))
         started = Start(at_ns=0, worker="h-1/0.0")
         status = view.status(HostLedger().after_all([started, counted("h-1/0.0", trained(clock.ns, steps))]))
         assert bool(status.workers[0].steps_per_s) == (steps == 40 and state is RoundState.RUNNING)
@@ -96,20 +96,20 @@ def test_a_book_of_nothing_is_a_status_of_nothing() -> None:
 def test_the_view_tells_processes_values_the_round_and_the_last_events() -> None:
     clock = Clock()
     view = HostView("h", "1", clock_ns=clock, wall_s=clock.wall_s)
-    view.heard_of(Round(1, RoundState.RUNNING))
+    view.update_round(Round(1, RoundState.RUNNING))
     first_s = clock.wall_s()
     clock.ns += 7 * S
-    view.heard_of(Round(1, RoundState.RUNNING, because="said again"))
+    view.update_round(Round(1, RoundState.RUNNING, because="said again"))
     view.published(0, [("mine", "loss", 0.5), ("torchelastic", "train_step.duration.ms", 9.0)])
     view.published(1, [("mine", "loss", 0.7)])
-    view.hear(clock.wall_s() - 3, Join(at_ns=0, worker="h-1/0.0", round=1, rank=0, world_size=2))
+    view.record(clock.wall_s() - 3, Join(at_ns=0, worker="h-1/0.0", round=1, rank=0, world_size=2))
     status = view.status(a_book(), 2.0, pids={"h-1/0.0": 77}, journal="/logs", address="http://x", is_etcd_away=True)
     assert (status.round, status.round_state, status.round_since_s) == (1, "running", first_s)
     assert [(worker.pid, dict(worker.values)) for worker in status.workers] == [(77, {"loss": 0.5}), (0, {"loss": 0.7})]
     assert (status.journal, status.address, status.is_etcd_away, status.every_s) == ("/logs", "http://x", True, 2.0)
     assert [line.at_s for line in status.events] == [clock.wall_s() - 3]
     view.ended(1)
-    view.heard_of(Round(1, RoundState.BROKEN))
+    view.update_round(Round(1, RoundState.BROKEN))
     status = view.status(a_book())
     assert [dict(worker.values) for worker in status.workers] == [{"loss": 0.5}, {}], "its place is another's by now"
     assert status.round_since_s == clock.wall_s()
@@ -118,7 +118,7 @@ def test_the_view_tells_processes_values_the_round_and_the_last_events() -> None
 def test_counts_are_no_news() -> None:
     view = HostView("h", "1")
     for event in (Start(at_ns=1, worker="h/0"), counted("h/0", trained(1, 2))):
-        view.hear(1.0, event)
+        view.record(1.0, event)
     assert len(view.status(HostLedger()).events) == 1
 
 

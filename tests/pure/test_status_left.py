@@ -120,7 +120,7 @@ def test_losses_stay_among_the_events_of_a_day_of_saves() -> None:
     ]  # fmt: skip
     events += [Save(at_ns=10**14 + step * 10**9, worker="a-1/0.1", round=1, step=step) for step in range(5000)]
     for event in events:
-        view.hear(NOW_S + (event.at_ns - 10**15) / 1e9, event)
+        view.record(NOW_S + (event.at_ns - 10**15) / 1e9, event)
     for told in (view.lines(), view.status(HostLedger()).events):
         assert [line.kind for line in told[:2]] == ["end", "store_outage"]
         assert told[-1].text.startswith("saved step 4999")

@@ -51,8 +51,8 @@ def test_a_group_is_as_far_as_its_fastest_member_and_the_loss_is_that_of_the_fir
 def test_a_host_knows_the_end_from_what_its_workers_say_when_they_begin() -> None:
     view = HostView("h", "1")
     book = HostLedger().after_all([Start(at_ns=0, worker="h-1/0.0")])
-    view.heard_of(Round(1, RoundState.RUNNING))
-    view.hear(0.0, Restore(at_ns=0, worker="h-1/0.0", step=0, end_step=16))
+    view.update_round(Round(1, RoundState.RUNNING))
+    view.record(0.0, Restore(at_ns=0, worker="h-1/0.0", step=0, end_step=16))
     (worker,) = view.status(book).workers
     assert worker.end_step == 16
     assert view.furthest(book) == Progress(step=-1, end_step=16)

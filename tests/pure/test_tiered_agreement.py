@@ -43,7 +43,7 @@ def test_all_ranks_get_the_manifest_of_all_shards() -> None:
     rig.ranks[0].publish(NAME, "disk", manifest)
     assert manifest.shards == tuple(record(rank, 3) for rank in range(3))
     assert (manifest.metrics["loss"], manifest.saved_s, manifest.run_id) == (1.5, 7.0, "run")
-    assert [rig.ranks[rank].hear(NAME, "disk") for rank in (1, 2)] == [manifest] * 2
+    assert [rig.ranks[rank].verdict(NAME, "disk") for rank in (1, 2)] == [manifest] * 2
 
 
 def test_rank_0_names_who_has_not_stored() -> None:
@@ -71,15 +71,15 @@ def test_why_a_rank_could_not_store_is_what_all_are_told() -> None:
     rig.ranks[1].stored(NAME, "disk", None, "the disk is full")
     with pytest.raises(NotPublishedError, match="the disk is full"):
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
-    rig.ranks[0].refuse(NAME, "disk", NotPublishedError("the disk is full"))
+    rig.ranks[0].abort(NAME, "disk", NotPublishedError("the disk is full"))
     with pytest.raises(NotPublishedError, match="the disk is full"):
-        rig.ranks[1].hear(NAME, "disk")
+        rig.ranks[1].verdict(NAME, "disk")
 
 
 def test_who_hears_no_verdict_waits_longer_than_rank_0_and_knows_that_there_was_none() -> None:
     rig = Rig(2)
     with pytest.raises(OutOfStepError, match="rank 0") as caught:
-        rig.ranks[1].hear(NAME, "disk")
+        rig.ranks[1].verdict(NAME, "disk")
     assert not isinstance(caught.value, NotPublishedError)
     assert rig.clock() >= 20.0
 
@@ -102,14 +102,14 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group_with_its_reason() -> Non
             raise RuntimeError("connection reset by peer")
 
     agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), 10.0))
-    for attempt in (lambda: agreement.hear(NAME, "disk"), lambda: agreement.done()):
+    for attempt in (lambda: agreement.verdict(NAME, "disk"), lambda: agreement.done()):
         with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
             attempt()
 
 
 def test_a_save_that_all_have_stored_does_not_fail_because_its_notes_cannot_be_thrown_away() -> None:
     class GivenUp(Drawer):
-        def drop(self, key: str) -> None:
+        def delete(self, key: str) -> None:
             raise RuntimeError("its connection was given up")
 
     notes = Notes(GivenUp(), 10.0)
@@ -134,7 +134,7 @@ def test_notes_do_not_pile_up() -> None:
         for rank in (0, 1):
             rig.store(rank, name)
         rig.ranks[0].publish(name, "disk", rig.ranks[0].gather(name, "disk", {}, 0.0))
-        rig.ranks[1].hear(name, "disk")
+        rig.ranks[1].verdict(name, "disk")
         for rank in (0, 1):
             rig.ranks[rank].done()
         left.append(len(rig.region._notes))
@@ -145,20 +145,20 @@ def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long()
     rig = Rig(2)
     rig.ranks[0].done()
     with pytest.raises(OutOfStepError, match="rank 1"):
-        rig.ranks[0].see_off(2.0)
+        rig.ranks[0].wait_for_ranks(2.0)
     assert rig.clock() < 3.0
-    rig.ranks[0].see_off(2.0)
+    rig.ranks[0].wait_for_ranks(2.0)
     rig.ranks[0].done()
     rig.ranks[1].done()
     rig.ranks[1].done()
-    rig.ranks[0].see_off(2.0)
-    rig.ranks[1].see_off(2.0)
+    rig.ranks[0].wait_for_ranks(2.0)
+    rig.ranks[1].wait_for_ranks(2.0)
     assert rig.clock() < 3.0
 
 
 def test_what_rank_0_leaves_out_nobody_begins() -> None:
     rig, newer = Rig(2), SaveId(1, 2, 4, 5)
-    rig.ranks[0].leave_out(NAME, "disk", "a newer one has come")
+    rig.ranks[0].skip_unbegun(NAME, "disk", "a newer one has come")
     with pytest.raises(SupersededError, match="a newer one has come"):
         rig.ranks[1].begin(NAME, "disk")
     rig.ranks[0].begin(newer, "disk")
@@ -172,14 +172,14 @@ def test_what_rank_0_leaves_out_nobody_begins() -> None:
 def test_what_another_rank_leaves_out_is_published_by_none_and_is_no_failure() -> None:
     rig = Rig(3)
     rig.ranks[0].begin(NAME, "disk")
-    rig.ranks[2].leave_out(NAME, "disk", "a newer one has come")
+    rig.ranks[2].skip_unbegun(NAME, "disk", "a newer one has come")
     for rank in (0, 1):
         rig.store(rank)
     with pytest.raises(SupersededError, match="a newer one has come") as left_out:
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
-    rig.ranks[0].refuse(NAME, "disk", left_out.value)
+    rig.ranks[0].abort(NAME, "disk", left_out.value)
     with pytest.raises(SupersededError, match="a newer one has come"):
-        rig.ranks[1].hear(NAME, "disk")
+        rig.ranks[1].verdict(NAME, "disk")
 
 
 def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_hears_of_the_one_before() -> None:
@@ -192,8 +192,8 @@ def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_h
             super().post(key, words)
             self.there.add(key)
 
-        def drop(self, key: str) -> None:
-            super().drop(key)
+        def delete(self, key: str) -> None:
+            super().delete(key)
             self.there.discard(key)
 
     drawer = Counted()
@@ -205,11 +205,11 @@ def test_no_notes_pile_up_where_each_save_fails_and_a_rank_that_declines_still_h
             rank.stored(name, "disk", None, "the disk is full")
         with pytest.raises(NotPublishedError):
             ranks[0].gather(name, "disk", {}, 0.0)
-        ranks[0].refuse(name, "disk", OSError("the disk is full"))
+        ranks[0].abort(name, "disk", OSError("the disk is full"))
     assert len(drawer.there) <= 4, sorted(drawer.there)
     ranks[0].stored(names[-1], "disk", record(0, 2))
-    ranks[1].decline(names[-1], "disk", "its memory is full")
+    ranks[1].skip(names[-1], "disk", "its memory is full")
     with pytest.raises(NotPublishedError, match="its memory is full"):
         ranks[0].gather(names[-1], "disk", {}, 0.0)
     with pytest.raises(NotPublishedError, match="the disk is full"):
-        ranks[1].hear(names[-2], "disk")
+        ranks[1].verdict(names[-2], "disk")

@@ -143,16 +143,16 @@ def test_a_name_is_not_missed_in_a_torch_that_does_not_have_it_yet_or_does_not_n
 def test_what_is_said_of_a_torch_that_this_package_cannot_work_with() -> None:
     needed = next(name for name in NAMES if name.is_needed)
     optional = next(name for name in NAMES if not name.is_needed)
-    assert canary.refusal("2.15.0+cpu", ()) is None
-    assert canary.refusal("99.0.0", [optional]) is None
-    assert canary.refusal("2.5.1+cu121", ()) == (
+    assert canary.why_unusable("2.15.0+cpu", ()) is None
+    assert canary.why_unusable("99.0.0", [optional]) is None
+    assert canary.why_unusable("2.5.1+cu121", ()) == (
         "torch 2.5.1+cu121 is too old for torchelastic, which needs torch 2.6 or newer: pip install 'torch>=2.6'"
     )
-    assert canary.refusal("99.1.0", [optional, needed]) == (
+    assert canary.why_unusable("99.1.0", [optional, needed]) == (
         f"torch 99.1.0 is newer than this release of torchelastic knows: it has no {needed.path}, which is needed for "
         f"{needed.purpose}; pip install 'torch<={NEWEST_TESTED_TORCH}'"
     )
-    assert "not as it was released" in str(canary.refusal(OLDEST_TORCH + ".0", [needed]))
+    assert "not as it was released" in str(canary.why_unusable(OLDEST_TORCH + ".0", [needed]))
 
 
 TRAINER = "import torchelastic; torchelastic.{name}"

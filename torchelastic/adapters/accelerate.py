@@ -20,7 +20,7 @@ from torchelastic.adapters.hugging_face.rank_state import (
     belongs_to,
     own_part,
     part_from,
-    refuse_sharding,
+    require_unsharded,
     rng_state,
     save_step,
     set_rng_state,
@@ -70,7 +70,7 @@ class MemoryCheckpointer:
     ) -> None:
         if not isinstance(accelerator, accelerate.Accelerator):
             raise TypeError(f"the accelerator is a {type(accelerator).__name__}: give the accelerate.Accelerator")
-        refuse_sharding("MemoryCheckpointer", str(accelerator.distributed_type.value))
+        require_unsharded("MemoryCheckpointer", str(accelerator.distributed_type.value))
         self._accelerator = accelerator
         self._tier = StorageTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)
         self.extra: dict[str, Any] = {}

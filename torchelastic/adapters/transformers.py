@@ -27,7 +27,7 @@ from torchelastic.adapters.hugging_face.rank_state import (
     distributed_kind,
     own_part,
     part_from,
-    refuse_sharding,
+    require_unsharded,
     rng_state,
     save_step,
     split_model,
@@ -133,7 +133,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         durable = durable_checkpoints(args.output_dir)
         best = max(durable, default=None)
         if self._tier is not None:
-            refuse_sharding("MemoryCheckpointCallback", distributed_kind())
+            require_unsharded("MemoryCheckpointCallback", distributed_kind())
             self._tier.start()
             newest = self._tier.newest()
             best = _best_for_all(self._tier, durable)
@@ -210,7 +210,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         self._args = args
         if self._tier is None:
             return
-        refuse_sharding("MemoryCheckpointCallback", distributed_kind())
+        require_unsharded("MemoryCheckpointCallback", distributed_kind())
         if args.restore_callback_states_from_checkpoint and self._trainer is None:
             raise ValueError(
                 "restore_callback_states_from_checkpoint is set, and the callbacks of the Trainer are not known: call "

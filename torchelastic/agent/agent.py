@@ -139,7 +139,7 @@ class Agent:
             # not before: until etcd has answered, its name may be known to nobody yet
             self.connections.address = address or address_towards(self._options.url.endpoints)
         except (StoreError, InterfaceError, OSError) as error:
-            return await self._refuse(f"{error}; the run was not started")
+            return await self._fail(f"{error}; the run was not started")
         self._look_at_address()
         self.connections.run_was_closed = self.membership.host.round.is_over
         if self.connections.run_was_closed and self._make_supervisor is not None:
@@ -193,9 +193,9 @@ class Agent:
                 address,
             )
 
-    async def _refuse(self, message: str) -> Outcome:
+    async def _fail(self, message: str) -> Outcome:
         """Nothing can be done: say so to the owner, if that is who waits, or to the person at the terminal."""
-        self.connections.refuse("unavailable", message)
+        self.connections.fail_all("unavailable", message)
         if self._options.owner_pid is not None:
             await _within(5.0, process_end(self._options.owner_pid))
             message = ""  # the owner has said it

@@ -55,7 +55,7 @@ class WorkerConnection:
     done_since_s: float = 0.0
     is_evicted: bool = False
 
-    def tell(self, message: wire.Message) -> None:
+    def send(self, message: wire.Message) -> None:
         """Send without waiting; a worker that has gone is noticed elsewhere."""
         if not self.writer.is_closing():
             self.writer.write(wire.encode(message))
@@ -99,7 +99,7 @@ class Connections:
         self._knows_elsewhere = False
         self._count = 0
         self._open = asyncio.Event()
-        self._refusal: wire.Message | None = None
+        self._fatal: wire.Message | None = None
         self._contact: Contact | None = None
         self._away_since_s: float | None = None
         self._server: asyncio.AbstractServer | None = None
@@ -119,9 +119,9 @@ class Connections:
         """Answer workers; before that, they are kept waiting."""
         self._open.set()
 
-    def refuse(self, kind: str, message: str) -> None:
+    def fail_all(self, kind: str, message: str) -> None:
         """Answer every worker with an error that ends it."""
-        self._refusal = {"op": "fatal", "kind": kind, "message": message}
+        self._fatal = {"op": "fatal", "kind": kind, "message": message}
         self._open.set()
 
     async def stop(self) -> None:
@@ -136,16 +136,16 @@ class Connections:
         """Tell the workers what concerns them."""
         match event:
             case events.RoundChanged(round_):
-                self._tell_round(round_)
+                self._send_round(round_)
             case events.StoreAnswered(_, contact):
-                self._tell_contact(contact)
+                self._send_contact(contact)
             case events.StoreReach(in_reach):
                 self._away_since_s = None if in_reach else self._clock()
                 self._decide_alone()
             case events.WaitTimedOut(member_id, message):
                 connection = self.by_member[member_id]
                 connection.waiting_since_s = None
-                connection.tell({"op": "fatal", "kind": "timeout", "message": message})
+                connection.send({"op": "fatal", "kind": "timeout", "message": message})
                 self._publish(events.MemberWithdrawn(member_id))
             case events.WorkerExited(_, pid):
                 self.process_gone(pid)
@@ -167,7 +167,7 @@ class Connections:
         connection = self.by_member.get(member_id)
         return None if connection is None else connection.waiting_since_s
 
-    def _tell_round(self, round_: Round) -> None:
+    def _send_round(self, round_: Round) -> None:
         """Every worker is notified of every change of the round, and decides itself what that means for it."""
         self.round = round_
         message = {"op": "round", "round": round_to_dict(round_)}
@@ -175,7 +175,7 @@ class Connections:
             is_granted = self._is_in_a_group(connection) and connection.member.ready_for <= round_.number
             if is_granted or round_.is_over:
                 connection.waiting_since_s = None
-            connection.tell(message)
+            connection.send(message)
             if self._let_go(connection):
                 continue
             again = None if connection.waiting_since_s is None else asks_again(connection.member, round_)
@@ -190,15 +190,15 @@ class Connections:
         waiting = [name for name, connection in self.by_member.items() if connection.waiting_since_s is not None]
         told = decides_alone(self.round, tuple(self.members().values()), waiting)
         if told is not None:
-            self._tell_round(told)
+            self._send_round(told)
 
-    def _tell_contact(self, contact: Contact) -> None:
+    def _send_contact(self, contact: Contact) -> None:
         """Every worker hears how long it may go on without a further sign of the store."""
         if math.isinf(contact.commit_until_s) or (self._contact and contact.leave_at_s <= self._contact.leave_at_s):
             return
         self._contact = contact
         for connection in self.by_member.values():
-            connection.tell(_contact_message(contact))
+            connection.send(_contact_message(contact))
 
     def members(self) -> dict[int, Member]:
         """What the connected workers have last said of themselves, by their processes."""
@@ -228,7 +228,7 @@ class Connections:
         """A worker's process has ended: whatever it was, it is no member any more, unless it had finished."""
         self._publish(events.ProcessDied(pid))
         for connection in [c for c in self.by_member.values() if c.pid == pid]:
-            self._drop(connection)
+            self._release(connection)
 
     def is_own(self, member_id: str) -> bool:
         """Whether it is a member of this agent, though it may have ended since."""
@@ -244,7 +244,7 @@ class Connections:
         if connection is None:
             return None
         connection.is_evicted = True
-        self._drop(connection)
+        self._release(connection)
         return connection.pid
 
     # --- one connection ---------------------------------------------------------------------------
@@ -254,8 +254,8 @@ class Connections:
         try:
             _refuse_strangers(writer)
             await self._open.wait()
-            if self._refusal is not None:
-                writer.write(wire.encode(self._refusal))
+            if self._fatal is not None:
+                writer.write(wire.encode(self._fatal))
                 await writer.drain()
                 return
             async for line in reader:
@@ -265,7 +265,7 @@ class Connections:
                         raise wire.WireError("a second 'hello': one connection, one member")
                     connection = self._welcome(message, writer)
                 elif message["op"] == "elsewhere":
-                    self._hear_elsewhere(message)
+                    self._on_elsewhere(message)
                     return
                 elif message["op"] == "metrics-hello":
                     await self._serve_metrics(message, reader)
@@ -284,9 +284,9 @@ class Connections:
         finally:
             writer.close()
             if connection is not None:
-                self._drop(connection)
+                self._release(connection)
 
-    def _hear_elsewhere(self, message: wire.Message) -> None:
+    def _on_elsewhere(self, message: wire.Message) -> None:
         """A worker's script names another run: all that is done for it here is to start it again."""
         told = checked("elsewhere", message, wire.Elsewhere)
         if not self._knows_elsewhere:
@@ -313,7 +313,7 @@ class Connections:
         self.processes[member.member_id] = Process.of(connection.pid)
         if told.notice:
             self._watch_for_death(connection.pid)
-        connection.tell(
+        connection.send(
             {
                 "op": "welcome",
                 "member": member.member_id,
@@ -323,9 +323,9 @@ class Connections:
             }
         )
         if self._contact is not None:
-            connection.tell(_contact_message(self._contact))
+            connection.send(_contact_message(self._contact))
         if self.round is not None:
-            connection.tell({"op": "round", "round": round_to_dict(self.round)})
+            connection.send({"op": "round", "round": round_to_dict(self.round)})
         return connection
 
     def _watch_for_death(self, pid: int) -> None:
@@ -359,7 +359,7 @@ class Connections:
             self._publish(events.MemberDeclared(connection.member))
             self._decide_alone()
             await self._until_written()
-            connection.tell({"op": "noted"})
+            connection.send({"op": "noted"})
         else:
             raise wire.WireError(f"unknown op {op!r}")
 
@@ -396,8 +396,8 @@ class Connections:
         if connection.waiting_since_s is None or not member.leaving or not may_go(member, self.round):
             return False
         connection.waiting_since_s, connection.is_evicted = None, True
-        connection.tell({"op": "fatal", "kind": "drained", "message": f"{member.member_id} has left the run"})
-        self._drop(connection)
+        connection.send({"op": "fatal", "kind": "drained", "message": f"{member.member_id} has left the run"})
+        self._release(connection)
         return True
 
     async def _serve_metrics(self, hello: wire.Message, reader: asyncio.StreamReader) -> None:
@@ -408,7 +408,7 @@ class Connections:
                 raise wire.WireError("metrics without a list of 'items', each of a group, a name and a value")
             self._publish(events.MetricsPublished(local_rank, items))
 
-    def _drop(self, connection: WorkerConnection) -> None:
+    def _release(self, connection: WorkerConnection) -> None:
         known = self.by_member.pop(connection.member.member_id, None)
         if not self.by_member:
             self.emptied.set()

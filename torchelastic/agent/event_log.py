@@ -41,7 +41,7 @@ class EventLog:
         self._host, self._each = host, each
         self._pending: list[tuple[float, LedgerEvent]] = []
 
-    def hear(self, at_s: float, event: LedgerEvent) -> None:
+    def record(self, at_s: float, event: LedgerEvent) -> None:
         """Log it, now or with the next `flush`; when it was, in Unix seconds."""
         self._pending.append((at_s, event))
         if self._each or len(self._pending) >= _MOST_PENDING:

@@ -82,7 +82,7 @@ class FailureReporter:
         joined = self._joined
         self._witness.sees(round_)
         if joined.roster and not round_.is_over:
-            for loss in self._witness.tells(joined, round_):
+            for loss in self._witness.explains(joined, round_):
                 self._add_loss(loss)
         if round_.state is RoundState.RUNNING and round_.number > joined.number:
             self._joined, self._lost = round_, {}

@@ -62,7 +62,7 @@ class LedgerRecorder:
         journal = _journal(folder, host, incarnation, head)
         self._log = EventLog(host, each=logs_each)
         self.journal = "" if folder is None else str(folder.absolute())
-        self.keeper = LedgerKeeper(socket_path, f"{host}-{incarnation}", journal, listener=self._heard)
+        self.keeper = LedgerKeeper(socket_path, f"{host}-{incarnation}", journal, listener=self._on_event)
         self._workers, self._sees_store, self._publish = workers, sees_store, publish
         self._contact_s: float | None = None
         self._left: set[int] = set()
@@ -101,10 +101,10 @@ class LedgerRecorder:
                 except Exception:  # the ledger must never end the agent, and with it the workers
                     log.exception("the end of worker %d is missing in the ledger", worker.local_rank)
 
-    def _heard(self, event: LedgerEvent) -> None:
+    def _on_event(self, event: LedgerEvent) -> None:
         if not isinstance(event, Counted):  # which is no news
             at_s = time.time() - (time.monotonic_ns() - event.at_ns) / 1e9
-            self._log.hear(at_s, event)
+            self._log.record(at_s, event)
             self._publish(events.LedgerWritten(at_s, event))
 
     def _ended(self, worker: Worker, pid: int) -> None:

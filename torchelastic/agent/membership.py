@@ -120,7 +120,7 @@ class Membership:
                 keep_running(
                     "the session with etcd",
                     lambda: self._drive(self.host.run(), self._writer),
-                    lambda: self._drive(self.host.give_up(), self._writer),
+                    lambda: self._drive(self.host.abort(), self._writer),
                 )
             ),
             asyncio.create_task(

@@ -140,7 +140,7 @@ class PlainMember:
             env={**os.environ, **ranks(self._client.member_id, round_), LAUNCHER_GRACE_VARIABLE: f"{END_GRACE_S:.0f}"},
             start_new_session=True,  # it is ended together with its data loaders
         )
-        threading.Thread(target=self._tell_end, args=(script,), name="script", daemon=True).start()
+        threading.Thread(target=self._report_end, args=(script,), name="script", daemon=True).start()
         while script.poll() is None and not self._is_over(round_):
             self._changed.wait(_LOOK_S)
             self._changed.clear()
@@ -151,7 +151,7 @@ class PlainMember:
             self._wait_for_blame(round_)
         return None if script.returncode != 0 and self._is_over(round_) else script.returncode
 
-    def _tell_end(self, script: subprocess.Popen[bytes]) -> None:
+    def _report_end(self, script: subprocess.Popen[bytes]) -> None:
         script.wait()
         self._changed.set()
 

@@ -73,9 +73,9 @@ class StatusPublisher:
         """Take note of what the status says."""
         match event:
             case RoundChanged(round_):
-                self.view.heard_of(round_)
+                self.view.update_round(round_)
             case LedgerWritten(at_s, happened):
-                self.view.hear(at_s, happened)
+                self.view.record(at_s, happened)
             case MetricsPublished(local_rank, items):
                 self.view.published(local_rank, items)
             case WorkerExited(worker):

@@ -56,7 +56,7 @@ class WorkerLines:
         stream: str,
         pipe: IO[bytes],
         file: WorkerLog | None,
-        heard: Callable[[str], None] = lambda _text: None,
+        on_line: Callable[[str], None] = lambda _text: None,
         *,
         prompts: bool = False,
     ) -> None:
@@ -67,7 +67,7 @@ class WorkerLines:
             stream: "stdout" or "stderr".
             pipe: its end for reading.
             file: takes the bytes, too.
-            heard: called with each line.
+            on_line: called with each line.
             prompts: whether somebody at the terminal may be asked.
         """
         reader = asyncio.StreamReader(limit=_MOST_LINE_BYTES)
@@ -82,11 +82,11 @@ class WorkerLines:
             line += decoder.decode(piece)
             if line.endswith("\n") or len(line) >= _MOST_LINE_BYTES:
                 self._show(self._terminal.said, *said, line.rstrip("\n"))
-                heard(plain_text(line.rstrip("\n")))
+                on_line(plain_text(line.rstrip("\n")))
                 line = ""
             elif prompts and is_prompt(line):
                 self._show(self._terminal.asks, *said, line)
-                heard(line)
+                on_line(line)
                 line = ""  # the answer ends this line on the screen
             else:
                 line = line[line.rstrip("\r").rfind("\r") + 1 :]
@@ -94,7 +94,7 @@ class WorkerLines:
         line += decoder.decode(b"", final=True)
         if line:
             self._show(self._terminal.said, *said, line)
-            heard(plain_text(line))
+            on_line(plain_text(line))
         transport.close()
 
     def _show(self, show: Callable[[int, str, str], None], local_rank: int, stream: str, text: str) -> None:
@@ -150,7 +150,7 @@ class WorkerLog:
         self._opens, self._on_failure = opens, on_failure
         self._queue: queue.SimpleQueue[bytes | int | None] = queue.SimpleQueue()
         self._is_closed = False
-        self._put_bytes = self._left_out_bytes = 0
+        self._put_bytes = self._skipped_bytes = 0
         # of the thread
         self._descriptor = -1
         self._done_bytes = self._missing_bytes = 0
@@ -165,16 +165,16 @@ class WorkerLog:
         if self._is_closed:
             return
         if self._put_bytes - self._done_bytes > _MOST_WAITING_BYTES:
-            self._left_out_bytes += len(text)
+            self._skipped_bytes += len(text)
             return
-        self._put_left_out()
+        self._put_skipped()
         self._put_bytes += len(text)
         self._queue.put(text)
 
     def close(self) -> None:
         """There is no more to write; raises nothing. To be called once."""
         self._is_closed = True
-        self._put_left_out()
+        self._put_skipped()
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -182,10 +182,10 @@ class WorkerLog:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put_left_out(self) -> None:
-        if self._left_out_bytes:
-            self._queue.put(self._left_out_bytes)
-            self._left_out_bytes = 0
+    def _put_skipped(self) -> None:
+        if self._skipped_bytes:
+            self._queue.put(self._skipped_bytes)
+            self._skipped_bytes = 0
 
     def _run(self) -> None:
         try:

@@ -264,7 +264,7 @@ class LoopCheckpoints(LoopObserver):
         if peers is not None:
             peers.close()
 
-    def gives_up(self) -> None:
+    def stop_waiting(self) -> None:
         """The time is over: `over` waits for nothing any more."""
         self._has_ended = True
 

@@ -331,7 +331,7 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
             NonRetryableException: it was consumed on another thread, and so ahead of the step.
         """
         self._require_drawn_here()
-        left_out: tuple[int, ...] = ()
+        deferred: tuple[int, ...] = ()
         if self._is_taken and not self._has_drawn:
             self._uncounted_steps += 1
             if self._uncounted_steps == _UNCOUNTED_STEPS:
@@ -342,9 +342,9 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
                     self._uncounted_steps,
                 )
         if self._reassignment is not None and self._pending:
-            left_out = self._of(self._batch(self._progress.position), self._reassignment.postponed)
+            deferred = self._of(self._batch(self._progress.position), self._reassignment.postponed)
             self._reassignment = None
-        self._progress = self._progress.advanced(self._next, left_out)
+        self._progress = self._progress.advanced(self._next, deferred)
         self._next = self._progress.position
         self._step_is_over(committed=True)
 

@@ -65,14 +65,14 @@ class EpochProgress:
         start = self.size * (number - max(self.number, self.regular)) if epoch == self.epoch else 0
         return self.postponed[start : start + self.size]
 
-    def advanced(self, to: Position, left_out: tuple[int, ...] = ()) -> EpochProgress:
-        """All batches before `to` are committed, except for the samples of `left_out`, which are trained later.
+    def advanced(self, to: Position, deferred: tuple[int, ...] = ()) -> EpochProgress:
+        """All batches before `to` are committed, except for the samples of `deferred`, which are trained later.
 
         Those that are left out in the last batch of an epoch make the epoch longer.
         """
         end = to[1] if to[0] == self.epoch else self.batches_in(self.epoch)
         trained = self.size * max(0, end - max(self.number, self.regular))
-        postponed = self.postponed[trained:] + left_out
+        postponed = self.postponed[trained:] + deferred
         if to[0] == self.epoch or postponed:
             return replace(self, number=end, postponed=postponed)
         return replace(self, epoch=to[0], number=to[1], postponed=())

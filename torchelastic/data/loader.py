@@ -16,7 +16,7 @@ from torchelastic.data.worker_processes import WorkerProcesses
 from torchelastic.observe.ledger.meter import this_worker
 
 # What the sampler decides, and what would hand out batches in another order than they are counted in.
-_REFUSED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+_DECIDED_BY_SAMPLER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
 
 
 class _UpcomingBatches:
@@ -72,9 +72,11 @@ class ElasticLoader(Iterator[Any]):
             raise ValueError(
                 f"the dataset has {size} samples but its sampler was made for {sampler.dataset_size}: make them equal"
             )
-        refused = [name for name in _REFUSED if name in dataloader_kwargs]
-        if refused:
-            raise ValueError(f"ElasticLoader does not take {', '.join(refused)}: the sampler decides what comes when")
+        unsupported = [name for name in _DECIDED_BY_SAMPLER if name in dataloader_kwargs]
+        if unsupported:
+            raise ValueError(
+                f"ElasticLoader does not take {', '.join(unsupported)}: the sampler decides what comes when"
+            )
         self.dataset = dataset
         self.sampler = sampler
         self._options = dict(dataloader_kwargs)

@@ -40,7 +40,7 @@ class Capabilities:
     is_abortable: bool
 
 
-def why_refused(backend: Capabilities) -> str | None:
+def why_unfit(backend: Capabilities) -> str | None:
     """Why no group with this backend can be protected from a lost worker, with the remedy; None: it can. Pure."""
     if backend.is_gloo or (backend.tells_errors and backend.is_abortable):
         return None
@@ -72,10 +72,10 @@ def capabilities(name: str, backend: Any) -> Capabilities:
     )
 
 
-def refuse_unknown(group: dist.ProcessGroup) -> None:
-    """Raise UnfitError where a group that was just made has a backend that cannot be protected; see `why_refused`."""
+def require_fit(group: dist.ProcessGroup) -> None:
+    """Raise UnfitError where a group that was just made has a backend that cannot be protected; see `why_unfit`."""
     for name, backend in backends(group):
-        why = why_refused(capabilities(name, backend))
+        why = why_unfit(capabilities(name, backend))
         if why is not None:
             raise UnfitError(why)
 

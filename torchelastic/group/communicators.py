@@ -102,7 +102,7 @@ def abort() -> None:
             # asked for here: soon torch knows nothing of the group any more
             parts = [backend for _, backend in engines(group)]
             thread = threading.Thread(
-                target=_give_up, args=(parts, [group]), name="torchelastic-nccl-abort", daemon=True
+                target=_release_parts, args=(parts, [group]), name="torchelastic-nccl-abort", daemon=True
             )
             _threads.append(thread)
             thread.start()
@@ -133,7 +133,7 @@ def _communicators() -> list[dist.ProcessGroup]:
     return [group for group, backend, _ in process_groups.all_groups() if backend != GLOO]
 
 
-def _give_up(parts: list[Any], its: list[dist.ProcessGroup]) -> None:
+def _release_parts(parts: list[Any], its: list[dist.ProcessGroup]) -> None:
     while parts:
         backend = parts.pop()
         try:

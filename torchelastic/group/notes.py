@@ -35,7 +35,7 @@ class Mailbox(Protocol):
     def look(self, key: str) -> bytes | None:
         """Read a note; None: there is none yet. Never waits for one."""
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """Throw a note away; there may be none."""
 
     def end(self, grace_s: float) -> None:
@@ -56,7 +56,7 @@ class Drawer:
         """See `Mailbox`."""
         return self._notes.get(key)
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """See `Mailbox`."""
         self._notes.pop(key, None)
 
@@ -108,10 +108,10 @@ class Notes:
         except RuntimeError as error:
             raise _ended(error) from error
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """Throw a note away that all who need it have read; there may be none."""
         with self._lock, suppress(RuntimeError):  # the group has ended, and its notes with it: what they said was heard
-            self._mailbox.drop(key)
+            self._mailbox.delete(key)
 
     def wait(self, key: str, rank: int, timeout_s: float | None = None, at_least: int | None = None) -> Any:
         """Read a note, when it is there.

@@ -63,7 +63,7 @@ class OwnConnection:
         Raises:
             RuntimeError: rank 0 is gone, or does not answer, or the connection was given up.
         """
-        self._is_idle.clear()  # before the look at what `give_up` sets before it looks at this
+        self._is_idle.clear()  # before the look at what `abort` sets before it looks at this
         try:
             if self._is_over.is_set():
                 raise RuntimeError("its connection was given up")
@@ -80,7 +80,7 @@ class OwnConnection:
         finally:
             self._is_idle.set()
 
-    def give_up(self, timeout_s: float = math.inf) -> None:
+    def abort(self, timeout_s: float = math.inf) -> None:
         """Nothing is asked any more; frees who waits for an answer, and returns then. On a thread that may wait."""
         deadline_s = time.monotonic() + timeout_s
         self._is_over.set()
@@ -135,13 +135,13 @@ class StoreMailbox:
         full = f"note/{key}"
         return self._store.ask(lambda store: store.get(full) if store.check([full]) else None)
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """See `Mailbox`."""
         self._store.ask(lambda store: store.delete_key(f"note/{key}"))
 
     def end(self, grace_s: float) -> None:
         """See `Mailbox`."""
-        timer = threading.Timer(grace_s, self._store.give_up)
+        timer = threading.Timer(grace_s, self._store.abort)
         timer.daemon = True
         timer.start()
 
@@ -159,7 +159,7 @@ def _leave_no_thread_in_the_store() -> None:
     """
     deadline_s = time.monotonic() + MAX_EXIT_S
     for connection in list(_connections):
-        connection.give_up(max(0.0, deadline_s - time.monotonic()))
+        connection.abort(max(0.0, deadline_s - time.monotonic()))
 
 
 os.register_at_fork(after_in_child=_connections.clear)  # a child must not cut what its parent uses

@@ -196,12 +196,12 @@ class Simulation:
         Returns the pids of those that were alive. Raises CommandError.
         """
         killed: set[int] = set()
-        give_up_s = time.monotonic() + _KILL_TIMEOUT_S
+        deadline_s = time.monotonic() + _KILL_TIMEOUT_S
         while present := self._left():
             for process in present:
                 if _kill(process):
                     killed.add(process.pid)
-            if time.monotonic() > give_up_s:
+            if time.monotonic() > deadline_s:
                 pids = ", ".join(str(process.pid) for process in present)
                 raise CommandError(
                     f"still there {_KILL_TIMEOUT_S:g} s after SIGKILL: {pids}. They belong to another user, or the "

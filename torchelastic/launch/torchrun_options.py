@@ -96,10 +96,10 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
         add_option(parser, name, argparse.SUPPRESS, action="store_true")
     for name in (*MAPPED, *WITHOUT_EFFECT, *INSTEAD):
         add_option(parser, name, argparse.SUPPRESS, short=_SHORT.get(name))
-    add_option(parser, COMPLETION, argparse.SUPPRESS, action=_RefuseCompletion)
+    add_option(parser, COMPLETION, argparse.SUPPRESS, action=_NoCompletion)
 
 
-class _RefuseCompletion(argparse.Action):
+class _NoCompletion(argparse.Action):
     """At once: torchrun prints it without a script."""
 
     def __call__(

@@ -233,7 +233,7 @@ class LoopLifetime(LoopObserver):
         has_manager = bool(self._saves.save_times_s)
         tiers = self._save(state, plan, end_s, peers) if has_manager else ()
         left_s = end_s - self._clock()
-        self._saves.gives_up()
+        self._saves.stop_waiting()
         self._coordinator.stop_early()
         self.over()
         publish_metric("torchelastic", "lifetime.given_up.ms", 1000.0 * left_s)

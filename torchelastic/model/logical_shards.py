@@ -143,7 +143,7 @@ class LogicalShards:
         for parameter in wanted:
             yield parameter, _type_of_gradient(parameter), partial(setattr, parameter, "grad")
         for first in wanted[:1]:
-            yield first.new_empty(len(wanted)), first.dtype, partial(_drop_unused, wanted)
+            yield first.new_empty(len(wanted)), first.dtype, partial(_clear_unused, wanted)
         buffers = list(self._module.buffers())
         for one in buffers[:1]:
             yield one.new_empty(len(buffers)), torch.float64, self._take_changes
@@ -248,7 +248,7 @@ def _gather_names(mine: Sequence[Node], leaves: int, world_size: int, device: to
     return [[(row[0], row[1]) for row in rank.tolist() if row[0] >= 0] for rank in gathered]
 
 
-def _drop_unused(parameters: Sequence[torch.nn.Parameter], uses: torch.Tensor) -> None:
+def _clear_unused(parameters: Sequence[torch.nn.Parameter], uses: torch.Tensor) -> None:
     """A parameter that no shard has used has no gradient: with zeros AdamW would decay it."""
     for parameter, weight in zip(parameters, uses.tolist(), strict=True):
         if not weight:

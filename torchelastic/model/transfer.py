@@ -73,12 +73,12 @@ def unpack(packed: Packed) -> Any:
     try:
         return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
     except CheckpointError as error:
-        refused = [place for place, _ in places_of(structure, ("pickle",))]
-        if not refused:
+        unloadable = [place for place, _ in places_of(structure, ("pickle",))]
+        if not unloadable:
             raise
         raise CheckpointError(
-            f"{shortlist(refused)} of the state that workers send each other is no plain value or tensor, and foreign "
-            "code is not run: keep plain values there, or an object whose state_dict() gives such"
+            f"{shortlist(unloadable)} of the state that workers send each other is no plain value or tensor, and "
+            "foreign code is not run: keep plain values there, or an object whose state_dict() gives such"
         ) from error
 
 

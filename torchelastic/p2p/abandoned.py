@@ -90,5 +90,5 @@ class AbortedGroups:
 
 
 #: Of this process.
-abandoned = AbortedGroups()
-atexit.register(abandoned.leave_to_the_system)
+aborted_groups = AbortedGroups()
+atexit.register(aborted_groups.leave_to_the_system)

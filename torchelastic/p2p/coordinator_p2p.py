@@ -123,7 +123,7 @@ class CoordinatorP2P(Coordinator):
         self._watchdog = Watchdog(
             hang_policy or HangPolicy(),
             process_group_timeout / 1000,
-            self._give_group_up,
+            self._abort_group,
             times_out_itself=not needs_gpu(self.c10d_backend),
         )
         self._straggler_policy = straggler_policy or StragglerPolicy()
@@ -174,7 +174,7 @@ class CoordinatorP2P(Coordinator):
         except (RendezvousNonRetryableError, RendezvousUrlError) as error:
             raise NonRetryableException(str(error)) from error
         self._joined_round = self.rendezvous.joined.number
-        lost = self._witness.tells(before, self.rendezvous.joined)
+        lost = self._witness.explains(before, self.rendezvous.joined)
         self._witness.begins(self.rendezvous.joined)
         self._groups.timeout = self._watchdog.came_back(lost)
         self._timer.because(lost, was_spare=this_worker().is_spare)
@@ -398,7 +398,7 @@ class CoordinatorP2P(Coordinator):
         self._witness.sees(round_)
         if self._joined_round > 0 and is_replaced(self.rendezvous.joined, round_):
             self._is_broken.set()
-            self._give_group_up()
+            self._abort_group()
 
     def _failed_by(self, error: BaseException) -> None:
         """The step, or what followed it, has failed; an error of our own abort says nothing of a peer."""
@@ -407,7 +407,7 @@ class CoordinatorP2P(Coordinator):
         if not self._is_broken.is_set() and not self._watchdog.has_cut:
             self._witness.sees_error(error)
 
-    def _give_group_up(self) -> None:
+    def _abort_group(self) -> None:
         """On the watchdog's thread, or the agent's."""
         self._timer.noticed()
         self._groups.abort()

@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.group import communicators
-from torchelastic.group.backends import GLOO, refuse_unknown
+from torchelastic.group.backends import GLOO, require_fit
 from torchelastic.group.store_mailbox import MAX_EXIT_S, leads_to
-from torchelastic.p2p.abandoned import abandoned
+from torchelastic.p2p.abandoned import aborted_groups
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 from torchelastic.torch_internals import process_groups
@@ -78,7 +78,7 @@ class ProcessGroups:
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             self._world = dist.group.WORLD
             assert self._world is not None
-            refuse_unknown(self._world)
+            require_fit(self._world)
         finally:
             # torch puts one more layer around it each time, and each prints its "[rankN]: " before every line
             sys.excepthook = excepthook
@@ -119,7 +119,7 @@ class ProcessGroups:
         self._is_aborted = True
         formation = self._formation
         if formation is not None:
-            formation.give_up()
+            formation.abort()
         cut = self._sockets.cut()
         for group in _abortable_groups():
             group.abort()
@@ -141,7 +141,7 @@ class ProcessGroups:
                 dist.destroy_process_group()
             except (RuntimeError, ValueError, AssertionError) as error:
                 log.debug("destroying an aborted group: %s", error)
-            abandoned.add(groups)
+            aborted_groups.add(groups)
             self._sockets.clear()
         self._is_aborted = False
 
@@ -169,7 +169,7 @@ class ProcessGroups:
         formation, outer = Formation(), self._formation
         self._formation = formation
         if self._is_aborted:
-            formation.give_up()
+            formation.abort()
         try:
             yield formation
         finally:
@@ -201,7 +201,7 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
             made = original(*args, **kwargs)
         if _in_use is not None and not _in_use.is_forming and _in_use.are_present:
             if isinstance(made[0], dist.ProcessGroup):  # else it is made for other ranks
-                refuse_unknown(made[0])
+                require_fit(made[0])
             _in_use.connect_communicator(made[0])
         return made
 
@@ -253,11 +253,11 @@ class Formation:
 
     def __init__(self) -> None:
         self._changed = threading.Event()
-        self._is_given_up = False
+        self._is_aborted = False
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Have whoever makes the group raise RuntimeError now. Idempotent."""
-        self._is_given_up = True
+        self._is_aborted = True
         self._changed.set()
 
     @contextmanager
@@ -297,21 +297,21 @@ class Formation:
             has_ended = True
             self._changed.set()
 
-        self._raise_if_given_up()
+        self._raise_if_aborted()
         thread = threading.Thread(target=run, name="torchelastic-formation", daemon=True)
         thread.start()
         to_the_store = SocketSet(leads_to(store))  # and not the store: that of rank 0 has to end with its group
         _connecting[:] = [*(each for each in _connecting if each[0].is_alive()), (thread, to_the_store)]
         while not has_ended:
-            self._raise_if_given_up()
+            self._raise_if_aborted()
             if not self._changed.wait(None if within is None else within.total_seconds()):
                 raise RuntimeError(f"NCCL has not connected the group within {within}")
             self._changed.clear()
         if errors:
             raise errors[0]
 
-    def _raise_if_given_up(self) -> None:
-        if self._is_given_up:
+    def _raise_if_aborted(self) -> None:
+        if self._is_aborted:
             raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")
 
 

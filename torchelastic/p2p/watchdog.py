@@ -174,7 +174,7 @@ class Watchdog:
     def failed(self, error: BaseException) -> None:
         """The step has failed, or what followed it, or a phase between steps, or the way into a group."""
         if isinstance(error, StoreSilentError):  # no phase yet, and no heartbeat: both begin with this store
-            self._gives_up_for_silence(FORMING, {0: SILENT_S})
+            self._aborts_for_silence(FORMING, {0: SILENT_S})
         if self._phase is not None and self._silent(0.5 * self._timeouts.silence_bound_s):
             # a peer has noticed it a moment earlier, and its cut is the error
             self.patience_s = self._timeouts.silence_bound_s
@@ -355,10 +355,10 @@ class Watchdog:
         if not hung or self._phase is not present:
             return
         self._phase = None
-        self._gives_up_for_silence(phase, hung)
+        self._aborts_for_silence(phase, hung)
         self._cut()
 
-    def _gives_up_for_silence(self, phase: str, silent_s: dict[int, float]) -> None:
+    def _aborts_for_silence(self, phase: str, silent_s: dict[int, float]) -> None:
         self.patience_s = self._timeouts.silence_bound_s
         self._timeouts.phase_aborted()
         self.has_cut = self.has_noticed_hang = True

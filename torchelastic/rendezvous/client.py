@@ -100,7 +100,7 @@ class AgentClient:
             raise AgentError("closed", self._round.because or "the run is closed")
         return granted
 
-    def tell(self, op: str) -> None:
+    def send(self, op: str) -> None:
         """Say something that has no more words to it ("leave", "stop", "fail_for_good"; see `wire`); from any thread.
 
         Raises:

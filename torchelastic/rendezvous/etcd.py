@@ -154,7 +154,7 @@ class EtcdStore(CoordinationStore):
         with self._lock:
             self._streams.discard(stream)
         if isinstance(error, StoreUnavailableError):
-            self._failover.retire(stream.connection)
+            self._failover.close_failed(stream.connection)
 
     def close(self) -> None:
         """End all watches and the connection; see `CoordinationStore.close`."""

@@ -248,7 +248,7 @@ class Failover:
         with self._state:
             self._preferred = (index + 1) % len(self._endpoints)
 
-    def retire(self, connection: Connection, *, same_endpoint: bool = False) -> None:
+    def close_failed(self, connection: Connection, *, same_endpoint: bool = False) -> None:
         """Close a connection that does not serve; its other calls and its watches fail with it, as they should."""
         with self._state:
             if self._current is connection:
@@ -300,11 +300,11 @@ class _Attempt:
         except grpc.RpcError as error:
             fault = self._failover.to_store_error(error, connection.endpoint)
             if is_stale_login(error):
-                self._failover.retire(connection, same_endpoint=True)
+                self._failover.close_failed(connection, same_endpoint=True)
                 raise self.try_next(connection.endpoint, fault) from error
             if not isinstance(fault, StoreUnavailableError):
                 raise fault from error
-            self._failover.retire(connection)
+            self._failover.close_failed(connection)
             if self._repeatable or was_not_sent(error):
                 raise self.try_next(connection.endpoint, fault) from error
             raise StoreUnavailableError(f"{fault}; the write may or may not have been done") from error
@@ -312,6 +312,6 @@ class _Attempt:
             if "cannot invoke rpc" not in str(error).lower():  # "on closed channel!" or ": Channel closed!"
                 raise
             # the channel was closed under us, mostly by another thread that retired the connection: nothing was sent
-            self._failover.retire(connection, same_endpoint=True)
+            self._failover.close_failed(connection, same_endpoint=True)
             lost = StoreUnavailableError(f"etcd at {connection.endpoint}: connection lost")
             raise self.try_next(connection.endpoint, lost) from error

@@ -20,9 +20,9 @@ from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.own_agent import (
     ONE_RUN_PER_START,
     launchers_socket,
+    notify_launcher,
     over_here,
     start_private_agent,
-    tell_launcher,
 )
 from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, StateStatus
 from torchelastic.rendezvous.round_store import RoundStore
@@ -280,20 +280,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def leave(self) -> None:
         """Ask the agent to let this worker leave the run; from any thread."""
         if self._client is not None:
-            self._client.tell("leave")
+            self._client.send("leave")
 
     def stop(self) -> None:
         """Tell the agent, which does not start this worker again; waits for nothing."""
-        self._tell_if_there("stop")
+        self._send_if_there("stop")
 
     def fail_for_good(self) -> None:
         """Tell the agent, which does not start another process in this one's place; waits for nothing."""
-        self._tell_if_there("fail_for_good")
+        self._send_if_there("fail_for_good")
 
-    def _tell_if_there(self, op: str) -> None:
+    def _send_if_there(self, op: str) -> None:
         if self._client is not None:
             with suppress(AgentError):  # it is gone, and starts nobody again
-                self._client.tell(op)
+                self._client.send(op)
 
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run."""
@@ -335,12 +335,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 path = start_private_agent(self.url)
                 os.environ.setdefault(wire.SOCKET_VARIABLE, path)  # for the metrics of this process
             self._client = AgentClient(
-                path, connect_timeout_s=self.url.connect_timeout_s + 10.0, on_round=self._tell_callbacks
+                path, connect_timeout_s=self.url.connect_timeout_s + 10.0, on_round=self._notify_callbacks
             )
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
         if self._launchers_socket is None:
-            tell_launcher(self.url, os.environ, is_closed=self._client.run_was_closed)
+            notify_launcher(self.url, os.environ, is_closed=self._client.run_was_closed)
         if self._client.run_was_closed and self._joined is NO_ROUND:
             raise RendezvousNonRetryableError(
                 f"run {self.url.run_id!r} at {self.url.endpoints_text} is already closed: it was finished before this "
@@ -348,7 +348,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             )
         return self._client
 
-    def _tell_callbacks(self, round_: Round) -> None:
+    def _notify_callbacks(self, round_: Round) -> None:
         self._store.sees(round_)
         for callback in self._callbacks:
             callback(round_)

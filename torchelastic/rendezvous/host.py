@@ -122,7 +122,7 @@ class Host:
         self._incarnation = ""
         self.in_reach = True  # whether the store answers, as far as is known
         self._was_lost = False
-        self._told, self._wrote_s, self._heard_s = 0, clock(), clock()
+        self._told, self._wrote_s, self._answered_s = 0, clock(), clock()
         self._session, self._in_session = 0, False
         self.lease = 0  # of what this host writes; 0: it has no session with the store at the moment
         self._lease_id, self._own_revision = 0, 0
@@ -177,7 +177,7 @@ class Host:
     async def run(self) -> None:
         """One session with the store after the other, for ever.
 
-        An error that is none of the store's ends it: a bug. Then do `give_up`, and run it again.
+        An error that is none of the store's ends it: a bug. Then do `abort`, and run it again.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -197,7 +197,7 @@ class Host:
             pause_s = FIRST_PAUSE_S if self._clock() - began_s > GOOD_SESSION_S else min(2 * pause_s, LONGEST_PAUSE_S)
             await Sleep(pause_s * (0.5 + self._jitter()))
 
-    async def give_up(self) -> None:
+    async def abort(self) -> None:
         """After `run` has failed: end its session, and let another host lead the run meanwhile. Raises StoreError.
 
         The members of this host stay registered: `beat` goes on, and so does their training.
@@ -219,7 +219,7 @@ class Host:
                 if session == self._session and self._in_session:
                     self._post(Failed(error))
             else:
-                self._heard_of_the_store()
+                self._on_store_answer()
                 if session == self._session and self._in_session:
                     # the lease lives, and so did the members' keys since the last sign of life. Where they had gone, a
                     # leader may have replaced them at the very moment at which they came back: by now we would know
@@ -370,9 +370,9 @@ class Host:
                 for event in message:
                     await self._take_event(event, present, gone)
         if gone:
-            self._heard_of_the_store()
+            self._on_store_answer()
         if present or gone:
-            self._leadership.hear(MembersChanged(tuple(present.values()), tuple(gone)))
+            self._leadership.handle(MembersChanged(tuple(present.values()), tuple(gone)))
 
     async def _take_event(self, event: StoreEvent, present: dict[str, Member], gone: list[str]) -> None:
         """Act on a change of the round or the leader; collect those of the members."""
@@ -418,7 +418,7 @@ class Host:
             self._on_contact(self._wrote_s)
         self._told = round_.number
         self._records.forget_the_dead(round_)
-        self._leadership.hear(RoundPublished(round_))
+        self._leadership.handle(RoundPublished(round_))
         self._on_round(round_)
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -439,17 +439,17 @@ class Host:
         if not result.succeeded:
             raise StartOverError("the key of this host is not as it was left")
         self._own_revision, self._wrote_s = result.revision, sent_s
-        self._heard_of_the_store()
+        self._on_store_answer()
 
-    def _heard_of_the_store(self) -> None:
+    def _on_store_answer(self) -> None:
         """It has answered. Whose lease ended while it was silent for everybody need not be lost.
 
         With signs of life every third of a lease, one can only end so if the silence was two thirds long.
         """
         now_s = self._clock()
-        if now_s - self._heard_s > 0.6 * self._lease_ttl_s:
+        if now_s - self._answered_s > 0.6 * self._lease_ttl_s:
             self._leadership.doubt()
-        self._heard_s = now_s
+        self._answered_s = now_s
 
     async def _declare_all_dead(self) -> None:
         while self._predecessors:

@@ -85,8 +85,8 @@ class Leadership:
         await OpenWatch(self._keys.members, listing.revision + 1)
         self.is_held, self._since_revision = True, since_revision
         self._view = View(self._settings)
-        self.hear(MembersChanged(tuple(read_members(listing.items))))
-        self.hear(RoundPublished(self._document.round, proves_no_loss=was_lost))
+        self.handle(MembersChanged(tuple(read_members(listing.items))))
+        self.handle(RoundPublished(self._document.round, proves_no_loss=was_lost))
         log.info("this agent leads run %s", self._keys.root)
 
     def doubt(self) -> None:
@@ -103,7 +103,7 @@ class Leadership:
         """Whether the leader's key is that of this term."""
         return self.is_held and (leader.create_revision, leader.value) == (self._since_revision, self._name)
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Tell the protocol; what it wants done is asked for in `decide`, once for everything that has happened."""
         if self.is_held:
             self._view = absorb(self._view, event, self._clock())

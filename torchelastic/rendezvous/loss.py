@@ -165,7 +165,7 @@ class LossWitness:
         self._number, self._departed, self._error = joined.number, frozenset(joined.departed), None
         self.leaving = frozenset(joined.leaving)
 
-    def tells(self, joined: Round, now: Round) -> tuple[Loss, ...]:
+    def explains(self, joined: Round, now: Round) -> tuple[Loss, ...]:
         """Why `now` follows `joined`: who is lost; and what the error said, if that tells more."""
         named = losses(joined, now, self._departed, self.leaving)
         is_sure = bool(named) and all(isinstance(loss, (Fact, MissedProgress)) for loss in named)

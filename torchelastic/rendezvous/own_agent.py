@@ -33,7 +33,7 @@ _SIZES = ("min_workers", "max_workers", "multiple_of")
 #: Of an agent's folder below the folder for temporary files. Short: a Unix socket's path has 107 bytes.
 FOLDER_PREFIX = "te-"
 #: The launcher reads at once; one that does not hang up so soon is not waited for.
-TELL_S = 5.0
+NOTIFY_S = 5.0
 
 
 def launchers_socket(url: RendezvousUrl, environment: Mapping[str, str]) -> str | None:
@@ -55,7 +55,7 @@ def launchers_socket(url: RendezvousUrl, environment: Mapping[str, str]) -> str 
     return environment[wire.SOCKET_VARIABLE]
 
 
-def tell_launcher(url: RendezvousUrl, environment: Mapping[str, str], *, is_closed: bool) -> None:
+def notify_launcher(url: RendezvousUrl, environment: Mapping[str, str], *, is_closed: bool) -> None:
     """Tell the launcher, if there is one, that this process asks for a group of another run than the launcher's.
 
     Args:
@@ -67,7 +67,7 @@ def tell_launcher(url: RendezvousUrl, environment: Mapping[str, str], *, is_clos
         return
     message = {"op": "elsewhere", **wire.who(environment), "run": f"{url.run_id} at {url.endpoints_text}"}
     with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # it has ended: there is nobody to notify
-        connection.settimeout(TELL_S)
+        connection.settimeout(NOTIFY_S)
         connection.connect(environment[wire.SOCKET_VARIABLE])
         connection.sendall(wire.encode({**message, "closed": is_closed}))
         connection.shutdown(socket.SHUT_WR)

@@ -240,7 +240,7 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     return (Publish(_amended(view, **change, because=because)),)
 
 
-def _give_up(view: View, now_s: float) -> tuple[Action, ...]:
+def _declare_hopeless(view: View, now_s: float) -> tuple[Action, ...]:
     """Those that are left wait for members that their hosts do not start again: say so, and take it back if it changes.
 
     A loss that nobody has called one for good may be made good: by its own host, or by another one in its place. After
@@ -329,7 +329,7 @@ RULES: Mapping[RoundState, tuple[Rule, ...]] = {
         Rule("somebody is done", _finish, (RoundState.CLOSING,)),
         Rule("a member is silent that may come back: wait", _wait_for_the_silent),
         Rule("all are gone and may still train", _say_that_it_is_orphaned, (RoundState.BROKEN,)),
-        Rule("without those who failed for good too few are left", _give_up, (RoundState.BROKEN,)),
+        Rule("without those who failed for good too few are left", _declare_hopeless, (RoundState.BROKEN,)),
         Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
         Rule("without those who leave too few are here", _release, (RoundState.BROKEN,)),
     ),

@@ -167,7 +167,7 @@ class EtcdServer:
         if self._process is not None and self._process.is_alive():
             return
         binary = find_etcd_binary(self._binary)
-        self._discard_process()
+        self._end_process()
         if self._folder is None:
             self._folder = OwnFolder(make_folder("torchelastic-etcd-"))
         self._owner_pid = os.getpid()
@@ -186,7 +186,7 @@ class EtcdServer:
             try:
                 return self._start_on_port(binary, self._port, deadline_s)
             except _PortTakenError as error:
-                self._discard_process()
+                self._end_process()
                 if attempt == attempts:
                     raise RuntimeError(f"etcd cannot listen on {self._host}:{self._port}: {error}") from None
         return None
@@ -252,7 +252,7 @@ class EtcdServer:
         if os.getpid() != self._owner_pid:
             return  # a forked child runs the atexit functions of its parent
         atexit.unregister(self.stop)
-        self._discard_process()
+        self._end_process()
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
@@ -270,7 +270,7 @@ class EtcdServer:
         """
         if self._process is None or self._folder is None:
             raise RuntimeError("the etcd server cannot be restarted: call start() first")
-        self._discard_process()
+        self._end_process()
         if lose_data:
             shutil.rmtree(self._data_path, ignore_errors=True)
         wanted, self._wanted_port = self._wanted_port, self.port
@@ -279,7 +279,7 @@ class EtcdServer:
         finally:
             self._wanted_port = wanted
 
-    def _discard_process(self) -> None:
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.end(_STOP_PATIENCE_S)
             self._process = None

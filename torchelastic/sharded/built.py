@@ -274,7 +274,7 @@ class Built:
                 local.set_()  # type: ignore[call-overload]  # without arguments: no memory
         for module in self.model.modules():
             _release_flat_memory(module)
-        _give_back_freed_memory()
+        _release_freed_memory()
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +293,7 @@ def _release_flat_memory(module: torch.nn.Module) -> None:
     release_flat_memory(module)
 
 
-def _give_back_freed_memory() -> None:
+def _release_freed_memory() -> None:
     """Have glibc give freed memory back to the system; other C libraries do so by themselves.
 
     Tensors of up to 32 MiB come from its heap, and before its version 2.38 an aligned block that was freed is too small

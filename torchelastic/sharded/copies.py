@@ -179,7 +179,7 @@ class Copies:
         self._started = self._whole = self._has_told = 0
         # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
         self._own: SlotPool | None = None
-        self._others = SlotPool(None, discards=True)
+        self._others = SlotPool(None, at_once=True)
         self._pending = PendingCopy()
         # to write and read a form takes milliseconds, in which the training thread waits for the interpreter's lock
         self._form: _Form | None = None
@@ -200,10 +200,10 @@ class Copies:
 
     def keep_only(self, versions: Collection[Version | None]) -> None:
         """Give up the copies of all other states, and their memory: room for the parts of a new group."""
-        self._give_up(lambda copy: copy.version not in versions)
+        self._release_old(lambda copy: copy.version not in versions)
         for pool in (self._own, self._others):
             if pool is not None:
-                pool.drop_free()
+                pool.release_free_memory()
 
     def enter_group(self, partners: Partners | None, keep: Version | None) -> None:
         """A new group is in sync.
@@ -213,7 +213,7 @@ class Copies:
             keep: the state whose copies are whole by themselves; others are given up. None: there is none.
         """
         self._partners = partners
-        self._give_up(lambda copy: copy.version != keep)
+        self._release_old(lambda copy: copy.version != keep)
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Copies:
         if self._form is None or layout != self._form.layout:
             self._form = _Form.of(layout)
         form = self._form
-        self._own = self._own or SlotPool(None, discards=True)
+        self._own = self._own or SlotPool(None, at_once=True)
         stage = self._own.take(form.header)
         self._pending = pending = stage.copy_beside(list(tensors.values()))
         own, partners = StateCopy(version, stage, form.layout, companions), self._partners
@@ -281,7 +281,7 @@ class Copies:
             self.take_over()
             self._whole = count
             newest = max(copy.version for copy in self.held)
-            self._give_up(lambda copy: copy.version < newest)
+            self._release_old(lambda copy: copy.version < newest)
 
     def take_over(self) -> None:
         """If what was begun is whole, it counts from here on."""
@@ -294,11 +294,11 @@ class Copies:
         exchange = self._exchange
         return exchange is not None and exchange.received.done() and exchange.received.exception() is None
 
-    def _give_up(self, is_old: Callable[[StateCopy], bool]) -> None:
+    def _release_old(self, is_old: Callable[[StateCopy], bool]) -> None:
         for copy in self.held:
             pool = self._own if copy.owner is None else self._others
             if pool is not None and is_old(copy):
-                pool.give_back(copy.stage)
+                pool.release(copy.stage)
         self.held = [copy for copy in self.held if not is_old(copy)]
 
 
@@ -334,7 +334,7 @@ def _exchanged(
         _swap(partners, dict.fromkeys(partners.to, data_of(own.stage)), memory)
     except BaseException:
         for copy in received:
-            pool.drop(copy.stage)
+            pool.release_memory(copy.stage)
         raise
     return received
 

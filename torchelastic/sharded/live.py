@@ -119,7 +119,7 @@ class Live:
         tensors = self.built.tensors()
         return HeldState(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """The ranks go on from another state: the memory of this one is needed for that."""
         self.phase, self.version = Phase.NONE, None
         if self.built is not None:

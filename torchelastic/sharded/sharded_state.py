@@ -275,7 +275,7 @@ class ShardedState(WithCompanions, State):
             # what the ranks do not go on from is given up here, and not with the group: the new parts need its memory
             chosen = {number: held[number] for number in choice.holds[rank]}
             if not any(each.is_live for each in chosen.values()):
-                self._live.give_up()
+                self._live.release()
             self._copies.keep_only({version, whole_copies})
             held.clear()
             self._take_over(built, chosen, offers, choice, rank)

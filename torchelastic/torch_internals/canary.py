@@ -33,7 +33,7 @@ def missing(names: Iterable[PrivateName], torch_version: str, has: Callable[[Pri
     return [name for name in names if name.is_expected(torch_version) and not has(name)]
 
 
-def refusal(torch_version: str, lacking: Iterable[PrivateName]) -> str | None:
+def why_unusable(torch_version: str, lacking: Iterable[PrivateName]) -> str | None:
     """Why this package cannot work with a torch, in one line; None: it can.
 
     Args:
@@ -67,7 +67,7 @@ def check_torch() -> None:
     """
     version = installed_version()
     needed = [name for name in NAMES if name.is_needed]
-    text = refusal(version, ()) or refusal(version, missing(needed, version, is_there))
+    text = why_unusable(version, ()) or why_unusable(version, missing(needed, version, is_there))
     if text is not None:
         raise ImportError(text)
 

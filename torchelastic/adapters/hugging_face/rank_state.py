@@ -183,7 +183,7 @@ def distributed_kind() -> str:
     return str(AcceleratorState().distributed_type.value)
 
 
-def refuse_sharding(what: str, kind: str) -> None:
+def require_unsharded(what: str, kind: str) -> None:
     """Raises ValueError if a rank does not hold the whole model, by `distributed_kind`; names `what` was called."""
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise ValueError(

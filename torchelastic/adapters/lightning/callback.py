@@ -22,7 +22,7 @@ class BatchEndSaver:
     """
 
     _last_step = -1
-    _is_put_off = False
+    _is_deferred = False
     _saves_last_step = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
@@ -31,7 +31,7 @@ class BatchEndSaver:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Training begins, or resumes from a checkpoint."""
-        self._last_step, self._is_put_off = int(trainer.global_step), False
+        self._last_step, self._is_deferred = int(trainer.global_step), False
 
     def on_train_batch_end(
         self,
@@ -46,14 +46,14 @@ class BatchEndSaver:
         if step == self._last_step:  # gradients are accumulated over several batches
             return
         self._last_step = step
-        was_put_off, self._is_put_off = self._is_put_off, False
-        if not (self._is_due(trainer, step) or was_put_off):
+        was_deferred, self._is_deferred = self._is_deferred, False
+        if not (self._is_due(trainer, step) or was_deferred):
             return
         if _ends(trainer.fit_loop):
-            self._is_put_off = not self._saves_last_step
+            self._is_deferred = not self._saves_last_step
         else:
-            self._is_put_off = _more_follows(trainer.fit_loop) and not was_put_off
-        if self._is_put_off:
+            self._is_deferred = _more_follows(trainer.fit_loop) and not was_deferred
+        if self._is_deferred:
             return
         # not through the strategy, which may save on rank 0 only
         self._save(trainer, step, trainer._checkpoint_connector.dump_checkpoint(weights_only=False))

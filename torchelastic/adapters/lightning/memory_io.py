@@ -116,7 +116,7 @@ class MemoryCheckpointing:
             f"save {Path(checkpoint_id).name}",
             lambda: take_apart(checkpoint, is_sharded=is_sharded, allow_pickles=self.allow_pickles),
         )
-        self._warn_of(parts.left_out)
+        self._warn_of(parts.skipped)
         everywhere = names_on_all_ranks(self.trainer.strategy, layout, parts.tensors)
         if layout is Layout.REPLICATED:
             everywhere |= names_of_optimizers(parts.tensors)
@@ -181,11 +181,11 @@ class MemoryCheckpointing:
             )
         return str(found)
 
-    def _warn_of(self, left_out: tuple[str, ...]) -> None:
-        if left_out and not self._has_warned:
+    def _warn_of(self, skipped: tuple[str, ...]) -> None:
+        if skipped and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "checkpoints in memory are saved without %s, which cannot be stored without a pickle; a run that goes "
                 "on has its own. save_hyperparameters(ignore=[...]) leaves them out everywhere",
-                ", ".join(left_out),
+                ", ".join(skipped),
             )

@@ -40,7 +40,7 @@ class Parts:
     """
 
     tensors: dict[str, torch.Tensor]
-    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles: bool = False) -> Parts:
@@ -59,10 +59,10 @@ def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles
         for key in (MODEL, OPTIMIZERS):
             if key in rest:
                 rest[key] = without_tensors(rest[key], key, tensors)
-    left_out: list[str] = []
+    skipped: list[str] = []
     for key in OPTIONAL:
         if key in rest and not allow_pickles:
-            part = _storable_part(rest.pop(key), key, left_out)
+            part = _storable_part(rest.pop(key), key, skipped)
             rest.update({} if part is _NOTHING else {key: part})
     try:
         flat = flatten(as_plain(rest), allow_pickles=allow_pickles)
@@ -74,7 +74,7 @@ def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles
         ) from error
     tensors[VALUES] = json_tensor(flat.structure, VALUES_BLOCK_BYTES)
     tensors.update({part.name: part.tensor for part in flat.tensors})
-    return Parts(tensors, tuple(left_out))
+    return Parts(tensors, tuple(skipped))
 
 
 def put_together(tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = False) -> dict[str, Any]:
@@ -158,16 +158,16 @@ def merged(target: Any, saved: Any) -> Any:
 _NOTHING = object()
 
 
-def _storable_part(value: Any, path: str, left_out: list[str]) -> Any:
-    """What of hyper-parameters can be stored; the places of the rest are added to `left_out`."""
+def _storable_part(value: Any, path: str, skipped: list[str]) -> Any:
+    """What of hyper-parameters can be stored; the places of the rest are added to `skipped`."""
     if type(value).__module__.partition(".")[0] == "omegaconf":
         value = sys.modules["omegaconf"].OmegaConf.to_container(value)  # it is there: the value is one of its own
     if isinstance(value, dict):
-        items = {key: _storable_part(item, f"{path}/{key}", left_out) for key, item in value.items()}
+        items = {key: _storable_part(item, f"{path}/{key}", skipped) for key, item in value.items()}
         return {key: item for key, item in items.items() if item is not _NOTHING}
     try:
         flatten(as_plain(value))
     except (TypeError, ValueError):
-        left_out.append(path)
+        skipped.append(path)
         return _NOTHING
     return value

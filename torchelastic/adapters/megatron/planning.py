@@ -83,10 +83,10 @@ class Ranks:
                 return {"reason": reason, "because": f"{type(error).__name__}: {error}"[:_MAX_TEXT]}
 
         answers = self._group.run_on_all(step, part)
-        left_out = [f"rank {rank}: {each['because']}" for rank, each in enumerate(answers) if "because" in each]
-        if left_out:
+        skipped = [f"rank {rank}: {each['because']}" for rank, each in enumerate(answers) if "because" in each]
+        if skipped:
             reason = next(each["reason"] for each in answers if "reason" in each)
-            raise SaveSkippedError(f"could not {step}: {shortlist(left_out)}", reason) from next(iter(causes), None)
+            raise SaveSkippedError(f"could not {step}: {shortlist(skipped)}", reason) from next(iter(causes), None)
         return [each["value"] for each in answers]
 
     def own(self, step: str, here: Callable[[], Part]) -> Part:

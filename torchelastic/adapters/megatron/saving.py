@@ -156,7 +156,7 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             return staged[0], self._ranks.gather(list(staged[0].results))
         except BaseException:
             for one in staged:
-                _abandon(one)
+                _abort(one)
             raise
 
     def _finalize(
@@ -188,7 +188,7 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             self._ranks.agree(step, partial(commit, records))
         except SaveSkippedError as error:
             self._count(checkpoint_dir, error)
-            _abandon(staged)
+            _abort(staged)
 
     def _count(self, checkpoint_dir: str | os.PathLike[str], error: SaveSkippedError) -> None:
         """Warns, and counts the save among those that were skipped: on rank 0, as `dcp.save` does it."""
@@ -225,7 +225,7 @@ def _write(staged: StagedItems) -> None:
         log.exception("%s cannot be written", staged.target)
 
 
-def _abandon(staged: StagedItems) -> None:
+def _abort(staged: StagedItems) -> None:
     try:
         staged.abandon()
     except CheckpointError as error:  # whatever made this save fail is the one to see

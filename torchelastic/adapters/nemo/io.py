@@ -155,7 +155,7 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
         path = self._step_container(path)
         self.start()
         if "sharded_state_dict" not in checkpoint:
-            _refuse_modelopt(self.trainer.strategy)
+            _require_no_modelopt(self.trainer.strategy)
             return self.trainer.strategy.save_checkpoint(checkpoint, path)
         self.tier.wait()
         if self._always_save_context and dist.get_rank() == 0:
@@ -312,7 +312,7 @@ class MemoryAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type:
         self.checkpoint_io.wrapped_checkpoint_io.teardown()
 
 
-def _refuse_modelopt(strategy: Any) -> None:
+def _require_no_modelopt(strategy: Any) -> None:
     manager = import_module("modelopt.torch.opt").ModeloptStateManager  # MegatronStrategy has to import it too
     if manager.is_converted(unwrap_model(strategy.megatron_parallel)):
         raise ValueError(

@@ -288,7 +288,9 @@ def openers_of(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
     """
     if found.manifest is None:
         missing = (
-            [partial(_refuse, f"{found.path} is not whole: {found.partial}")] if all_of_it and found.partial else []
+            [partial(_raise_incomplete, f"{found.path} is not whole: {found.partial}")]
+            if all_of_it and found.partial
+            else []
         )
         return [*(partial(ShardReader, path) for path in found.shards), *missing]
     records = found.manifest.shards
@@ -296,7 +298,7 @@ def openers_of(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
     return [partial(open_shard, found.path, record) for record in wanted]
 
 
-def _refuse(why: str) -> ShardReader:
+def _raise_incomplete(why: str) -> ShardReader:
     raise CorruptCheckpointError(why)
 
 

@@ -51,7 +51,7 @@ class Background:
         return self._held >= self._slots
 
     def reserve(self, save: SaveId, timeout_s: float) -> None:
-        """Takes a slot, for `give_back`; waits for one if it must, and says so.
+        """Takes a slot, for `release`; waits for one if it must, and says so.
 
         Args:
             save: what it is for.
@@ -76,7 +76,7 @@ class Background:
             waited_s = self._monotonic() - began_s
             publish_metric("torchelastic", "checkpoint.slot_wait.duration.ms", 1000 * waited_s)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """A slot that was reserved is needed no more; from any thread."""
         with self._changed:
             self._held -= 1

@@ -90,7 +90,7 @@ class TieredSave:
     metrics: Mapping[str, float] = field(default_factory=dict)
     later: frozenset[str] = frozenset()
     waiting: set[str] = field(default_factory=set)
-    abandoned: list[Tier] = field(default_factory=list)
+    uncommitted: list[Tier] = field(default_factory=list)
     is_stage_published: bool = False
     failure: Exception | None = None
     ended: Future[None] = field(default_factory=Future)
@@ -121,7 +121,7 @@ class Finisher:
     Args:
         tiers: in the order in which they are written.
         failures: hear of what went wrong.
-        background: finishes saves in its thread; on it `prepare` and `decline` are called.
+        background: finishes saves in its thread; on it `prepare` and `skip` are called.
         monotonic: a clock in seconds that never goes back.
         replicas: copies what is put into its tier to other hosts; None: there are none.
     """
@@ -159,7 +159,7 @@ class Finisher:
         """
         for save in [one for one in self._unfinished if one.agreement.context is not context]:
             for tier in self._later:
-                self._leave_out(save, tier, NotPublishedError("the group has ended before it was begun"))
+                self._skip_unbegun(save, tier, NotPublishedError("the group has ended before it was begun"))
         for tier in self._first:
             self._prepare(tier, context)
         if self._replicas is not None:
@@ -181,13 +181,13 @@ class Finisher:
     def _run(self, save: TieredSave) -> None:
         try:
             shard = self._seal(save)
-            save.pool.hold(save.stage)
+            save.pool.pin(save.stage)
             chosen = save.agreement.choose_tiers(save.name, save.tiers)
             save.later = self._later_of(chosen)
             for older in self._unfinished[: self._unfinished.index(save)]:  # else many would wait for a slow tier
                 for tier in self._later:
                     if tier.name in chosen:
-                        self._leave_out(older, tier, SupersededError(f"{save.name} has come before it was begun"))
+                        self._skip_unbegun(older, tier, SupersededError(f"{save.name} has come before it was begun"))
             for tier in self._first:
                 if tier.name in chosen:
                     self._publish(save, tier, shard)
@@ -195,7 +195,7 @@ class Finisher:
             save.failed(error)
             self._failures.add(str(save.name), error)
             save.later = frozenset()
-            self._tell_declined(save.name, save.agreement, f"{type(error).__name__}: {error}")
+            self._post_skipped(save.name, save.agreement, f"{type(error).__name__}: {error}")
         if not save.later:
             self._end(save)
             return
@@ -215,18 +215,18 @@ class Finisher:
         try:
             save.agreement.begin(save.name, tier.name)
             self._publish(save, tier, shard)
-            self._abandon(save, tier)
+            self._abort(save, tier)
         except (SupersededError, OutOfStepError) as error:
             self._failed(save, tier, error)
         finally:
             self._background.submit(partial(self._done_in, save, tier))
 
-    def _leave_out(self, save: TieredSave, tier: Tier, why_not: NotPublishedError) -> None:
+    def _skip_unbegun(self, save: TieredSave, tier: Tier, why_not: NotPublishedError) -> None:
         """In a tier that has not begun with it."""
         if save.begin_in(tier.name):
             self._failed(save, tier, why_not)
             with suppress(OutOfStepError):  # the group has ended: nobody waits
-                save.agreement.leave_out(save.name, tier.name, str(why_not))
+                save.agreement.skip_unbegun(save.name, tier.name, str(why_not))
             self._done_in(save, tier)
 
     def _failed(self, save: TieredSave, tier: Tier, error: Exception) -> None:
@@ -246,23 +246,23 @@ class Finisher:
     def _end(self, save: TieredSave) -> None:
         try:
             for tier in self._first:  # not before: the memory of what is abandoned may be used by the next save at once
-                self._abandon(save, tier)
-            save.pool.release(save.stage)
+                self._abort(save, tier)
+            save.pool.unpin(save.stage)
             if not save.is_stage_published:
-                self._give_back(save)
+                self._release_stage(save)
             self._say_done(save.name, save.agreement)
             save.end()
             self._keep_warm(save)
         finally:
             self._unfinished.remove(save)
-            self._background.give_back()
+            self._background.release()
 
-    def _give_back(self, save: TieredSave) -> None:
+    def _release_stage(self, save: TieredSave) -> None:
         if save.stage.has_room_for(save.header):
-            save.pool.give_back(save.stage)
+            save.pool.release(save.stage)
         else:  # it was outgrown, and would be by the saves that follow
-            save.stage.slot.discard()
-            save.pool.drop(save.stage)
+            save.stage.slot.release_at_once()
+            save.pool.release_memory(save.stage)
 
     def _keep_warm(self, save: TieredSave) -> None:
         if not self._background.is_full:
@@ -277,18 +277,18 @@ class Finisher:
         except OutOfStepError as error:
             log.debug("nobody is there to hear that %s is done: %s", name, error)
 
-    def decline(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
+    def skip(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """This rank takes no part in a save, which has not begun here."""
-        self._tell_declined(name, agreement, why_not)
+        self._post_skipped(name, agreement, why_not)
         self._say_done(name, agreement)
 
-    def _tell_declined(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
+    def _post_skipped(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """To the others, who would wait for this rank."""
         with suppress(OutOfStepError):  # the group has ended: nobody waits
             if agreement.context.rank == 0:
                 agreement.choose_tiers(name, [])
             for tier in (*self._first, *self._later):
-                agreement.decline(name, tier.name, why_not)
+                agreement.skip(name, tier.name, why_not)
 
     def _seal(self, save: TieredSave) -> SealedShard:
         save.copy.wait()
@@ -317,15 +317,15 @@ class Finisher:
 
     def _put_and_commit(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
-        save.abandoned.append(tier)
+        save.uncommitted.append(tier)
         self._put(save, tier, shard)
         if shard.rank != 0:
             try:
-                manifest = agreement.hear(name, tier.name)
+                manifest = agreement.verdict(name, tier.name)
             except OutOfStepError:
-                save.abandoned.remove(tier)  # rank 0 may have committed it: what is stored here may be needed
+                save.uncommitted.remove(tier)  # rank 0 may have committed it: what is stored here may be needed
                 raise
-            save.abandoned.remove(tier)
+            save.uncommitted.remove(tier)
             if not tier.is_shared:
                 tier.commit(manifest)
             return
@@ -334,9 +334,9 @@ class Finisher:
             tier.commit(manifest)
         except Exception as error:
             with suppress(OutOfStepError):  # the first error is the one to see
-                agreement.refuse(name, tier.name, error)
+                agreement.abort(name, tier.name, error)
             raise
-        save.abandoned.remove(tier)
+        save.uncommitted.remove(tier)
         with suppress(OutOfStepError):  # the group has ended: nobody listens
             agreement.publish(name, tier.name, manifest)
 
@@ -351,7 +351,7 @@ class Finisher:
             if shard.rank == 0:
                 with suppress(OutOfStepError, NotPublishedError):  # not before all have stored or given up, see `run`
                     agreement.gather(name, tier.name, {}, 0.0)
-                agreement.refuse(name, tier.name, NotPublishedError(why_not))
+                agreement.abort(name, tier.name, NotPublishedError(why_not))
             raise
         finally:
             if not save.is_stage_published:
@@ -368,9 +368,9 @@ class Finisher:
         except Exception as error:  # noqa: BLE001 - a replica is one copy more
             self._failures.add(f"the replicas of {save.name}", error)
 
-    def _abandon(self, save: TieredSave, tier: Tier) -> None:
+    def _abort(self, save: TieredSave, tier: Tier) -> None:
         """Remove what is left of a save that this tier will not have."""
-        if tier not in save.abandoned or (tier.is_shared and save.agreement.context.rank != 0):
+        if tier not in save.uncommitted or (tier.is_shared and save.agreement.context.rank != 0):
             return  # of a shared tier: the others may still be writing there
         try:
             tier.abandon(save.name)

@@ -60,7 +60,7 @@ def newest_readable(
         tell: is called with a text for each that is of no use, and how many steps that costs; on all ranks alike.
         faults: what is known to be of no use, and why; what proves so is added.
     """
-    passed_over: list[SaveId] = []
+    skipped: list[SaveId] = []
     for candidate in found:
         if candidate.save in faults:
             continue
@@ -71,16 +71,16 @@ def newest_readable(
             except CorruptCheckpointError as error:
                 fault = f"{candidate.save} is damaged: {error}"
             else:
-                if passed_over:
-                    tell(_price(passed_over[0], candidate.save))
+                if skipped:
+                    tell(_price(skipped[0], candidate.save))
                 for told in candidate.told:
                     tell(told)
                 return candidate, got
         elif not candidate.is_committed and not fault:
-            passed_over.append(candidate.save)  # no fault: the first save of a run may have been stopped here
+            skipped.append(candidate.save)  # no fault: the first save of a run may have been stopped here
             tell(f"{candidate.save} has no manifest: it counts as never completed; looking for an older one")
         if fault:
-            passed_over.append(candidate.save)
+            skipped.append(candidate.save)
             faults[candidate.save] = fault
             tell(f"{fault}; looking for an older one")
     return None
@@ -123,7 +123,7 @@ def read_good_copies(
     sources: Mapping[Key, list[ShardSource]],
     open_at: Callable[[Key, ShardSource], ShardReader],
     take: Callable[[Mapping[Key, ShardReader]], Got],
-    pass_over: Callable[[Key, list[ShardSource], CheckpointError], tuple[str, bool]],
+    skip_copy: Callable[[Key, list[ShardSource], CheckpointError], tuple[str, bool]],
 ) -> Got:
     """What `take` returns for several shards that it reads together, each from the first good copy of it.
 
@@ -131,7 +131,7 @@ def read_good_copies(
         sources: of each shard, best first; where they were read when this returns, that is the first.
         open_at: opens a copy.
         take: reads; if it raises because a reader did, that copy is passed over, and all is read again.
-        pass_over: removes the first source, and others that are no better; returns why, and whether that is damage.
+        skip_copy: removes the first source, and others that are no better; returns why, and whether that is damage.
 
     Raises:
         CorruptCheckpointError: a shard has no good copy, and all that were passed over are damaged.
@@ -144,7 +144,7 @@ def read_good_copies(
             try:
                 return stack.enter_context(open_at(shard, sources[shard][0]))
             except CheckpointError as error:
-                faults.append(pass_over(shard, sources[shard], error))
+                faults.append(skip_copy(shard, sources[shard], error))
         kind = CorruptCheckpointError if all(is_damage for _, is_damage in faults) else CheckpointError
         raise kind("; ".join(text for text, _ in faults) or f"nobody has the shard {shard}")
 
@@ -157,7 +157,7 @@ def read_good_copies(
                 failures = {shard: reader.failure for shard, reader in readers.items() if reader.failure is not None}
                 if not failures:
                     raise
-        faults += [pass_over(shard, sources[shard], failure) for shard, failure in failures.items()]
+        faults += [skip_copy(shard, sources[shard], failure) for shard, failure in failures.items()]
 
 
 def shards_of(candidate: Candidate) -> list[ShardId]:

@@ -43,7 +43,7 @@ class SaveAgreement:
         self._notes = notes
         self._lock = threading.Lock()
         self._posted: list[tuple[SaveId, str]] = []  # on rank 0
-        self._ended = self._seen_off = 0  # so many saves
+        self._ended = self._ended_before = 0  # so many saves
 
     def end(self, grace_s: float) -> None:
         """The group has ended: nobody is waited for any longer than so many seconds from now; from any thread."""
@@ -65,7 +65,7 @@ class SaveAgreement:
         words = {"why_not": why_not} if record is None else {"record": asdict(record)}
         self._notes.post(f"{name}/{tier}/{self.context.rank}", words)
 
-    def decline(self, name: SaveId, tier: str, why_not: str) -> None:
+    def skip(self, name: SaveId, tier: str, why_not: str) -> None:
         """This rank takes no part; it may still work on what is saved there before."""
         self._notes.post(f"{name}/{tier}/{self.context.rank}", {"why_not": why_not, "declined": True})
 
@@ -83,13 +83,13 @@ class SaveAgreement:
         if words is not True:
             raise SupersededError(words["why_not"])
 
-    def leave_out(self, name: SaveId, tier: str, why_not: str) -> None:
+    def skip_unbegun(self, name: SaveId, tier: str, why_not: str) -> None:
         """This rank has not begun with it in this tier, and will not; nobody does if it is rank 0."""
         words = {"why_not": why_not, "declined": True, "left_out": True}
         if self.context.rank == 0:
             self._post(name, f"{tier}/begins", words)
             for rank in range(1, self.context.world_size):
-                self._drop_later(name, f"{tier}/{rank}")  # nobody reads whether they have left it out too
+                self._delete_later(name, f"{tier}/{rank}")  # nobody reads whether they have left it out too
         else:
             self._notes.post(f"{name}/{tier}/{self.context.rank}", words)
 
@@ -101,32 +101,32 @@ class SaveAgreement:
             NotPublishedError: a rank could not store its shard; says why.
             OutOfStepError: a rank has said nothing; names it.
         """
-        records, refusals = [], []
+        records, not_stored = [], []
         for rank in range(self.context.world_size):  # all of them: nobody writes any more when this one gives up
             key = f"{name}/{tier}/{rank}"
             words = self._notes.wait(key, rank)
-            self._notes.drop(key)
+            self._notes.delete(key)
             if "record" in words:
                 records.append(ShardRecord(**words["record"]))
             else:
-                refusals.append(words)
-        if not any("declined" in words for words in refusals):
-            self._drop_old_notes(name, tier)
-        if refusals:
-            kind = SupersededError if all("left_out" in words for words in refusals) else NotPublishedError
-            raise kind("; ".join(str(words["why_not"]) for words in refusals))
+                not_stored.append(words)
+        if not any("declined" in words for words in not_stored):
+            self._delete_old_notes(name, tier)
+        if not_stored:
+            kind = SupersededError if all("left_out" in words for words in not_stored) else NotPublishedError
+            raise kind("; ".join(str(words["why_not"]) for words in not_stored))
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
     def publish(self, name: SaveId, tier: str, manifest: Manifest) -> None:
         """On rank 0: the verdict."""
         self._post(name, tier, {"manifest": encode_manifest(manifest).decode()})
 
-    def refuse(self, name: SaveId, tier: str, error: Exception) -> None:
+    def abort(self, name: SaveId, tier: str, error: Exception) -> None:
         """On rank 0: the verdict that it is not published."""
         words = {"why_not": str(error) if isinstance(error, NotPublishedError) else f"{type(error).__name__}: {error}"}
         self._post(name, tier, {**words, "left_out": True} if isinstance(error, SupersededError) else words)
 
-    def hear(self, name: SaveId, tier: str) -> Manifest:
+    def verdict(self, name: SaveId, tier: str) -> Manifest:
         """On the other ranks: the verdict of rank 0.
 
         Raises:
@@ -146,22 +146,22 @@ class SaveAgreement:
         if self.context.rank != 0:
             self._notes.post(f"done/{self.context.rank}", self._ended)
 
-    def see_off(self, grace_s: float) -> None:
+    def wait_for_ranks(self, grace_s: float) -> None:
         """At the end of a run: rank 0 has the notes in its process, so it goes last. Raises: OutOfStepError."""
-        seen_off, self._seen_off = self._seen_off, self._ended
-        if self.context.rank == 0 and self._ended > seen_off:
+        ended_before, self._ended_before = self._ended_before, self._ended
+        if self.context.rank == 0 and self._ended > ended_before:
             for rank in range(1, self.context.world_size):
                 self._notes.wait(f"done/{rank}", rank, grace_s, at_least=self._ended)
 
     def _post(self, name: SaveId, what: str, value: Any) -> None:
         self._notes.post(f"{name}/{what}", value)
-        self._drop_later(name, what)
+        self._delete_later(name, what)
 
-    def _drop_later(self, name: SaveId, what: str) -> None:
+    def _delete_later(self, name: SaveId, what: str) -> None:
         with self._lock:
             self._posted.append((name, what))
 
-    def _drop_old_notes(self, name: SaveId, tier: str) -> None:
+    def _delete_old_notes(self, name: SaveId, tier: str) -> None:
         """All ranks have stored this checkpoint in this tier, or failed to: there they are done with older ones."""
         with self._lock:
             ranks = range(1, self.context.world_size)
@@ -169,4 +169,4 @@ class SaveAgreement:
             old = [(save, what) for save, what in self._posted if save < name and what in there]
             self._posted = [one for one in self._posted if one not in old]
         for save, what in old:
-            self._notes.drop(f"{save}/{what}")
+            self._notes.delete(f"{save}/{what}")

@@ -46,7 +46,7 @@ class SaveSchedule:
         self._lock = threading.Lock()
         self._began = _Mark(0, clock())
         self._last: _Mark | None = None
-        self._is_put_off = False
+        self._is_deferred = False
         self._step_began_s: float | None = None
         self._step_s: float | None = None
         self._looked_s = self._began.at_s
@@ -100,12 +100,12 @@ class SaveSchedule:
             began_step=self._began.step,
         )
         decision = self._policy.decide(moment)
-        is_put_off = decision.save and is_full and not stop_requested
-        if is_put_off and not self._is_put_off:
+        is_deferred = decision.save and is_full and not stop_requested
+        if is_deferred and not self._is_deferred:
             log.warning("the save after step %d is put off: all slots are busy; save more rarely", step)
             publish_metric("torchelastic", "checkpoint.put_off", 1)
-        self._is_put_off = is_put_off
-        if is_put_off:
+        self._is_deferred = is_deferred
+        if is_deferred:
             return SaveDecision(False, f"put off, all slots are busy: {decision.because}", decision.numbers)
         return decision
 

@@ -289,7 +289,7 @@ class TieredCheckpointManager(CheckpointManager):
         except BaseException as error:
             # the others would wait for this rank's shard: they are told in the background, as it takes messages
             why = f"{type(error).__name__}: {error}"
-            self._background.submit(lambda: self._finisher.decline(name, agreement, why))
+            self._background.submit(lambda: self._finisher.skip(name, agreement, why))
             raise
         self._schedules.began(step, tiers or ())
         stall_s = self._monotonic() - began_s
@@ -315,14 +315,14 @@ class TieredCheckpointManager(CheckpointManager):
         if holds_slot := not self._background.is_full:
             self._background.reserve(name, self._slot_wait_s)
 
-        def decline() -> None:
+        def skip() -> None:
             try:
-                self._finisher.decline(name, agreement, "the group has broken before it began")
+                self._finisher.skip(name, agreement, "the group has broken before it began")
             finally:
                 if holds_slot:
-                    self._background.give_back()
+                    self._background.release()
 
-        self._background.submit(decline)
+        self._background.submit(skip)
 
     def _next_save(self, step: int, peers: Peers) -> tuple[SaveAgreement, SaveId]:
         agreement = self.join(peers)
@@ -346,10 +346,10 @@ class TieredCheckpointManager(CheckpointManager):
                 copy = stage.copy_beside(sources, just_laid_out=True)
                 copy.hold()
             except BaseException:
-                self._pool.give_back(stage)
+                self._pool.release(stage)
                 raise
         except BaseException:
-            self._background.give_back()
+            self._background.release()
             raise
         return header, stage, copy
 
@@ -403,12 +403,12 @@ class TieredCheckpointManager(CheckpointManager):
         """The run is over for this worker: wait, for a bounded time, until its last save is done everywhere."""
         agreement = self._agreement
         if self.wait() and agreement is not None:
-            self._background.submit(lambda: self._see_off(agreement))
+            self._background.submit(lambda: self._wait_for_ranks(agreement))
             self.wait()
 
-    def _see_off(self, agreement: SaveAgreement) -> None:
+    def _wait_for_ranks(self, agreement: SaveAgreement) -> None:
         try:
-            agreement.see_off(self._grace_s)
+            agreement.wait_for_ranks(self._grace_s)
         except OutOfStepError as error:
             log.info("the last save: %s", error)
 

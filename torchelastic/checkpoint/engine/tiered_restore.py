@@ -238,7 +238,7 @@ class TieredRestore:
                     raise
                 raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
 
-        content, kind = read_good_copies(left, self._open, take, self._pass_over)
+        content, kind = read_good_copies(left, self._open, take, self._skip_copy)
         return content, kind, sorted({sources[0].place for sources in left.values()})
 
     def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
@@ -247,7 +247,7 @@ class TieredRestore:
         client, object_id = self._served(shard, source)
         return open_remote(shard, partial(client.read, object_id))
 
-    def _pass_over(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
+    def _skip_copy(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
         """See `read_good_copies`; what is damaged in a shared place is so for whoever reads it."""
         bad, is_damage = sources.pop(0), isinstance(error, CorruptCheckpointError)
         if is_damage and self._tiers[bad.place].is_shared:
@@ -294,7 +294,7 @@ class _TierShards:
     def received(self, object_id: str, digest: str) -> None:
         """Never called."""
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         """Never called."""
 
     def source(self, object_id: str) -> memoryview | None:

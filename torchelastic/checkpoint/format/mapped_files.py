@@ -2,7 +2,7 @@
 
 `ShardReader.map` returns tensors that lie in the file of a shard: loading them costs no memory. But an optimizer keeps
 what it is given, and as long as one tensor lives the kernel keeps the whole file, also once it is removed. So of a
-removed file `give_back`
+removed file `release_removed`
 
 - has the kernel copy each page that was not written to yet, as it does by itself when one is written
   (MADV_POPULATE_WRITE breaks copy-on-write and writes nothing: neither addresses nor values change, whatever other
@@ -60,7 +60,7 @@ class MappedFile:
                 memory.madvise(_MADV_POPULATE_WRITE, begin, min(_CHUNK_BYTES, len(memory) - begin))
             self.is_private = True
 
-    def give_back(self) -> None:
+    def release_removed(self) -> None:
         """Raises: OSError, as `make_private`, or if the file cannot be changed."""
         memory = self.memory()  # as long as this lives the descriptor is open
         if memory is None or self.is_shared or self.is_read:
@@ -95,20 +95,20 @@ def note_mapped(memory: mmap.mmap, descriptor: int) -> MappedFile:
     return mapped
 
 
-def give_back() -> None:
+def release_removed() -> None:
     """Frees the room of files that were removed, and that tensors of this process are mapped from; on any thread.
 
     Costs memory for what was never written to. Where there is none the room stays taken, and a warning says so.
     """
     for mapped in list(_mapped):
         try:
-            mapped.give_back()
+            mapped.release_removed()
         except OSError as error:
             log.warning("what was loaded keeps its room on tmpfs beside the checkpoints that are kept: %s", error)
 
 
 @functools.cache
-def can_give_back() -> bool:
+def can_release() -> bool:
     """Whether this kernel does what is said above; tried with a file of two pages."""
     size, before, after = 2 * mmap.PAGESIZE, b"before", b"after!"
     try:

@@ -1,7 +1,7 @@
 """The slots of one folder: taken for a save, published as a checkpoint, and free again when that is removed.
 
 A folder that keeps n checkpoints comes to n + 1 slots, or n + 2 where a save may begin while the one before is still
-being finished, and one more for each that `hold` keeps; after that nothing is allocated any more. What more there was
+being finished, and one more for each that `pin` keeps; after that nothing is allocated any more. What more there was
 for a while goes back to the system.
 """
 
@@ -34,19 +34,19 @@ class SlotPool:
 
     Args:
         folder: where the files are, on tmpfs to be fast; None: memory without files, which cannot be published.
-        discards: memory that the pool drops goes back to the system at once, see `Slot.discard`.
+        at_once: memory that the pool releases goes back to the system at once, see `Slot.release_at_once`.
         disk: what touches files.
     """
 
-    def __init__(self, folder: Path | None, *, discards: bool = False, disk: Disk = REAL_DISK) -> None:
+    def __init__(self, folder: Path | None, *, at_once: bool = False, disk: Disk = REAL_DISK) -> None:
         self.folder = folder
-        self._discards = discards
+        self._at_once = at_once
         self._disk = disk
         self._lock = threading.Lock()
         self._free: list[Stage] = []
         self._published: dict[Path, Stage] = {}
-        self._held: set[Slot] = set()
-        self._retired: list[Stage] = []
+        self._pinned: set[Slot] = set()
+        self._deleted: list[Stage] = []
         self._closed = False
         self._taken, self._unneeded = 0, 0
 
@@ -60,7 +60,7 @@ class SlotPool:
             if self._closed:
                 raise ValueError("the pool of slots is closed")
             stage = self._stage(header)
-            self._give_back_unneeded()
+            self._release_unneeded()
             return stage
 
     def keep_warm(self, header: Header) -> None:
@@ -77,11 +77,11 @@ class SlotPool:
         path = hidden_path(self.folder) if self.folder else None
         return Stage.prepare(Slot(capacity_for(header), path, disk=self._disk), header)
 
-    def _give_back_unneeded(self) -> None:
+    def _release_unneeded(self) -> None:
         self._taken, self._unneeded = self._taken + 1, min(self._unneeded, len(self._free))
         if self._taken > _LEAST_ROUND + 2 * (len(self._free) + len(self._published)):
             for stage in self._free[: self._unneeded]:
-                self._drop(stage)
+                self._release_memory(stage)
             del self._free[: self._unneeded]
             self._taken, self._unneeded = 0, len(self._free)
 
@@ -99,7 +99,7 @@ class SlotPool:
             chosen = min(roomy, key=lambda stage: stage.slot.capacity_bytes)
             self._free.remove(chosen)
             return Stage.prepare(chosen.slot, header)
-        self._drop_free()  # too small for what is saved now, or far too large: their memory is better given back
+        self._release_free_memory()  # too small for what is saved now, or far too large
         return None
 
     def is_warm(self, header: Header) -> bool:
@@ -134,7 +134,7 @@ class SlotPool:
         larger.copy(stage.places)
         larger.seal(header)
         with self._lock:
-            self._drop(stage)
+            self._release_memory(stage)
         return larger
 
     def publish(self, stage: Stage, target: Path) -> None:
@@ -154,41 +154,41 @@ class SlotPool:
         with self._lock:
             return path in self._published
 
-    def give_back(self, stage: Stage) -> None:
+    def release(self, stage: Stage) -> None:
         """A stage that was taken is free again, its content of no worth; after `close` it is given back at once."""
         with self._lock:
             self._put_back(stage)
 
     def _put_back(self, stage: Stage) -> None:
         if self._closed:
-            self._drop(stage)
+            self._release_memory(stage)
         else:
             self._free.append(stage)
 
-    def hold(self, stage: Stage) -> None:
-        """Nobody writes into a stage before `release`, also when its shard was published and is removed meanwhile."""
+    def pin(self, stage: Stage) -> None:
+        """Nobody writes into a stage before `unpin`, also when its shard was published and is removed meanwhile."""
         with self._lock:
-            self._held.add(stage.slot)
+            self._pinned.add(stage.slot)
 
-    def release(self, stage: Stage) -> None:
+    def unpin(self, stage: Stage) -> None:
         """What is read of a stage is no more; once it was removed it is free."""
         with self._lock:
-            self._held.discard(stage.slot)
-            for retired in [one for one in self._retired if one.slot is stage.slot]:
-                self._retired.remove(retired)
-                self._put_back(retired)
+            self._pinned.discard(stage.slot)
+            for deleted in [one for one in self._deleted if one.slot is stage.slot]:
+                self._deleted.remove(deleted)
+                self._put_back(deleted)
 
-    def drop(self, stage: Stage) -> None:
+    def release_memory(self, stage: Stage) -> None:
         """A stage that was taken is given back to the system, and not used again."""
         with self._lock:
-            self._drop(stage)
+            self._release_memory(stage)
 
-    def drop_free(self) -> None:
+    def release_free_memory(self) -> None:
         """Gives the memory of all free slots back to the system."""
         with self._lock:
-            self._drop_free()
+            self._release_free_memory()
 
-    def retire(self, path: Path) -> None:
+    def delete(self, path: Path) -> None:
         """Removes a published shard, whoever made it; its slot is free again if it is ours and nobody reads it.
 
         Raises:
@@ -209,9 +209,9 @@ class SlotPool:
                 stage.slot.close()
                 return
             if not is_free:
-                self._drop(stage)
-            elif stage.slot in self._held:
-                self._retired.append(stage)
+                self._release_memory(stage)
+            elif stage.slot in self._pinned:
+                self._deleted.append(stage)
             else:
                 self._free.append(stage)
 
@@ -222,17 +222,17 @@ class SlotPool:
             for stage in self._published.values():
                 stage.slot.close()
             self._published.clear()
-            self._drop_free()
+            self._release_free_memory()
 
-    def _drop_free(self) -> None:
+    def _release_free_memory(self) -> None:
         for stage in self._free:
-            self._drop(stage)
+            self._release_memory(stage)
         self._free.clear()
 
-    def _drop(self, stage: Stage) -> None:
+    def _release_memory(self, stage: Stage) -> None:
         path = stage.slot.path
-        if self._discards:
-            stage.slot.discard()
+        if self._at_once:
+            stage.slot.release_at_once()
         else:
             stage.slot.close()
         if path is not None:

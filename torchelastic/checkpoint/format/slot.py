@@ -153,7 +153,7 @@ class Slot:
             except BlockingIOError:
                 return False
 
-    def discard(self) -> None:
+    def release_at_once(self) -> None:
         """As `close`, but the memory goes back at once: whoever still has a view of it reads zeros.
 
         For memory that only an operation of a lost peer may still hold (gloo ends those after a long time), or the

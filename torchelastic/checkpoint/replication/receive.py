@@ -70,7 +70,7 @@ class ReplicaStore(Protocol):
     def destination(self, object_id: str, size_bytes: int, /) -> memoryview | bytearray:
         """Where an object is to be received: a writable contiguous buffer of `size_bytes` bytes (a warm slot, best).
 
-        It belongs to the server until `received` or `abandon` is called with the same id. What lies there under this id
+        It belongs to the server until `received` or `abort` is called with the same id. What lies there under this id
         already must stay readable until then, or be gone.
 
         Raises:
@@ -87,7 +87,7 @@ class ReplicaStore(Protocol):
             digest: its `digest_of`, to be returned by `digest`.
         """
 
-    def abandon(self, object_id: str, /) -> None:
+    def abort(self, object_id: str, /) -> None:
         """The object will not be completed: its destination is the owner's again."""
 
     def source(self, object_id: str, /) -> memoryview | None:
@@ -125,7 +125,7 @@ class MemoryShelf:
         with self._lock:
             self._objects[object_id] = (self._incoming.pop(object_id), digest)
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         """See `ReplicaStore`."""
         with self._lock:
             self._incoming.pop(object_id, None)
@@ -174,7 +174,7 @@ class Reception:
 
         Returns:
             Where it goes; None if it is here already with this content. After it, exactly one of `complete` and
-            `abandon` has to be called.
+            `abort` has to be called.
 
         Raises:
             OutdatedRoundError: the round is older than the fence.
@@ -212,17 +212,17 @@ class Reception:
                 if arrived != digest:
                     raise DamagedFrameError(f"{object_id} was changed on its way, or while it was sent")
             except ReplicationError:
-                self.abandon(object_id)
+                self.abort(object_id)
                 raise
             self._active.remove(object_id)
             self._shelf.received(object_id, digest)
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         """Gives the destination back to its owner."""
         with self.lock:
             self._active.remove(object_id)
             log.info("abandoned %s", object_id)
-            self._shelf.abandon(object_id)
+            self._shelf.abort(object_id)
 
     def _check_round(self, object_id: str, round_number: int) -> None:
         if round_number < self.round:
@@ -243,5 +243,5 @@ class Reception:
         try:
             return writable(buffer, size_bytes, object_id)
         except ReplicationError:
-            self._shelf.abandon(object_id)
+            self._shelf.abort(object_id)
             raise

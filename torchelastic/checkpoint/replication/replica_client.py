@@ -295,6 +295,6 @@ def pull_into(
             check(views[-1])
         shelf.received(object_id, pulled.digest)
     except BaseException:
-        shelf.abandon(object_id)
+        shelf.abort(object_id)
         raise
     return pulled.size_bytes

@@ -229,7 +229,7 @@ class ReplicaServer:
             with place:  # whoever resizes or unmaps it may do so afterwards
                 arrived = connection.receive_bytes(place)
         except BaseException:
-            self._reception.abandon(object_id)
+            self._reception.abort(object_id)
             raise
         self._reception.complete(object_id, digest, arrived, round_number)
         connection.send({"received": size_bytes})

@@ -106,12 +106,12 @@ class DiskTier(FolderTier):
         else:
             super().abandon(name)
 
-    def _discard(self, names: Iterable[SaveId]) -> None:
+    def _delete(self, names: Iterable[SaveId]) -> None:
         if not self.is_shared:
-            super()._discard(names)
+            super()._delete(names)
             return
         for name in sorted(names):
             remove_folder(self._root, name.folder_name, self._disk)
 
-    def _retire(self, path: Path) -> None:
+    def _delete_file(self, path: Path) -> None:
         self._disk.remove(path)

@@ -140,7 +140,7 @@ class FolderTier(Tier):
         """See `Tier`: removes this rank's shard."""
         for path, rank in self._shards(name):
             if self._context is not None and rank == self._context.rank:
-                self._retire(path)
+                self._delete_file(path)
         self._remove_if_empty(name)
 
     def inventory(self) -> list[TierEntry]:
@@ -183,25 +183,27 @@ class FolderTier(Tier):
         if not self.is_shared:
             uncommitted = (info for info in infos if info.manifest is None and info.name < committed[0].name)
             unwanted |= {info.name for info in uncommitted if is_usable(info.folder)}
-        self._discard(unwanted)
+        self._delete(unwanted)
         return sorted(unwanted)
 
-    def _discard(self, names: Iterable[SaveId]) -> None:
+    def _delete(self, names: Iterable[SaveId]) -> None:
         """Removes checkpoints, whichever they are, as far as that is this rank's; see `prune`."""
         failures = []
         for name in sorted(names):
             try:
-                self._revoke(name)  # first: other ranks may hold some of its shards, and without the others it is none
+                self._delete_manifest(
+                    name
+                )  # first: other ranks may hold some of its shards, and without the others it is none
                 for path, rank in self._shards(name):
                     if self._may_remove(name, rank, path):
-                        self._retire(path)
+                        self._delete_file(path)
                 self._remove_if_empty(name)
             except CheckpointError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
 
-    def _revoke(self, name: SaveId) -> None:
+    def _delete_manifest(self, name: SaveId) -> None:
         self._disk.remove(self._root / name.folder_name / MANIFEST_NAME)
 
     def close(self) -> None:
@@ -233,7 +235,7 @@ class FolderTier(Tier):
         return self._context is None or name.token < self._context.token or rank == self._context.rank
 
     @abstractmethod
-    def _retire(self, path: Path) -> None:
+    def _delete_file(self, path: Path) -> None:
         """Removes the file of one shard."""
 
     def _shards(self, name: SaveId) -> list[tuple[Path, int]]:

@@ -51,7 +51,7 @@ class MemoryTier(FolderTier):
         self.shelf = ReceivedShards(self._root, disk)
 
     def stage(self, header: Header) -> Stage:
-        """A slot to copy tensors of this layout into, after `prepare`. Give it to `put`, or to `pool.give_back`.
+        """A slot to copy tensors of this layout into, after `prepare`. Give it to `put`, or to `pool.release`.
 
         Raises:
             CheckpointError: there is no room for a new one.
@@ -98,15 +98,15 @@ class MemoryTier(FolderTier):
         path = self.path_of(shard)
         make_place(path.parent, self._disk)
         if os.path.isfile(path):  # noqa: PTH113 - that of Path raises where a folder may not be read
-            self._retire(path)
+            self._delete_file(path)
         remove_whatever(path, self._disk)
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:
         return super()._may_remove(name, rank, path) or self.pool.holds(path) or self.shelf.holds(path)
 
-    def _retire(self, path: Path) -> None:
-        if not self.shelf.retire(path):
-            self.pool.retire(path)
+    def _delete_file(self, path: Path) -> None:
+        if not self.shelf.delete(path):
+            self.pool.delete(path)
 
     def close(self) -> None:
         """See `Tier`."""

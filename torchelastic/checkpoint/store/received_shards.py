@@ -58,7 +58,7 @@ class ReceivedShards:
         """See `ReplicaStore`. What was begun under this name is abandoned."""
         ShardId.parse(object_id)
         self.disk.make_folder(self.root)  # somebody may have removed it, with all that was in it
-        self.abandon(object_id)
+        self.abort(object_id)
         stage = self._pool.take(_row_of(size_bytes))
         with self._lock:
             self._incoming[self._fetch + object_id] = (stage, size_bytes)
@@ -88,16 +88,16 @@ class ReceivedShards:
                     self._published[path] = digest
                     return
             except BaseException:
-                self._pool.give_back(stage)
+                self._pool.release(stage)
                 raise
-            self._pool.give_back(stage)
+            self._pool.release(stage)
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         """See `ReplicaStore`."""
         with self._lock:
             stage, _ = self._incoming.pop(self._fetch + object_id, (None, 0))
         if stage is not None:
-            self._pool.give_back(stage)
+            self._pool.release(stage)
 
     def source(self, object_id: str) -> memoryview | None:
         """The bytes of a shard that is here, whoever put it; None if it is not."""
@@ -127,7 +127,7 @@ class ReceivedShards:
         """Whether so many bytes can be received without new memory."""
         return self._pool.is_warm(_row_of(size_bytes))
 
-    def retire(self, path: Path) -> bool:
+    def delete(self, path: Path) -> bool:
         """Removes a shard if it was received here, and keeps its slot for the next; false if it is not ours.
 
         Raises:
@@ -135,7 +135,7 @@ class ReceivedShards:
         """
         if not self.holds(path):
             return False
-        self._pool.retire(path)
+        self._pool.delete(path)
         with self._lock:
             self._published.pop(path, None)
         return True
@@ -150,7 +150,7 @@ class ReceivedShards:
         self._pool.close()
         with self._lock:
             for stage, _ in self._incoming.values():
-                self._pool.give_back(stage)
+                self._pool.release(stage)
             self._incoming.clear()
             self._published.clear()
 

@@ -81,7 +81,7 @@ class from_datasets:
                 f"{type(self.dataset).__name__} is no datasets.IterableDataset: load it with streaming=True, or call "
                 "its to_iterable_dataset(num_shards=..)"
             )
-        _refuse_shuffle_buffer(self.dataset)
+        _require_no_shuffle_buffer(self.dataset)
         # a copy, because the place is in the stages of the dataset, which its parts share
         part = split_dataset_by_node(copy.deepcopy(self.dataset), rank=shard, world_size=num_shards)
         part.set_epoch(self.epoch)
@@ -103,7 +103,7 @@ class _Examples:
             yield {name: column[0] for name, column in batch.items()} if isinstance(batch, Mapping) else batch
 
 
-def _refuse_shuffle_buffer(dataset: Any) -> None:
+def _require_no_shuffle_buffer(dataset: Any) -> None:
     """Raises SourceError where examples would be lost. The package has no public way to ask."""
     stage = getattr(dataset, "_ex_iterable", None)
     while stage is not None:

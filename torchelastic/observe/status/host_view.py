@@ -97,13 +97,13 @@ class HostView:
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def hear(self, at_s: float, event: LedgerEvent) -> None:
+    def record(self, at_s: float, event: LedgerEvent) -> None:
         """Something has happened, at this time in Unix seconds."""
         self._events = with_event(self._events, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
         if isinstance(event, Restore):
             self._end_steps[event.worker] = event.end_step
 
-    def heard_of(self, round_: Round) -> None:
+    def update_round(self, round_: Round) -> None:
         """The round, whenever it has changed."""
         if not self._round_since_s or (round_.number, round_.state) != (self._round.number, self._round.state):
             self._round_since_s = self._wall_s()

@@ -19,7 +19,7 @@ _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
 _ZIP = b"PK\x03\x04"
 
 #: Kinds of values that torch.load(weights_only=True) refuses (see `structures.places_of`), as a user knows them.
-_REFUSED = {"frozenset": "a frozenset", "numpy": "a numpy array or number", "pickle": "an object of another type"}
+_UNLOADABLE = {"frozenset": "a frozenset", "numpy": "a numpy array or number", "pickle": "an object of another type"}
 
 
 def is_one(path: Path) -> bool:
@@ -63,10 +63,10 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
     """Raises CheckpointCommandError if a state holds what `torch.load(weights_only=True)` would refuse."""
     if allow_pickles:
         return
-    refused = [f"{place!r} is {_REFUSED[kind]}" for place, kind in places_of(structure, _REFUSED)]
-    if refused:
+    unloadable = [f"{place!r} is {_UNLOADABLE[kind]}" for place, kind in places_of(structure, _UNLOADABLE)]
+    if unloadable:
         raise CheckpointCommandError(
-            f"torch.load(weights_only=True) could not read this state back: {shortlist(refused)}; use "
+            f"torch.load(weights_only=True) could not read this state back: {shortlist(unloadable)}; use "
             "--to shard, or --allow-pickles to write a file that needs weights_only=False"
         )
 

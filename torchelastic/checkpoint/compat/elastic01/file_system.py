@@ -18,9 +18,9 @@ from typing import BinaryIO, Literal
 from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.compat.elastic01.output_stream import OutputStream
 from torchelastic.checkpoint.compat.elastic01.staging import (
+    delete_stale,
     make_staging_folder,
     new_staging_path,
-    remove_abandoned,
     remove_folder,
     staging_dirs,
     take_over,
@@ -242,7 +242,7 @@ class FileSystemCheckpointManager(CheckpointManager):
             require_own_folder(self._dir, Kind.STREAMS)
             now_s = _write_probe(self._dir)
             for folder in (self._dir, *staging_dirs(self._dir)):
-                remove_abandoned(folder, now_s)
+                delete_stale(folder, now_s)
 
     def __repr__(self) -> str:
         return f"FileSystemCheckpointManager({str(self._dir)!r}, keep={self._keep})"

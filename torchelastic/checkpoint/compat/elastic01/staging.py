@@ -31,7 +31,7 @@ from torchelastic.processes.identity import this_place
 log = logging.getLogger(__name__)
 
 # A writer that has not touched its folder for so long is gone, or stopped for so long that it may lose this one save.
-ABANDONED_AFTER_S = 24 * 3600.0
+STALE_AFTER_S = 24 * 3600.0
 
 _RUN_PREFIX = ".run-"
 # Process numbers can be compared within one scope only: a digest of host, boot and process namespace. The host's name
@@ -65,7 +65,7 @@ def remove_folder(folder: Path) -> bool:
     return True
 
 
-def remove_abandoned(parent: Path, now_s: float) -> None:
+def delete_stale(parent: Path, now_s: float) -> None:
     """Removes the staging folders and files in `parent` whose writers are gone.
 
     Args:
@@ -83,7 +83,7 @@ def remove_abandoned(parent: Path, now_s: float) -> None:
         except FileNotFoundError:
             continue  # being published or removed while we look
         is_dead = owner["scope"] == here and not psutil.pid_exists(int(owner["pid"]))
-        if (is_dead or idle_s > ABANDONED_AFTER_S) and remove_folder(path):
+        if (is_dead or idle_s > STALE_AFTER_S) and remove_folder(path):
             log.info("removed %s, left behind by process %s on %s", path, owner["pid"], owner["host"])
 
 

@@ -123,7 +123,7 @@ class BufferIO:
             self._reserve(container, new_size)
             self._open_content()[: self._length] = old
             old.release()
-            container.pool.give_back(stage)
+            container.pool.release(stage)
         self._length = min(self._length, new_size)
         self._position = min(self._position, new_size)
 
@@ -187,7 +187,7 @@ class BufferIO:
         """Throws away what was written; nothing gets a name."""
         content, self._content = self._content, None
         if content is not None and self._container is not None:
-            self._container.pool.give_back(self._keep)
+            self._container.pool.release(self._keep)
         self._keep = None
 
     def __enter__(self) -> BufferIO:

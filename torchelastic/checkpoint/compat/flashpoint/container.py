@@ -51,7 +51,7 @@ from torchelastic.checkpoint.format.shard_writing import save_tree, write_whole
 from torchelastic.checkpoint.format.stage import Stage, capacity_for
 from torchelastic.checkpoint.format.tree import unflatten
 from torchelastic.checkpoint.store.host_memory.dead_jobs import JOB_FILE
-from torchelastic.checkpoint.store.host_memory.room import NotSaved, measure, refused_for
+from torchelastic.checkpoint.store.host_memory.room import NotSaved, measure, why_no_room
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.memory_tier import MemoryTier
@@ -91,7 +91,7 @@ class HeldSlot:
         self.published = self.container.publish(stage, None, path)
         self.stage = stage
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """What is in it is of no worth."""
         stage, self.stage, self.is_over = self.stage, None, True
         if stage is None:
@@ -99,7 +99,7 @@ class HeldSlot:
         if self.published is not None:
             self.container.remove_object(self.published)
         elif stage.slot.path is not None and stage.slot.path.exists():
-            self.container.pool.give_back(stage)
+            self.container.pool.release(stage)
         else:
             stage.slot.close()  # another process has removed it
 
@@ -202,7 +202,7 @@ class Container(MemoryTier):
         self.reclaim()
         if not self.pool.is_warm(header):
             self.tidy()
-        if not self.pool.is_warm(header) and (why := refused_for(capacity_for(header), measure(self.root))) is not None:
+        if not self.pool.is_warm(header) and (why := why_no_room(capacity_for(header), measure(self.root))) is not None:
             raise NotSavedError(why)
         try:
             return HeldSlot(self, self.pool.take(header))
@@ -234,7 +234,7 @@ class Container(MemoryTier):
             try:
                 save = SaveId.parse(held.published.parent.name) if held.published is not None else None
                 if save is None or not held.container.has_committed(save):
-                    held.give_back()
+                    held.release()
             except CheckpointError as error:
                 log.warning("a slot of %s cannot be used again: %s", self.root, error)
 
@@ -258,7 +258,7 @@ class Container(MemoryTier):
                 is_over = held is None or held.is_over
                 if is_over and not older.is_committed and older.name < save:
                     for path, _ in self._shards(older.name):
-                        self.shelf.retire(path)
+                        self.shelf.delete(path)
 
     def publish(self, stage: Stage, header: Header | None, path: Path) -> Path:
         """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.
@@ -276,7 +276,7 @@ class Container(MemoryTier):
             self.disk.make_folder(path.parent)
             self.pool.publish(stage, path)
         except BaseException:
-            self.pool.give_back(stage)
+            self.pool.release(stage)
             raise
         save = SaveId.find(path.parent.name)
         if save is not None:
@@ -398,10 +398,10 @@ class Container(MemoryTier):
             CheckpointError: the disk refuses.
         """
         with self._lock:
-            self._discard([entry.name for entry in self.inventory() if entry.name.step == step])
+            self._delete([entry.name for entry in self.inventory() if entry.name.step == step])
             self._remove_attached(step)
 
-    def give_up_newer(self, save: SaveId) -> None:
+    def delete_newer(self, save: SaveId) -> None:
         """What is newer than the chosen save, and could not be put together, is none any more: it would replace that.
 
         Raises:
@@ -409,21 +409,21 @@ class Container(MemoryTier):
         """
         for entry in self.inventory():
             if entry.is_committed and entry.name > save:
-                self._revoke(entry.name)
+                self._delete_manifest(entry.name)
 
-    def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `_retire` looks who holds it
+    def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `_delete_file` looks who holds it
         return True
 
     def remove_object(self, path: Path) -> None:
         """Removes one file of a checkpoint, unless another process uses it. Raises: CheckpointError."""
         if self.pool.holds(path):
-            self.pool.retire(path)
-        elif not self.shelf.retire(path):
+            self.pool.delete(path)
+        elif not self.shelf.delete(path):
             with lock_of_nobody(path) as is_left_over:
                 if is_left_over:
                     self.disk.remove(path)
 
-    def _retire(self, path: Path) -> None:
+    def _delete_file(self, path: Path) -> None:
         self.remove_object(path)
 
     def _remove_if_empty(self, name: SaveId) -> None:

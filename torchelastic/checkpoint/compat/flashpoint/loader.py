@@ -233,7 +233,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
         def read(candidate: Candidate) -> CheckpointContainerId:
             verified = self._verified(found, candidate, call)
-            self._bring(found, verified, call, gives_up_newer=True)
+            self._bring(found, verified, call, deletes_newer=True)
             self._make_copies_again(found, verified)
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
@@ -282,7 +282,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         candidate = next((one for one in found.candidates if one.is_committed and one.save.step == step), None)
         try:
             if candidate is not None:
-                self._bring(found, self._verified(found, candidate, call), call, gives_up_newer=False)
+                self._bring(found, self._verified(found, candidate, call), call, deletes_newer=False)
         except CorruptCheckpointError as error:
             log.warning("%s: %s", call, error)
             return False
@@ -335,7 +335,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             raise CorruptCheckpointError(verified.fault)
         return verified
 
-    def _bring(self, found: _Survey, candidate: Candidate, call: str, *, gives_up_newer: bool) -> None:
+    def _bring(self, found: _Survey, candidate: Candidate, call: str, *, deletes_newer: bool) -> None:
         """Has all ranks fetch what they want. Raises: CorruptCheckpointError, on all of them, if one cannot.
 
         It is completed when all is there: a host that has a checkpoint removes older ones.
@@ -358,8 +358,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
         def complete() -> None:
             if commit.rank in wanted[rank]:
-                if gives_up_newer:
-                    container.give_up_newer(commit.name)
+                if deletes_newer:
+                    container.delete_newer(commit.name)
                 container.complete(container.read_commit(commit), by_all=True)
 
         self._replication.run_on_all(call, fetch_own)

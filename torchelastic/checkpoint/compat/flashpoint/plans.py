@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.store.host_memory.room import Free, NotSaved, refused_for
+from torchelastic.checkpoint.store.host_memory.room import Free, NotSaved, why_no_room
 from torchelastic.checkpoint.store.save_id import SaveId
 
 #: Of how many checkpoints reports, and decisions, are kept that nobody has asked for: of saves that failed in between.
@@ -63,7 +63,7 @@ class RankReport(_Message):
         copied_bytes: how large a copy is that was made of a state already, into a slot; 0: none.
         warm_bytes: how large a slot is that is free.
         free: what more there is on the host.
-        refused: why this rank cannot save.
+        why_not: why this rank cannot save.
         can_copy: whether this rank can begin a durable copy.
     """
 
@@ -76,7 +76,7 @@ class RankReport(_Message):
     copied_bytes: int
     warm_bytes: int
     free: Free
-    refused: NotSaved | None = None
+    why_not: NotSaved | None = None
     can_copy: bool = False
 
     def allocates_bytes(self, share_bytes: int | None) -> int:
@@ -117,7 +117,7 @@ def epoch_of(reports: Sequence[RankReport]) -> int:
     return max(epochs) + (len(epochs) > 1 or epochs == {0})
 
 
-def refusal(reports: Sequence[RankReport], shares_bytes: Sequence[int | None]) -> NotSaved | None:
+def why_skipped(reports: Sequence[RankReport], shares_bytes: Sequence[int | None]) -> NotSaved | None:
     """Whether all hosts have room for their ranks' shares; pure.
 
     Args:
@@ -129,14 +129,14 @@ def refusal(reports: Sequence[RankReport], shares_bytes: Sequence[int | None]) -
     """
     needed: dict[str, int] = defaultdict(int)
     for report, share_bytes in zip(reports, shares_bytes, strict=True):
-        if report.refused is not None:
-            return report.refused
+        if report.why_not is not None:
+            return report.why_not
         needed[report.host] += report.allocates_bytes(share_bytes)
     for host, needed_bytes in needed.items():
         there = [report for report in reports if report.host == host]
         tmpfs = [report.free.tmpfs_bytes for report in there if report.free.tmpfs_bytes is not None]
         free = Free(min(tmpfs, default=None), min(report.free.ram_bytes for report in there))
-        why = refused_for(needed_bytes, free)
+        why = why_no_room(needed_bytes, free)
         if why is not None:
             return NotSaved(why.reason, f"no room on host {host!r}: {why.because}", there[0].rank)
     return None

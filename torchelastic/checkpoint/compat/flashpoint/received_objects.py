@@ -72,10 +72,10 @@ class ContainerShelf(ReceivedShards):
             self._container.complete(commit)
             self._container.tidy()
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         """See `ReplicaStore`."""
         if self._commits.pop(self._fetch + object_id, None) is None:
-            super().abandon(object_id)
+            super().abort(object_id)
 
 
 class ReceivedObjects:
@@ -100,10 +100,10 @@ class ReceivedObjects:
         shelf, shard = self._place(object_id)
         shelf.received(shard, digest)
 
-    def abandon(self, object_id: str) -> None:
+    def abort(self, object_id: str) -> None:
         """See `ReplicaStore`."""
         shelf, shard = self._place(object_id)
-        shelf.abandon(shard)
+        shelf.abort(shard)
 
     def source(self, object_id: str) -> memoryview | None:
         """See `ReplicaStore`; None also for what can be no object here."""

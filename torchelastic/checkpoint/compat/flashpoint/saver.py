@@ -44,9 +44,9 @@ from torchelastic.checkpoint.compat.flashpoint.plans import (
     collect_reports,
     deliver,
     epoch_of,
-    refusal,
     shares_bytes,
     tensor_bytes,
+    why_skipped,
 )
 from torchelastic.checkpoint.compat.flashpoint.skipping import SkippedSaves
 from torchelastic.checkpoint.compat.flashpoint.staged_items import PlannedSave, StagedItems, stage_items, why_not
@@ -55,7 +55,7 @@ from torchelastic.checkpoint.compat.flashpoint.staged_state import (
     TakenApart,
     copied_bytes,
     not_staged,
-    refused_in,
+    skip_mark_in,
     staged_in,
 )
 from torchelastic.checkpoint.errors import CheckpointError, FencedError
@@ -221,7 +221,7 @@ class DefaultCheckpointSaver:
             try:
                 staged = staged_in(held, taken)
             except BaseException:
-                held.give_back()
+                held.release()
                 raise
         except CheckpointError as error:
             return not_staged(taken, why_not(error, 0))
@@ -241,7 +241,7 @@ class DefaultCheckpointSaver:
         rank = self._rank() if save.rank is None else save.rank
         container = self._containers.at(save.base)
         container.reclaim()
-        refused = refused_in(item.index.fqn for item in plan.items)
+        skip_mark = skip_mark_in(item.index.fqn for item in plan.items)
         needed_bytes = tensor_bytes(plan)
         joined, known = container.epochs(self._group())
         if copies is not None and rank == 0 and not container.has_saved:
@@ -256,11 +256,11 @@ class DefaultCheckpointSaver:
             copied_bytes(),
             container.warm_bytes(needed_bytes),
             measure(container.root),
-            replace(refused[1], rank=rank) if refused is not None else None,
+            replace(skip_mark[1], rank=rank) if skip_mark is not None else None,
             copies is not None and copies.is_free(),
         )
         deliver(report)
-        items = plan.items if refused is None else [item for item in plan.items if item.index.fqn != refused[0]]
+        items = plan.items if skip_mark is None else [item for item in plan.items if item.index.fqn != skip_mark[0]]
         return replace(plan, items=items, storage_data=report)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -276,7 +276,7 @@ class DefaultCheckpointSaver:
         reports = collect_reports(save.about, plans)
         generation = self._containers.at(save.base).next_generation(max(report.newest for report in reports))
         name = SaveId(epoch_of(reports), 0, generation, save.step, secrets.token_hex(4))
-        skipped = refusal(reports, shares_bytes(plans))
+        skipped = why_skipped(reports, shares_bytes(plans))
         can_copy = skipped is None and all(report.can_copy for report in reports)
         is_copied = copies is not None and can_copy and copies.is_due(save.step)
         decisions = [

@@ -149,7 +149,7 @@ class StagedItems:
     def abandon(self) -> None:
         """Instead of `write`, or after it: there will be no such checkpoint; the slot is free again."""
         if self.held is not None:
-            self.held.give_back()
+            self.held.release()
 
     def _view(self) -> memoryview:
         if self.held is None:
@@ -251,7 +251,7 @@ def _in_slot(
             tensors_only(stage).copy(tensors)
         digests = _store_pickles(resolved, pickled, stage)
     except BaseException:
-        held.give_back()
+        held.release()
         raise
     header = Header(None, (*layout.entries[:-1], *pickled), meta_of_shard(shard))
     if checksums is not None:

@@ -37,7 +37,7 @@ _UNCHANGEABLE = frozenset(
 _PICKLE_BYTES = 2048
 
 #: How a key begins that is put into a state for which there was no memory: the rest says why, and so does the plan.
-_REFUSED = "torchelastic.not_copied:"
+_SKIPPED = "torchelastic.not_copied:"
 
 
 @dataclass(frozen=True)
@@ -197,20 +197,20 @@ def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
 
 
 def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
-    """A state without data, which every rank plans, and nobody writes; see `refused_in`."""
+    """A state without data, which every rank plans, and nobody writes; see `skip_mark_in`."""
 
     def shape(index: int) -> torch.Tensor:
         return torch.empty(taken.sources[index].shape, dtype=taken.sources[index].dtype, device="meta")
 
-    refusal = _REFUSED + json.dumps([why.reason, why.because, why.rank])
-    return StagedState(None, None, {**fill(taken.skeleton, shape), refusal: None})
+    skip_mark = _SKIPPED + json.dumps([why.reason, why.because, why.rank])
+    return StagedState(None, None, {**fill(taken.skeleton, shape), skip_mark: None})
 
 
-def refused_in(names: Iterable[str]) -> tuple[str, NotSaved] | None:
+def skip_mark_in(names: Iterable[str]) -> tuple[str, NotSaved] | None:
     """The name among those of a plan that says that there was no memory for a copy, and what it says."""
     for name in names:
-        if name.startswith(_REFUSED):
-            return name, NotSaved(*json.loads(name.removeprefix(_REFUSED)))
+        if name.startswith(_SKIPPED):
+            return name, NotSaved(*json.loads(name.removeprefix(_SKIPPED)))
     return None
 
 

@@ -57,7 +57,7 @@ class NotSaved:
         return f"rank {self.rank}: {self.because}"
 
 
-def refused_for(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> NotSaved | None:
+def why_no_room(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> NotSaved | None:
     """Why a save may not allocate what it needs; None if it may. Pure.
 
     A save that needs nothing, because it goes into slots that are there, always fits. The margin is taken off the

@@ -329,12 +329,12 @@ class AsyncCallsQueue:
         if group is None:
             for call_idx, call in list(self._calls.items()):
                 if call.work.done() and failure_of(call.work) is not None:
-                    self._drop(call_idx, call.work)
+                    self._pop_ended(call_idx, call.work)
         elif self._calls:
             call_idx = next(iter(self._calls))
             verdict = self._agreement.read(group, call_idx)
             if verdict is not None and verdict.failing_rank is not None:
-                self._drop_failed(call_idx, verdict.failing_rank, group)
+                self._pop_failed(call_idx, verdict.failing_rank, group)
 
     def _group(self) -> dist.ProcessGroup | None:
         return group_in_use(self._process_group)
@@ -345,18 +345,18 @@ class AsyncCallsQueue:
         while blocking and not work.done():
             work, deadline_s = self._wait_a_slice(call_idx, deadline_s, blocking)
         self._warn_if_overdue(call_idx)
-        return self._drop(call_idx, work) if work.done() else None
+        return self._pop_ended(call_idx, work) if work.done() else None
 
     def _taken(self, call_idx: int, blocking: bool, group: dist.ProcessGroup) -> AsyncRequest | None:
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             verdict = self._agreement.read(group, call_idx)
             if verdict is not None and verdict.failing_rank is not None:
-                self._drop_failed(call_idx, verdict.failing_rank, group)
+                self._pop_failed(call_idx, verdict.failing_rank, group)
                 return None
             if verdict is not None and verdict.is_done:
                 self._agreement.clear()
-                return self._drop(call_idx, self._waited_for(call_idx, 0.0))
+                return self._pop_ended(call_idx, self._waited_for(call_idx, 0.0))
             work, deadline_s = self._wait_a_slice(call_idx, deadline_s, blocking)
             call = self._calls.get(call_idx)
             self._agreement.begin(group, call_idx, work, call.start_s if call is not None else 0.0)
@@ -388,7 +388,7 @@ class AsyncCallsQueue:
         log.warning(
             "asynchronous checkpoint call %d is not done after %g s; ending its worker", call_idx, self._timeout_s
         )
-        self._workers.give_up(call_idx)
+        self._workers.abort(call_idx)
         reason = f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up"
         work = failed(TimeoutError(reason))
         if call_idx in self._calls:
@@ -408,7 +408,7 @@ class AsyncCallsQueue:
             self._timeout_s,
         )
 
-    def _drop(self, call_idx: int, ended: Future[float]) -> AsyncRequest | None:
+    def _pop_ended(self, call_idx: int, ended: Future[float]) -> AsyncRequest | None:
         """Forget a call whose work has ended here, and return it; raise its error if it has failed and was not told."""
         call = self._calls.pop(call_idx, None)
         error = failure_of(ended)
@@ -422,13 +422,13 @@ class AsyncCallsQueue:
                 raise failed_call(call_idx, own_rank(), describe(error)) from error
         return call.request if call is not None and error is None else None
 
-    def _drop_failed(self, call_idx: int, failing_rank: int, group: dist.ProcessGroup) -> None:
+    def _pop_failed(self, call_idx: int, failing_rank: int, group: dist.ProcessGroup) -> None:
         """Forget a call that all ranks know has failed, and raise its error unless it was told."""
         self._agreement.clear()
         call = self._calls.pop(call_idx, None)
         work: Future[float] = call.work if call is not None else Future()
         if not work.done():  # nobody wants it any more, and the next call must not wait behind it
-            self._workers.give_up(call_idx)
+            self._workers.abort(call_idx)
         error = self._agreement.failure(group, failing_rank, call_idx, work)
         if call is not None:
             call.request.take_back()

@@ -45,7 +45,7 @@ class Workers(Protocol):
     def is_starting(self, call_idx: int) -> bool:
         """Whether this call waits for a worker that is not ready yet; that has a limit of its own."""
 
-    def give_up(self, call_idx: int) -> None:
+    def abort(self, call_idx: int) -> None:
         """End the work of this call, if it is not done, waiting for nothing; those behind it go to a new worker."""
 
     def end(self, abort: bool) -> None:
@@ -83,7 +83,7 @@ class ThreadWorkers:
         """See `Workers`."""
         return False
 
-    def give_up(self, call_idx: int) -> None:
+    def abort(self, call_idx: int) -> None:
         """See `Workers`."""
         work, thread = self._works.get(call_idx), self._thread
         if work is None or not work.cancel() or thread is None:

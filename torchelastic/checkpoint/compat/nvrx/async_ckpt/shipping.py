@@ -85,7 +85,7 @@ class MemoryPool:
         self._free.clear()  # all too small: a larger one takes their place
         return SharedMemory.allocate(size_bytes)
 
-    def give_back(self, memory: SharedMemory) -> None:
+    def release(self, memory: SharedMemory) -> None:
         """The worker is done with it."""
         if self.reuse:
             self._free.append(memory)

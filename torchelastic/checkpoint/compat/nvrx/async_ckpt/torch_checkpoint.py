@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.compat.elastic01.staging import new_staging_path, remove_abandoned
+from torchelastic.checkpoint.compat.elastic01.staging import delete_stale, new_staging_path
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.calls_queue import AsyncCallsQueue
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.errors import explained
@@ -91,6 +91,6 @@ def save_and_rename(state_dict: Any, target: Path, *args: Any, **kwargs: Any) ->
     with explained("save a checkpoint", target):
         staging = new_staging_path(target.parent)
         with replacing(target, staging, "xb") as file:
-            remove_abandoned(target.parent, os.fstat(file.fileno()).st_mtime)
+            delete_stale(target.parent, os.fstat(file.fileno()).st_mtime)
             torch.save(state_dict, file, *args, **kwargs)
         fsync_folder(target.parent)

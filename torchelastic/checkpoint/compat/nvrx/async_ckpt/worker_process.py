@@ -304,7 +304,7 @@ class ProcessWorkers:
         self._pool = MemoryPool(reuse_memory)
         self._current: WorkerProcess | None = None  # always None with `once`
         self._busy: dict[int, tuple[WorkerProcess, _Job]] = {}
-        self._given_up: list[WorkerProcess] = []  # and not seen to have ended
+        self._aborted: list[WorkerProcess] = []  # and not seen to have ended
 
     def start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:
         """See `Workers`."""
@@ -313,11 +313,11 @@ class ProcessWorkers:
             parcel = pack(request, self._pool)
         job = _Job([parcel])
         if self._pool.reuse and parcel.memory is not None:
-            memory, give_back = parcel.memory, self._pool.give_back  # not these workers, which may be forgotten
-            job.ended.add_done_callback(lambda _: give_back(memory))
+            memory, release = parcel.memory, self._pool.release  # not these workers, which may be forgotten
+            job.ended.add_done_callback(lambda _: release(memory))
         del parcel  # where memory is not used again, the worker holds it last, and has the work of freeing
         self._busy = {call: one for call, one in self._busy.items() if not one[1].ended.done()}
-        self._give(call_idx, job)
+        self._submit(call_idx, job)
         if request.preload_fn is not None:
             self._await_staging(call_idx, job, timeout_s)
         return job.ended
@@ -327,7 +327,7 @@ class ProcessWorkers:
         worker, job = self._busy.get(call_idx, (None, None))
         return worker is not None and job is not None and not (worker.is_ready or job.ended.done())
 
-    def give_up(self, call_idx: int) -> None:
+    def abort(self, call_idx: int) -> None:
         """See `Workers`."""
         worker, job = self._busy.pop(call_idx, (None, None))
         if worker is None or job is None or job.ended.done():
@@ -341,26 +341,26 @@ class ProcessWorkers:
         parcels = {call: parcel for call, other in behind.items() if (parcel := other.take()) is not None}
         if not job.ended.done() or self._once:
             worker.terminate(self._settings.sigterm_timeout_s)
-            self._given_up = [one for one in (*self._given_up, worker) if one.is_alive]
+            self._aborted = [one for one in (*self._aborted, worker) if one.is_alive]
             self._current = None if self._current is worker else self._current
         for call, parcel in parcels.items():
             try:
-                self._give(call, replace(behind[call], parcels=[parcel]))
+                self._submit(call, replace(behind[call], parcels=[parcel]))
             except OSError as error:
                 settle(behind[call].ended, error)
 
     def end(self, abort: bool) -> None:
         """See `Workers`."""
-        current, workers, given_up = self._current, self._all(), self._given_up
-        self._current, self._given_up = None, []
+        current, workers, aborted = self._current, self._all(), self._aborted
+        self._current, self._aborted = None, []
         self._busy.clear()
         if current is not None and not abort:
             current.finish()
             current.exit_code(self._settings.sigterm_timeout_s)
         # else each ends after its call
-        end_all(workers if current is not None or abort else given_up)
+        end_all(workers if current is not None or abort else aborted)
 
-    def _give(self, call_idx: int, job: _Job) -> None:
+    def _submit(self, call_idx: int, job: _Job) -> None:
         """Has a worker do it, a new one if there is none."""
         worker = WorkerProcess(self._settings, once=True) if self._once else self._persistent()
         self._busy[call_idx] = worker, job
@@ -375,7 +375,7 @@ class ProcessWorkers:
             if self.is_starting(call_idx):
                 deadline_s = now_s + timeout_s
             elif now_s >= deadline_s:
-                self.give_up(call_idx)
+                self.abort(call_idx)
                 raise failed_call(call_idx, own_rank(), f"its preload_fn was not through within {timeout_s:g} s")
             wait(either, min(_LIVENESS_S, deadline_s - now_s), FIRST_COMPLETED)
         error = None if job.staged.done() else failure_of(job.ended)
@@ -388,17 +388,17 @@ class ProcessWorkers:
             self._current = None
         if self._current is None:
             self._current = _take_spare(self._settings) or WorkerProcess(self._settings)
-            self._given_up = [one for one in self._given_up if one.is_alive]
-            self._current.after = list(self._given_up)
+            self._aborted = [one for one in self._aborted if one.is_alive]
+            self._current.after = list(self._aborted)
         return self._current
 
     def _all(self) -> list[WorkerProcess]:
         current = [] if self._current is None else [self._current]
-        return list({*(worker for worker, _ in self._busy.values()), *current, *self._given_up})
+        return list({*(worker for worker, _ in self._busy.values()), *current, *self._aborted})
 
     def __del__(self) -> None:
         # when the interpreter ends, workers were ended before, and their threads may have stopped with a lock held
-        if hasattr(self, "_given_up") and not sys.is_finalizing():
+        if hasattr(self, "_aborted") and not sys.is_finalizing():
             end_all(self._all(), UNTIDY_END_S)
 
 

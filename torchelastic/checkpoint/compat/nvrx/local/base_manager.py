@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 _NOBODY = object()
 #: A save in the background is given up when so many later ones were finalised before it.
-_GIVEN_UP_AFTER = 3
+_ABORTED_AFTER = 3
 
 
 class BaseCheckpointManager(ABC):
@@ -122,7 +122,7 @@ class BaseCheckpointManager(ABC):
         """Everything of a save that can fail on one rank alone, before the ranks agree on it."""
         return state_dict
 
-    def _discard(self, prepared: Any) -> None:  # noqa: B027 - most have nothing to undo
+    def _release_prepared(self, prepared: Any) -> None:  # noqa: B027 - most have nothing to undo
         """Undoes `_prepare`: another rank has failed."""
 
     def _fencing_token(self, call: str) -> tuple[int, int]:  # noqa: ARG002 - it names a collective
@@ -243,7 +243,7 @@ class BaseCheckpointManager(ABC):
             self._finalize_written(set.intersection(*(set(written) for *_, written in answers)))
         except BaseException:
             for each in prepared:
-                self._discard(each)
+                self._release_prepared(each)
             raise
         self._generation = max(int(generation) for generation, *_ in answers) + 1
         _, nonce, saved_s, _ = answers[0]
@@ -252,7 +252,7 @@ class BaseCheckpointManager(ABC):
         request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), is_async=is_async)
         finalize = partial(self._finalize, save, float(saved_s), self._formation)
         alone = partial(self._written.__setitem__, save, finalize) if self.world_size > 1 else finalize
-        request = request._replace(finalize_fns=[CollectiveFinalize(finalize, alone, partial(self._give_up, save))])
+        request = request._replace(finalize_fns=[CollectiveFinalize(finalize, alone, partial(self._abort, save))])
         if is_async:
             return request
         self._finish(request, save, f"{call}, writing")
@@ -380,7 +380,7 @@ class BaseCheckpointManager(ABC):
         for save in sorted(save for save in self._written if str(save) in by_all):
             self._written.pop(save)()
 
-    def _give_up(self, save: SaveId) -> None:
+    def _abort(self, save: SaveId) -> None:
         """Its background part has failed on some rank: its memory is wanted for the next ones."""
         if self._pending.pop(save, None) is not None:
             self._written.pop(save, None)
@@ -407,7 +407,7 @@ class BaseCheckpointManager(ABC):
         # finalizes in order. Behind so many newer checkpoints their memory is worth more.
         for older in [older for older in self._pending if older < save]:
             self._pending[older] += 1
-            if self._pending[older] >= _GIVEN_UP_AFTER:
+            if self._pending[older] >= _ABORTED_AFTER:
                 log.warning("%s was begun and never finished: it is given up", older)
                 del self._pending[older]
                 self._cleanup_failed_save(older)

@@ -20,7 +20,7 @@ from torchelastic.checkpoint.compat.nvrx.local.shard_write import ShardWrite
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.header import Header
-from torchelastic.checkpoint.format.mapped_files import give_back
+from torchelastic.checkpoint.format.mapped_files import release_removed
 from torchelastic.checkpoint.format.pool import remove_left_overs
 from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepPolicy
@@ -131,7 +131,7 @@ class HostFolder(MemoryTier):
                 if write.target.exists():
                     self.pool.adopt(stage, write.target)
                 else:
-                    self._drop(stage)
+                    self._release(stage)
 
     def tidy(self, damaged: Collection[SaveId], pending: Collection[SaveId]) -> None:
         """Removes what is not to be kept; a failure is logged, and tried again the next time.
@@ -145,29 +145,29 @@ class HostFolder(MemoryTier):
         self.settle()
         self._left_alone = pending
         try:
-            self._discard(damaged)
+            self._delete(damaged)
             self.prune()
         except CheckpointError as error:
             log.warning("a local checkpoint could not be removed: %s", error)
         finally:
             self._left_alone = ()
-            give_back()
+            release_removed()
 
     def _own_checkpoints(self) -> list[CheckpointInfo]:
         return [info for info in super()._own_checkpoints() if info.name not in self._left_alone]
 
-    def call_off(self, save: SaveId) -> None:
+    def abort(self, save: SaveId) -> None:
         """A save has failed somewhere: what is here of it goes."""
         with self._lock:
             for shard in [shard for shard in self._in_flight if shard.name == save]:
                 stage, _ = self._in_flight.pop(shard)
-                self._drop(stage)
+                self._release(stage)
         try:
-            self._discard([save])
+            self._delete([save])
         except CheckpointError as error:
             log.warning("what failed of a local checkpoint could not be removed: %s", error)
 
-    def _drop(self, stage: Stage) -> None:
+    def _release(self, stage: Stage) -> None:
         """Gives memory back that the background may still write to: it is not used again."""
         path = stage.slot.path
         stage.slot.close()
@@ -182,6 +182,6 @@ class HostFolder(MemoryTier):
         self.settle()
         with self._lock:
             for stage, _ in self._in_flight.values():
-                self._drop(stage)
+                self._release(stage)
             self._in_flight.clear()
         super().close()

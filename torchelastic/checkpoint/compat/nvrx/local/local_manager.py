@@ -33,7 +33,7 @@ from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, file_system_of
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.loading import read_into
-from torchelastic.checkpoint.format.mapped_files import can_give_back
+from torchelastic.checkpoint.format.mapped_files import can_release
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
@@ -183,7 +183,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 return read_into(list(readers.values()), tree, strict=strict, allow_pickles=self._allow_pickles)
 
             copies = {shard: self._copies_of(shard) for shard in shards_of(self._found[save])}
-            state = read_good_copies(copies, self._open, take, self._pass_over)
+            state = read_good_copies(copies, self._open, take, self._skip_copy)
             return state, CkptID(save.step, self.rank, self.session_id)
 
         self._begin("load_resharded()", look=True)
@@ -285,8 +285,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         header, sources = encode(state_dict, self._layout)
         return _Prepared(self._files.stage(header), header, sources)
 
-    def _discard(self, prepared: Any) -> None:
-        self._files.pool.give_back(prepared.stage)
+    def _release_prepared(self, prepared: Any) -> None:
+        self._files.pool.release(prepared.stage)
 
     def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
@@ -298,7 +298,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             else:
                 header = header.with_checksums(stage.copy_and_hash(prepared.sources, just_laid_out=True))
         except BaseException:
-            self._files.pool.give_back(stage)
+            self._files.pool.release(stage)
             raise
         write = ShardWrite(
             hidden=stage.slot.path or Path(),
@@ -341,7 +341,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _cleanup_failed_save(self, save: SaveId) -> None:
         if self._folder is not None:
-            self._folder.call_off(save)
+            self._folder.abort(save)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         But a file that is mapped keeps its room on tmpfs, unless that can be had back when it is pruned.
         """
-        return file_system_of(reader.path) == "tmpfs" and can_give_back()
+        return file_system_of(reader.path) == "tmpfs" and can_release()
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.
@@ -462,7 +462,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
 
-    def _pass_over(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
+    def _skip_copy(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
         """See `read_good_copies`; a host that cannot be reached takes what it has with it."""
         text = f"{described(shard)} is of no use at {sources.pop(0)}: {error}"
         log.warning("%s", text)
