@@ -66,7 +66,7 @@ def test_where_all_hang_in_user_code_each_says_where_and_ends_if_the_policy_says
     assert job.plan.struck() == [0, 1], job.output()[-3000:]
     job.check_identity(finishers=2)
     output = job.output()
-    assert not re.search(r"waits for others in .*the group is given up", output), "nobody waited for anybody"
+    assert not re.search(r"waits for others in .*the group is aborted", output), "nobody waited for anybody"
     for worker in (0, 1):
         reports = re.findall(rf"\[worker {worker}\] .*this worker is in user code, in (.*); its stacks", output)
         assert 1 <= len(reports) <= 2, "once when it was late, once before it was ended"
@@ -83,7 +83,7 @@ def test_a_rank_that_skips_a_collective_is_named_and_nobody_is_ended(jobs: MakeJ
     run_standalone(job)
     assert (job.folder / "skipped").exists()
     job.check_identity(finishers=3)
-    lines = [line for line in job.output().splitlines() if "when the group was given up" in line]
+    lines = [line for line in job.output().splitlines() if "when the group was aborted" in line]
     assert len(lines) == 1, job.output()[-4000:]
     assert re.search(
         rf"rank 1 was in elastic_job.py:\d+ train_step.* \(step {STEP + 1}\), "

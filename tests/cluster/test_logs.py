@@ -50,7 +50,7 @@ def test_as_json_every_line_of_a_run_is_an_object_and_each_event_says_rank_round
     assert (report["first"]["rank"], report["first"]["round"], report["first"]["step"]) == (1, 1, 7)
     assert [(other["what"], other["rank"]) for other in report["others"]] == [("undone", 0)]
     error = report["others"][0]["error"]
-    assert "peer" in error or "another worker was lost" in error, "gloo notices it first, or the group is given up"
+    assert "peer" in error or "another worker was lost" in error, "gloo notices it first, or the group is aborted"
     assert (lines[-1]["kind"], lines[-1]["exit_code"]) == ("over", 0)
 
 

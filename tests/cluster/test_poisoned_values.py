@@ -115,6 +115,6 @@ def test_an_agent_that_fails_while_it_leads_says_why_and_lets_another_lead(
     assert "a bug in torchelastic: the session with etcd failed" in said
     assert "Traceback" in said
     assert "RuntimeError: a bug that a test has put here" in said
-    assert "this agent gives up leading run" in said
+    assert "this agent stops leading run" in said
     assert "a bug" not in job.output_of(1)
     assert len({term.value for term in records.terms()}) == 2

@@ -234,7 +234,7 @@ def test_a_worker_whose_own_place_cannot_be_used_joins_in_vain_and_the_others_tr
     place.rename(away)
     place.symlink_to(place)
     job.open_gate(6)
-    wait_until(lambda: "a worker that joins cannot use its places" in job.output(), 60, "the survivor has heard it")
+    wait_until(lambda: "a worker that joins cannot use its tiers" in job.output(), 60, "the survivor has heard it")
     place.unlink()
     away.rename(place)
     assert job.wait() == [0], job.output()[-4000:]

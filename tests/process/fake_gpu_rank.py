@@ -125,7 +125,7 @@ def given_up(rank: Rank) -> dict[str, object]:
 
 
 def seen_by_both(rank: Rank) -> dict[str, object]:
-    """As `given_up`, and the group is given up a moment later: torch is busy with the failure then."""
+    """As `given_up`, and the group is aborted a moment later: torch is busy with the failure then."""
     rank.form()
     rank.make("busy")
     dist.all_reduce(torch.empty(4, device="cuda"))

@@ -123,7 +123,7 @@ def test_a_leader_whose_session_fails_gives_the_leadership_to_another_agent(
     with_agents(2, scenario, TWO)
     assert fault.raised == 1
     assert tracebacks(caplog) == ["OverflowError"]
-    assert "this agent gives up leading run" in caplog.text
+    assert "this agent stops leading run" in caplog.text
 
 
 def test_the_only_agent_goes_on_after_its_session_has_failed_again_and_again(

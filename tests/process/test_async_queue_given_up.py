@@ -75,7 +75,7 @@ def killed(folder: Path, worker: Worker, victims: list[int]) -> list[Any]:
         if rank.rank in victims:
             os.kill(pid, signal.SIGKILL)
         facts.append([rank.told(), rank.next_one()])
-        wait_until(partial(is_gone, pid), TIMEOUT_S, "the part of the rank that did not fail is given up")
+        wait_until(partial(is_gone, pid), TIMEOUT_S, "the part of the rank that did not fail is aborted")
     return [*facts, rank.close()]
 
 

@@ -74,7 +74,7 @@ def test_a_check_that_hangs_holds_nobody_up() -> None:
         ("clock", Level.OK),
         ("other", Level.WARNING),
     ]
-    assert found[0].what == "no answer within 0.2 s: given up"
+    assert found[0].what == "no answer within 0.2 s: aborted"
     assert (found[0].because, found[0].remedy) == ("its server is away", "see the server")
 
 

@@ -151,7 +151,7 @@ def test_samples_of_any_kind_become_the_same_batch_with_and_without_workers() ->
 
 
 def test_a_collate_fn_that_raises_stop_iteration_does_not_end_the_run() -> None:
-    with pytest.raises(RuntimeError, match="raised StopIteration, by which samples would be left out"):
+    with pytest.raises(RuntimeError, match="raised StopIteration, by which samples would be skipped"):
         next(make(5, 5, collate_fn=lambda samples: next(iter(samples[9:]))))
 
 

@@ -84,7 +84,7 @@ def test_who_waits_for_a_group_says_what_it_takes_once_until_there_is_one(
 
     asyncio.run(scenario())
     assert warnings(caplog) == [
-        f"{name} has waited 0.05 s for a group, which takes min_workers=3: it gives up after 600 s (--rdzv-timeout); "
+        f"{name} has waited 0.05 s for a group, which takes min_workers=3: it ends after 600 s (--rdzv-timeout); "
         "`torchelastic status` lists who is here"
         for name in ("h-0", "h-1")
     ]

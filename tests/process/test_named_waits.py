@@ -135,7 +135,7 @@ def test_many_abandoned_groups_are_told_of_and_each_is_released_when_it_is_idle(
     with caplog.at_level(logging.WARNING):
         kept.add(cast("list[AbortableGroup]", groups))
         wait_until(lambda: published.get("groups.abandoned") == len(groups))
-        wait_until(lambda: f"{len(groups)} process groups that were given up hold" in caplog.text)
+        wait_until(lambda: f"{len(groups)} aborted process groups hold" in caplog.text)
     assert published["groups.abandoned.bytes"] == len(groups) * 2**20
     for group in groups[1:]:
         group.idle = True

@@ -22,7 +22,7 @@ from torchelastic.network.ports import unused_ports
 NAMED = [name for name in ("nccl", "nccl2", "nccl-legacy") if dist.is_backend_available(name)]
 TELLS = hasattr(getattr(dist, "ProcessGroupNCCL", None), "get_error")
 GIVEN_UP = "RetryableException: a collective of NCCL was aborted: another worker is lost or hangs"
-NOT_FORMED = "RuntimeError: the group was given up while it was being formed: another worker was lost or hangs"
+NOT_FORMED = "RuntimeError: the group was aborted while it was being formed: another worker was lost or hangs"
 #: Two processes that load torch for CUDA, on a busy machine.
 LIMIT_S = 110.0
 

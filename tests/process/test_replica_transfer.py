@@ -157,7 +157,7 @@ def test_a_wrong_token_is_refused_and_nobody_prints_one(
         client_of(wire).push("y", b"fine", token_round=1)
         passed = bytes(wire.seen["up"] + wire.seen["down"])
     assert shelf.ids() == ["y"]
-    assert "dropped a connection of" in caplog.text
+    assert "closed a connection of" in caplog.text
     for token in (wrong, TOKEN):
         assert token not in caplog.text
         assert token not in str(caught.value) + repr(client) + repr(server)
@@ -265,7 +265,7 @@ def test_strangers_are_dropped(sent: bytes, shelf: RecordingShelf, caplog: pytes
                 pass  # what it sent was not even read
         assert len(received) < 200, "the greeting, and nothing else"
         client_of(server).push("x", b"fine", token_round=1)
-    assert "dropped a connection" in caplog.text or "stalled" in caplog.text
+    assert "closed a connection" in caplog.text or "stalled" in caplog.text
 
 
 def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +283,7 @@ def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.Log
         for _ in range(30):
             come(server.address)
         client_of(server).push("x", b"fine", token_round=1)
-    assert [line.startswith("dropped a connection of 127.0.0.1:") for line in lines()] == [True]
+    assert [line.startswith("closed a connection of 127.0.0.1:") for line in lines()] == [True]
     assert shelf.ids() == ["x"]
 
 
@@ -297,7 +297,7 @@ def test_broken_greetings_are_dropped(
     with pytest.raises(PeerLostError):
         connection.receive()
     connection.close()
-    assert "dropped a connection of" in caplog.text
+    assert "closed a connection of" in caplog.text
     assert "Traceback" not in caplog.text
 
 

@@ -76,7 +76,7 @@ def test_a_torn_line_a_damaged_line_and_one_of_a_later_version_are_said_and_the_
     extra = [b'{"kind":"of tomorrow","at_ns":1}\n', b"rubbish\n", b"rubbish\n"]
     path.write_bytes(b"".join([*lines[:20], *extra, *lines[20:-1], lines[-1][:-9]]))
     document = reported(capsys, logs)
-    assert "Left out of ledger-beta-a1: 2 damaged lines." in lacks(document)
+    assert "Skipped in ledger-beta-a1: 2 damaged lines." in lacks(document)
     assert "1 line of a kind that a later torchelastic has added" in lacks(document)
     assert "The last line of ledger-beta-a1 is torn" in lacks(document)
     assert "beta/1.1 is without an end" in lacks(document)
@@ -110,7 +110,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_the_others_are_reported(
     head.update({"later version": {"version": 99}, "no head": {"kind": "x"}, "no book": {"brought_forward": 1}}[damage])
     path.write_text("".join([json.dumps(head) + "\n", *rest]))
     document = reported(capsys, logs)
-    assert "ledger-beta-a1 is left out" in lacks(document)
+    assert "ledger-beta-a1 is skipped" in lacks(document)
     assert "Round 1 had 4 workers, and the journals know of 2" in lacks(document)
     assert main(["report", str(path)]) == 1
     error = capsys.readouterr().err

@@ -140,7 +140,8 @@ def test_a_signal_ends_the_job_and_the_simulator_at_once(
     assert running.wait(PATIENCE_S) == 128 + number  # the grace, which is not waited for, is ten minutes
     assert all(map(is_gone, pids_in(tmp_path)))
     assert (
-        f"interrupted by {number.name} after 0 whole lives" in json.loads((tmp_path / "report").read_text())["reason"]
+        f"interrupted by {number.name} after 0 whole attempts"
+        in json.loads((tmp_path / "report").read_text())["reason"]
     )
 
 
@@ -210,7 +211,7 @@ def test_a_report_that_cannot_be_written_is_told_after_the_table() -> None:
     told = done.stderr.decode()
     assert done.returncode == 1
     assert told.endswith("torchelastic simulate-esi: --report /dev/full cannot be written: No space left on device\n")
-    assert "finished in life 1" in told
+    assert "finished in attempt 1" in told
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_place_that_does_not_answer_holds_up_no_save_to_the_memory_of_the_host
         wait_until(lambda at=step: steps_in(memory) == [at], 30, f"step {step} is in memory")  # type: ignore[misc]
         assert step > 1 or disk.began.acquire(timeout=30)
     assert not manager.wait(0.0), "the disk has not the last one yet"
-    assert caplog.text.count("the disk tier is slower than saves come: step-000000002.e1.r0.g2 is left out there") == 1
+    assert caplog.text.count("the disk tier is slower than saves come: step-000000002.e1.r0.g2 is skipped there") == 1
     disk.go.set()
     assert manager.wait(30)
     assert not manager.failures
@@ -341,7 +341,7 @@ def test_a_number_in_place_of_a_policy_is_refused(tmp_path: Path, named: str) ->
 
 @pytest.mark.parametrize("tiers", ["folder", ["folder"], DiskTier("folder"), None])
 def test_a_path_in_place_of_a_tier_is_refused(tiers: Any) -> None:
-    with pytest.raises(TypeError, match=r"tiers is .*: give a list of places, such as \[MemoryTier"):
+    with pytest.raises(TypeError, match=r"tiers is .*: give a list of tiers, such as \[MemoryTier"):
         TieredCheckpointManager(tiers)
 
 

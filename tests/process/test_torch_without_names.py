@@ -65,7 +65,7 @@ def test_groups_with_gpu_tensors_are_refused_where_their_backend_is_not_told(mon
     assert process_groups.backend_of(group, "cpu") is not None
     assert process_groups.backend_of(group, "xpu") is None
     without(monkeypatch, "torch.distributed.ProcessGroup._get_backend")
-    with pytest.raises(RuntimeError, match=r'does not tell .* for cuda: use CoordinatorP2P\(c10d_backend="gloo"\)'):
+    with pytest.raises(RuntimeError, match=r'does not say .* for cuda: use CoordinatorP2P\(c10d_backend="gloo"\)'):
         process_groups.backend_of(group, "cuda")
 
 

@@ -194,7 +194,7 @@ def test_an_agent_that_fails_leaves_the_lead_to_another_host_if_it_has_it(
     stage.go(coroutine=gives_up)
     leader = stage.store.get(KEYS.leader)
     assert (None if leader is None else leader.value) == (None if leads else b"another")
-    assert ("gives up leading run" in caplog.text) is leads
+    assert ("stops leading run" in caplog.text) is leads
 
 
 def test_a_host_finds_itself_the_leader_by_the_watch_if_the_answer_to_its_own_write_was_lost() -> None:

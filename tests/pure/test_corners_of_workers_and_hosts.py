@@ -52,7 +52,7 @@ def test_the_odd_ones_are_named_in_the_log_and_nothing_is_said_where_all_stood_t
     hang_location.log_outliers(together)
     assert caplog.text == ""
     hang_location.log_outliers([*together, HangLocation(2, 8, "train.py:41 step")])
-    assert "when the group was given up, rank 2 was in train.py:41 step (step 8), ranks 0, 1 in" in caplog.text
+    assert "when the group was aborted, rank 2 was in train.py:41 step (step 8), ranks 0, 1 in" in caplog.text
 
 
 class RatesOfOthers(Alone):

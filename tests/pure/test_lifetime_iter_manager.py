@@ -203,7 +203,7 @@ def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplo
     for _ in range(5):
         job.manager.iter()
         job.clock.advance(1.0)
-    said = "iteration 5 begins, and total_iters is 3: end the loop there, or give the iterations of all incarnations"
+    said = "iteration 5 begins, and total_iters is 3: end the loop there, or give the iterations of all attempts"
     assert caplog.text.count(said) == caplog.text.count("total_iters is 3") == 1
     assert job.manager.remaining_time == 0.0
 

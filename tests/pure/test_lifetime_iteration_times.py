@@ -107,5 +107,5 @@ def test_a_time_that_is_none_is_refused(wrong: float) -> None:
 
 @pytest.mark.parametrize("wrong", [-1.0, math.inf, math.nan])
 def test_iterations_of_an_earlier_life_that_make_no_sense_are_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="an iteration of an earlier incarnation"):
+    with pytest.raises(ValueError, match="an iteration of an earlier attempt"):
         IterationTimes().remember([1.0, wrong])

@@ -74,4 +74,4 @@ def test_a_metric_that_is_refused_at_every_step_is_told_once(caplog: pytest.LogC
     for _ in range(100):
         endpoint.on_event(MetricsPublished(0, [["g", "work.success", 1], ["g", "work", 0.5], ["g", ["work"], 0.5]]))
     endpoint.on_event(MetricsPublished(0, [["g", "work.failure", -1]]))
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["a metric was refused"] * 3
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["a metric was skipped"] * 3

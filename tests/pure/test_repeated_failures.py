@@ -60,7 +60,7 @@ def test_addresses_of_objects_do_not_make_errors_different() -> None:
         lambda: raised(RetryableException("the storage is away")),
         lambda: raised(DistStoreError("wait timeout after 30000ms")),
         lambda: raised(RuntimeError("[../gloo/transport/tcp/pair.cc:537] Read error")),
-        lambda: raised(RuntimeError("the process group was given up: another worker was lost or hangs")),
+        lambda: raised(RuntimeError("the process group was aborted: another worker was lost or hangs")),
         lambda: RuntimeError("never raised"),
         of_torch,
     ],

@@ -215,7 +215,7 @@ def test_a_damaged_object_is_abandoned(caplog: pytest.LogCaptureFixture) -> None
     desk.begin("x")
     with caplog.at_level(logging.INFO), pytest.raises(DamagedFrameError, match="x was changed on its way"):
         desk.complete("x", CONTENT[:-1] + b"!")
-    assert "abandoned x" in caplog.text
+    assert "aborted x" in caplog.text
     assert desk.shelf.ids() == []
     assert desk.begin("y").nbytes == 1000
 

@@ -110,7 +110,7 @@ def test_a_function_that_raises_stop_iteration_leaves_no_sample_out(around: Any)
 
     samples = around(Documents([[1], [], [2]]), first)(0, 1, 0)
     next(samples)
-    with pytest.raises(RuntimeError, match="first raised StopIteration, by which samples would be left out"):
+    with pytest.raises(RuntimeError, match="first raised StopIteration, by which samples would be skipped"):
         next(samples)
 
 

@@ -110,7 +110,7 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group_with_its_reason() -> Non
 def test_a_save_that_all_have_stored_does_not_fail_because_its_notes_cannot_be_thrown_away() -> None:
     class GivenUp(Drawer):
         def delete(self, key: str) -> None:
-            raise RuntimeError("its connection was given up")
+            raise RuntimeError("its connection was aborted")
 
     notes = Notes(GivenUp(), 10.0)
     ranks = [SaveAgreement(TierContext("run", 1, 2, rank, 2), notes) for rank in (0, 1)]

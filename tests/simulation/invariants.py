@@ -150,7 +150,7 @@ class Invariants:
             before_s = self._engine.now_s - self._settings.ttl_s
             here = {name for name, m in self._records.items() if not (m.departed or m.leaving)}
             seen = [name for name in here if self._since_s.get(name, 0.0) < before_s]
-            self.require(not self._settings.usable(len(seen)), f"{seen} are here, and the run is given up")
+            self.require(not self._settings.usable(len(seen)), f"{seen} are here, and the run is aborted")
         self._asked_to_stop |= frozenset(now.leaving)
         if now.number == before.number:
             self.require(now.roster == before.roster, f"round {now.number} has changed its roster")

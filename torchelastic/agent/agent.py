@@ -419,4 +419,4 @@ async def _within(seconds: float, work: Any) -> None:
     try:
         await asyncio.wait_for(work, seconds)
     except asyncio.TimeoutError:
-        log.info("gave up waiting after %g s", seconds)
+        log.info("aborted: not done within %g s", seconds)

@@ -90,7 +90,7 @@ class WaitLimit:
         if not self._said_wait and not self._round.orphaned and not self.waits_for_store():
             self._said_wait = True
             log.warning(
-                "%s has waited %g s for a group, which takes %s: it gives up after %g s (--rdzv-timeout); "
+                "%s has waited %g s for a group, which takes %s: it ends after %g s (--rdzv-timeout); "
                 "`torchelastic status` lists who is here",
                 member_id, after_s, self._url.settings.least, self._url.timeout_s,
             )  # fmt: skip

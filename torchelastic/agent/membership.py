@@ -157,7 +157,7 @@ class Membership:
         try:
             await asyncio.wait_for(self._leave(), LEAVE_TIMEOUT_S)
         except (StoreError, asyncio.TimeoutError) as error:
-            log.info("could not give the lease back (%s): it ends by itself", str(error) or "no answer in time")
+            log.info("could not release the lease (%s): it ends by itself", str(error) or "no answer in time")
         self._store.close()
         self._writer.shutdown(wait=False)
         self._heart.shutdown(wait=False)

@@ -62,7 +62,7 @@ class MetricsEndpoint:
             known = f"{name!r:.80}"
             if known not in self._refused and len(self._refused) < MAX_NAMES:
                 self._refused.add(known)
-                log.warning("a metric was refused: %s", error)
+                log.warning("a metric was skipped: %s", error)
 
     def add_ledger(self, read: Callable[[], HostSnapshot]) -> None:
         """Serve the ledger too. Call it once, before anything is recorded: its names are its own.

@@ -216,7 +216,7 @@ def _discard(checkpoint: Checkpoint, stream: BinaryIO | None) -> None:
         if stream is not None:
             stream.close()
     except Exception:  # user-defined checkpoints may fail in any way
-        log.warning("could not discard %r completely", checkpoint, exc_info=True)
+        log.warning("could not delete %r completely", checkpoint, exc_info=True)
 
 
 _manager: CheckpointManager | None = None

@@ -80,7 +80,7 @@ class Check:
     def findings(self, ended: Future[Sequence[Finding]] | None) -> Sequence[Finding]:
         """What came of it; None: it did not end in time."""
         if ended is None:
-            what = f"no answer within {self.timeout_s:g} s: given up"
+            what = f"no answer within {self.timeout_s:g} s: aborted"
             return [Finding(self.name, self.late, what, self.why_late, self.remedy)]
         error = ended.exception()
         if error is None:

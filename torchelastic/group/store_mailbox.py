@@ -66,7 +66,7 @@ class OwnConnection:
         self._is_idle.clear()  # before the look at what `abort` sets before it looks at this
         try:
             if self._is_over.is_set():
-                raise RuntimeError("its connection was given up")
+                raise RuntimeError("its connection was aborted")
             with nullcontext() if self._answer_s is None else self._sockets.cutting_every(self._answer_s):
                 if self._own is None:
                     self._own = self._connected()

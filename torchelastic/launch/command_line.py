@@ -244,7 +244,7 @@ def _add_report(commands: _Commands) -> None:
 
 
 def _add_simulate_esi(commands: _Commands) -> None:
-    what = "run a job as on instances that end at a known time: end it, start it again, tell what was lost"
+    what = "run a job as on instances that end at a known time: end it, start it again, report what was lost"
     parser = _added(commands, "simulate-esi", "simulate_esi:simulate_esi", what, _SIMULATE_ESI_EXAMPLES)
     add_option(parser, "cmd", "the job: one line for the shell", required=True, metavar="COMMAND")
     add_option(parser, "timeout", "from the start of an instance to SIGTERM", required=True, **_SECONDS)

@@ -1,4 +1,4 @@
-"""How a life of a job on a short-lived instance has ended, what it has cost, and what now: pure functions."""
+"""How an attempt of a job on a short-lived instance has ended, what it has cost, and what now: pure functions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ UNRUNNABLE_CODES = (126, 127)
 MAX_RESTARTS, MAX_FAILURES = 100, 3
 #: The layout of the report.
 SCHEMA = 1
-_TITLES = ("life", "ended", "exit", "used s", "given up s", "from step", "to step", "saved", "steps lost")
+_TITLES = ("attempt", "ended", "exit", "used s", "unused s", "from step", "to step", "saved", "steps lost")
 
 
 class How(Enum):
-    """How a life has ended: docs/simulate-esi.md has the table."""
+    """How an attempt has ended: docs/simulate-esi.md has the table."""
 
     FINISHED = "finished"
     STOPPED = "stopped early"
@@ -36,7 +36,7 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One life of the job: what was seen of its end, and what the job has reported.
+    """One attempt of the job: what was seen of its end, and what the job has reported.
 
     Attributes:
         exit_code: of the command; negative: the signal that ended it.
@@ -62,7 +62,7 @@ class Attempt:
 
         An exit with 0 after SIGTERM does not mean that the work is done: a job that saves in its handler and exits with
         0 looks the same, and schedulers call both a time-out. So it is started again; if it had finished, it has
-        nothing to do in its next life. A job that reports its progress (`total_steps`) is believed.
+        nothing to do in its next attempt. A job that reports its progress (`total_steps`) is believed.
         """
         done, total = self.told.committed_step, self.told.total_steps
         is_incomplete = done is not None and total is not None and done < total
@@ -88,7 +88,7 @@ class Attempt:
         """One line for people."""
         parts = [f"{self.how.value} ({exit_text(self.exit_code)}) after {self.used_s:.1f} s"]
         if self.given_up_s:
-            parts.append(f"{self.given_up_s:.1f} s given up")
+            parts.append(f"{self.given_up_s:.1f} s unused")
         if self.killed:
             what = "in the grace" if self.timed_out else "with the command"
             parts.append(f"SIGKILL to {counted(self.killed, 'process', 'processes')} that did not end {what}")
@@ -105,62 +105,63 @@ class Verdict:
     reason: str
 
 
-def what_next(lives: Sequence[Attempt], max_restarts: int | None = None) -> Verdict:
-    """Whether the job is started again after these lives, and why.
+def what_next(attempts: Sequence[Attempt], max_restarts: int | None = None) -> Verdict:
+    """Whether the job is started again after these attempts, and why.
 
     Args:
-        lives: at least one.
+        attempts: at least one.
         max_restarts: how often it is started again, whatever the reason; None: 100 times, but not after 3 failures in
             a row.
     """
-    last, restarts = lives[-1], len(lives) - 1
+    last, restarts = attempts[-1], len(attempts) - 1
     most = MAX_RESTARTS if max_restarts is None else max_restarts
     if last.how is How.FINISHED:
-        return Verdict(False, 0, f"finished in life {len(lives)}")
+        return Verdict(False, 0, f"finished in attempt {len(attempts)}")
     if last.how is How.UNRUNNABLE:
         return Verdict(False, 1, f"the command cannot be run ({exit_text(last.exit_code)})")
-    if max_restarts is None and [life.how for life in lives[-MAX_FAILURES:]] == [How.FAILED] * MAX_FAILURES:
+    if max_restarts is None and [attempt.how for attempt in attempts[-MAX_FAILURES:]] == [How.FAILED] * MAX_FAILURES:
         return Verdict(False, 1, f"failed {MAX_FAILURES} times in a row ({exit_text(last.exit_code)})")
     if restarts >= most:
         return Verdict(False, 1, f"not finished after {counted(restarts, 'restart')}: that is --max-restarts")
     return Verdict(True, 0, f"restart {restarts + 1} of at most {most}")
 
 
-def steps_lost(life: Attempt, next_life: Attempt | None) -> int | None:
-    """How many committed steps of a life had to be done again; None: it cannot be known.
+def steps_lost(attempt: Attempt, next_attempt: Attempt | None) -> int | None:
+    """How many committed steps of an attempt had to be done again; None: it cannot be known.
 
-    What the next life says it has gone on from counts; where it says nothing, the last step that was said to be saved.
+    What the next attempt says it has gone on from counts; where it says nothing, the last one that was said
+    to be saved.
     """
-    if life.how is How.FINISHED:
+    if attempt.how is How.FINISHED:
         return 0
-    kept = next_life.told.resumed_step if next_life else None
-    kept = life.told.saved_step if kept is None else kept
-    return None if kept is None or life.told.committed_step is None else max(0, life.told.committed_step - kept)
+    kept = next_attempt.told.resumed_step if next_attempt else None
+    kept = attempt.told.saved_step if kept is None else kept
+    return None if kept is None or attempt.told.committed_step is None else max(0, attempt.told.committed_step - kept)
 
 
-def report_document(lives: Sequence[Attempt], verdict: Verdict) -> dict[str, Any]:
-    """What is known of all lives, for `json.dumps`; see docs/simulate-esi.md."""
-    lost = [steps_lost(*pair) for pair in zip_longest(lives, lives[1:])]
+def report_document(attempts: Sequence[Attempt], verdict: Verdict) -> dict[str, Any]:
+    """What is known of all attempts, for `json.dumps`; see docs/simulate-esi.md."""
+    lost = [steps_lost(*pair) for pair in zip_longest(attempts, attempts[1:])]
     known = [steps for steps in lost if steps is not None]
     return {
         "schema": SCHEMA,
-        "finished": bool(lives) and lives[-1].how is How.FINISHED,
+        "finished": bool(attempts) and attempts[-1].how is How.FINISHED,
         "reason": verdict.reason,
-        "used_s": round(math.fsum(life.used_s for life in lives), 3),
-        "given_up_s": round(math.fsum(life.given_up_s for life in lives), 3),
+        "used_s": round(math.fsum(attempt.used_s for attempt in attempts), 3),
+        "given_up_s": round(math.fsum(attempt.given_up_s for attempt in attempts), 3),
         "steps_lost": sum(known) if known else None,
         "lives": [
             {
                 "life": number,
-                "how": life.how.name.lower(),
-                "exit_code": life.exit_code,
-                "used_s": round(life.used_s, 3),
-                "given_up_s": round(life.given_up_s, 3),
-                "killed_processes": life.killed,
-                **asdict(life.told),
+                "how": attempt.how.name.lower(),
+                "exit_code": attempt.exit_code,
+                "used_s": round(attempt.used_s, 3),
+                "given_up_s": round(attempt.given_up_s, 3),
+                "killed_processes": attempt.killed,
+                **asdict(attempt.told),
                 "steps_lost": steps,
             }
-            for number, (life, steps) in enumerate(zip(lives, lost, strict=True), 1)
+            for number, (attempt, steps) in enumerate(zip(attempts, lost, strict=True), 1)
         ],
     }
 
@@ -173,21 +174,21 @@ def table(document: dict[str, Any]) -> str:
 
     shown = [
         (
-            str(life["life"]),
-            How[life["how"].upper()].value,
-            exit_text(life["exit_code"]).removeprefix("exit code "),
-            f"{life['used_s']:.1f}",
-            f"{life['given_up_s']:.1f}",
-            *texts(life, "resumed_step", "committed_step", "saved_step", "steps_lost"),
+            str(attempt["life"]),
+            How[attempt["how"].upper()].value,
+            exit_text(attempt["exit_code"]).removeprefix("exit code "),
+            f"{attempt['used_s']:.1f}",
+            f"{attempt['given_up_s']:.1f}",
+            *texts(attempt, "resumed_step", "committed_step", "saved_step", "steps_lost"),
         )
-        for life in document["lives"]
+        for attempt in document["lives"]
     ]
     sums = (f"{document['used_s']:.1f}", f"{document['given_up_s']:.1f}")
     rows = [_TITLES, *shown, ("all", "", "", *sums, "", "", "", *texts(document, "steps_lost"))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if title in ("life", "ended", "exit") else cell.rjust(width)
+            cell.ljust(width) if title in ("attempt", "ended", "exit") else cell.rjust(width)
             for title, cell, width in zip(_TITLES, row, widths, strict=True)
         ).rstrip()
         for row in rows

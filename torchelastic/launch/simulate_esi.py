@@ -1,6 +1,6 @@
-"""`torchelastic simulate-esi`: a job on instances whose time is limited, life after life, on this host.
+"""`torchelastic simulate-esi`: a job on instances whose time is limited, attempt after attempt, on this host.
 
-Each life is started, sent SIGTERM at its end, and all of it is ended before the next; `esi_lives` judges how it went.
+Each attempt is started, sent SIGTERM at its end, and all of it is ended before the next; `esi_lives` judges it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchelastic.processes import dies_with_parent
 from torchelastic.text import counted
 from torchelastic.usage import CommandError, UsageError
 
-#: Which life this is, counted from 1.
+#: Which attempt this is, counted from 1.
 LIFE_VARIABLE = "TORCHELASTIC_LIFE"
 #: What ends the simulator, and the job with it, at once.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -46,7 +46,7 @@ _MAX_BYTES = 1 << 20
 
 
 def simulate_esi(options: argparse.Namespace) -> int:
-    """Run the lives. Exit code 0 if the job has finished, 1 if not, 128 + N if signal N has ended it."""
+    """Run the attempts. Exit code 0 if the job has finished, 1 if not, 128 + N if signal N has ended it."""
     _check(options)
     path = options.report
     if sys.platform != "linux":
@@ -55,11 +55,11 @@ def simulate_esi(options: argparse.Namespace) -> int:
         raise UsageError(f"--report {path}: give a file in a folder that exists and may be written to")
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder:
-            lives, verdict = Simulation(options, Path(folder)).run()
+            attempts, verdict = Simulation(options, Path(folder)).run()
     except OSError as error:
         raise CommandError(str(error)) from error
     said = {"command": options.cmd, "timeout_s": options.timeout, "grace_s": options.grace}
-    document = said | report_document(lives, verdict)
+    document = said | report_document(attempts, verdict)
     _say(verdict.reason, above=table(document))
     if options.json:
         print(json.dumps(document, allow_nan=False), flush=True)  # noqa: T201 - asked for
@@ -86,7 +86,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 class Simulation:
-    """Life after life. On the main thread of a process of its own: its signals are handled, its orphans adopted.
+    """Attempt after attempt. On the main thread of a process of its own: its signals are handled, its orphans adopted.
 
     Args:
         options: of the command line, which are checked.
@@ -100,34 +100,34 @@ class Simulation:
         self._number = self._signal = 0
 
     def run(self) -> tuple[list[Attempt], Verdict]:
-        """All lives; nothing of them is left when this returns or raises.
+        """All attempts; nothing of them is left when this returns or raises.
 
         Raises:
             CommandError: processes are still there after SIGKILL; names them.
             OSError: the job could not be started, or the file with the end of its time not be written.
         """
-        lives: list[Attempt] = []
+        attempts: list[Attempt] = []
         _adopt_orphans()
         try:
             self._let_signals_interrupt()
             verdict = Verdict(True, 0, "")
             while verdict.goes_on:
-                if lives:
+                if attempts:
                     time.sleep(self._options.pause)
-                lives.append(self._live(len(lives) + 1))
-                verdict = what_next(lives, self._options.max_restarts)
+                attempts.append(self._live(len(attempts) + 1))
+                verdict = what_next(attempts, self._options.max_restarts)
         except KeyboardInterrupt:
-            whole = counted(len(lives), "whole life", "whole lives")
+            whole = counted(len(attempts), "whole attempt", "whole attempts")
             reason = f"interrupted by {exit_text(-self._signal)} after {whole}"
             verdict = Verdict(False, 128 + self._signal, reason)
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # nothing interrupts this
             self._end_all()
-        return lives, verdict
+        return attempts, verdict
 
     def _live(self, number: int) -> Attempt:
-        """One life, from its start until no process of it is left."""
+        """One attempt, from its start until no process of it is left."""
         options, self._number = self._options, number
         reported = Reported(self._progress_path)
         end_unix_s, began_s = time.time() + options.timeout, time.monotonic()
@@ -158,11 +158,11 @@ class Simulation:
         reported.read()
         codes = tuple(options.requeue_code or (STOPPED_EARLY,))
         used_s = time.monotonic() - began_s
-        life = Attempt(job.returncode, used_s, left_s, timed_out, len(killed), reported.steps, codes)
-        self._say(str(life))
+        attempt = Attempt(job.returncode, used_s, left_s, timed_out, len(killed), reported.steps, codes)
+        self._say(str(attempt))
         if reported.fault:
-            self._say(f"its progress file is left out: {reported.fault}")
-        return life
+            self._say(f"its progress file is skipped: {reported.fault}")
+        return attempt
 
     def _holds_by(self, deadline_s: float, reported: Reported, condition: Callable[[], bool]) -> bool:
         """Whether something comes true before that moment. Reads what the job reports meanwhile."""
@@ -186,7 +186,7 @@ class Simulation:
         return job is None or job.returncode is not None
 
     def _left(self) -> list[psutil.Process]:
-        """What is left of a life."""
+        """What is left of an attempt."""
         self._has_ended()
         return psutil.Process().children(recursive=True)
 
@@ -225,17 +225,17 @@ class Simulation:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started us may ignore it: no exit code would be known
 
     def _say(self, text: str) -> None:
-        _say(f"life {self._number}: {text}")
+        _say(f"attempt {self._number}: {text}")
 
 
 class Reported:
-    """What a job reports in one life; what was last readable counts: a killed job may leave half a line.
+    """What a job reports in one attempt; what was last readable counts: a killed job may leave half a line.
 
     Args:
-        path: of the file; what a life before has left there is removed.
+        path: of the file; what an attempt before has left there is removed.
 
     Attributes:
-        steps: of this life.
+        steps: of this attempt.
         fault: what is wrong with the file; "" if nothing is.
     """
 

@@ -90,7 +90,7 @@ class DeadlineMonitor:
     Attributes:
         deadline: when to be done.
         world_size: number of ranks.
-        is_step_tried: an iteration was begun only to measure it, here or in an earlier incarnation.
+        is_step_tried: an iteration was begun only to measure it, here or in an earlier attempt.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ be done in time. So the save is begun at the last safe step, and not at the firs
 Four saves come earlier, and training goes on after them. One at once at a notice that does not say how much time is
 left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know). A trial save, where no
 save was measured: it may take longer than the guess. And one before a trial step, where only the first steps are known,
-which may have compiled: the next ones may be much faster. And one after a life that was killed in an iteration, see
+which may have compiled: the next ones may be much faster. And one after an attempt that was killed in an iteration, see
 `careful`.
 
 Bounds that rest on few samples have a margin, and the reserve is for what is not measured: the larger of both is kept,
@@ -195,7 +195,7 @@ def careful(decision: StopDecision, below_s: float, *, may_go_on: bool) -> StopD
     """The decision, or to save once more before it, where an iteration may overrun the deadline as one has before.
 
     How long it would have taken is not known. So nothing is assumed of it, but what is trained until then is kept: else
-    a job whose lives all end in the same long iteration would not get on.
+    a job whose attempts all end in the same long iteration would not get on.
 
     Args:
         decision: without that.
@@ -206,8 +206,8 @@ def careful(decision: StopDecision, below_s: float, *, may_go_on: bool) -> StopD
     if decision.saves or remaining_s > below_s:
         return decision
     because = (
-        f"{decision.because}; but the life before was killed in an iteration: all is saved before there is so little "
-        f"time left as there was when that began (less than {below_s:.3g} s)"
+        f"{decision.because}; but the attempt before was killed in an iteration: all is saved before there is so "
+        f"little time left as there was when that began (less than {below_s:.3g} s)"
     )
     if may_go_on:
         return replace(decision, action="save and go on", because=because)

@@ -160,7 +160,7 @@ class GroupMonitor(DeadlineMonitor):
         self._costs_s: deque[float] = deque(maxlen=_EXCHANGES)
 
     def remember(self, state: ManagerState) -> None:
-        """Use the times of an earlier incarnation of the job, if it had as many ranks."""
+        """Use the times of an earlier attempt of the job, if it had as many ranks."""
         self._remembered = state
         self.is_step_tried, self._careful_below_s = state.is_step_tried, state.careful_below_s
         if state.world_size == self.world_size:

@@ -61,12 +61,12 @@ class IterManager:
         total_iters: of the run, to forecast the rest of it; 0 or less: not known.
         redundant_time: seconds to keep in reserve for what is not measured; the margins of bounds that rest on few
             samples are part of it. A negative number counts as 0.
-        save_ckpt_time: seconds that a save takes at least. 0: not known; then, if no incarnation of the job has
+        save_ckpt_time: seconds that a save takes at least. 0: not known; then, if no attempt of the job has
             measured one, there is a trial save when a deadline is known and less than an hour away.
         use_torch_compile: whether the first iterations may compile: then `COMPILING` of them are not counted, else
             `WARM_UP`.
         predict_freq: changes nothing; velastic takes it too.
-        velastic_dir: folder of `manager_state.json`, for the next incarnation of the job.
+        velastic_dir: folder of `manager_state.json`, for the next attempt of the job.
         deadline: when to be done; None: the nearest of `sources.detect()`, which `close` ends, without signals if this
             is not made on the main thread. `nearest([])`: never.
         tiers: names of the storage tiers, the most durable first; `decision.tier` is one of them.
@@ -145,7 +145,7 @@ class IterManager:
         """
         now_s = self._clock()
         self._count.calls += 1
-        self._begin_incarnation()
+        self._begin_attempt()
         is_new_group = self._monitor.follow_group()
         if not is_new_group and self.start_time is not None:
             self._save_has_ended(now_s)
@@ -164,7 +164,7 @@ class IterManager:
         True once before a deadline, then to stop. Also True, to go on after it, at a notice that does not say how much
         time is left (SIGTERM without a known grace), and once per job to measure a save. The checkpoint then holds what
         was trained before the present iteration. The first rank writes the count of iterations for the next
-        incarnation.
+        attempt.
         """
         save = self._monitor.save
         if save is None or save is self._answered:
@@ -225,7 +225,7 @@ class IterManager:
 
     def save_took(self, seconds: float, tier: str | None = None) -> None:
         """A save took so long until it was durable. On the training thread; arguments and errors as `saving`."""
-        self._begin_incarnation()
+        self._begin_attempt()
         self._saves.took(self._tier() if tier is None else tier, seconds)
         self._save_began_s = None
         was_asked, self._asked_tier = self._asked_tier is not None, None
@@ -247,7 +247,7 @@ class IterManager:
 
     @property
     def iter_count(self) -> int:
-        """The iteration that has begun, counted from 1 over all incarnations of the job.
+        """The iteration that has begun, counted from 1 over all attempts of the job.
 
         Before the first `iter()` it may be set to the number of iterations that are done, as in the checkpoint.
         """
@@ -260,7 +260,7 @@ class IterManager:
 
     @property
     def velastic_state_path(self) -> Path:
-        """The file with the state for the next incarnation of the job."""
+        """The file with the state for the next attempt of the job."""
         return self.velastic_dir / FILE_NAME
 
     @property
@@ -303,13 +303,13 @@ class IterManager:
             lines.append(f"rest of the run: {timedelta(seconds=int(self.remaining_time))}")
         lines += [*self._saves.summary(), *self._monitor.summary()]
         if self.given_up_s is not None:
-            lines.append(f"given up: {self.given_up_s:.1f} s were left when the save was done")
+            lines.append(f"unused: {self.given_up_s:.1f} s were left when the save was done")
         return "\n".join(lines)
 
-    # --- between incarnations -----------------------------------------------------------------------------------------
+    # --- between attempts -----------------------------------------------------------------------------------------
 
     def save_manager_state(self, save_bin: bool = False) -> None:
-        """Writes the count of iterations and the times of saves for the next incarnation; on the first rank.
+        """Writes the count of iterations and the times of saves for the next attempt; on the first rank.
 
         Called automatically at the save before a deadline, and after every save that is measured. In between only how
         much time is left is noted there now and then, in case that the process is killed in an iteration.
@@ -321,11 +321,11 @@ class IterManager:
             CheckpointError: the operating system refused; names the place and the remedy.
         """
         del save_bin
-        self._begin_incarnation()
+        self._begin_attempt()
         self._write(self._state())
 
     def load_manager_state(self) -> bool:
-        """Resumes the state of an earlier incarnation, on every rank; returns whether there is one.
+        """Resumes the state of an earlier attempt, on every rank; returns whether there is one.
 
         The first `iter()` calls it.
 
@@ -369,7 +369,7 @@ class IterManager:
         """
         self.close()
         if self.should_stop and not 0 < self.total_iters <= self._count.done:
-            log.info("the run is not over: %s stays for its next incarnation", self.velastic_state_path)
+            log.info("the run is not over: %s stays for its next attempt", self.velastic_state_path)
             return
         self._is_over = True
         if self._count.calls:
@@ -392,14 +392,14 @@ class IterManager:
             self._is_past_end = True
             log.warning(
                 "iteration %d begins, and total_iters is %d: end the loop there, or give the iterations of all "
-                "incarnations; if %s is left from another run, remove it (`cleanup` does at the end)",
+                "attempts; if %s is left from another run, remove it (`cleanup` does at the end)",
                 self._count.begun,
                 self.total_iters,
                 self.velastic_state_path,
             )
 
-    def _begin_incarnation(self) -> None:
-        """Reads the state of the incarnation before once, and before this one writes."""
+    def _begin_attempt(self) -> None:
+        """Reads the state of the attempt before once, and before this one writes."""
         if self._has_begun:
             return
         try:
@@ -414,14 +414,14 @@ class IterManager:
             self.save_took(self._apart_s)
 
     def _last_save_begins(self, tier: str) -> None:
-        """If the process is killed in the last save, the next incarnation is to know how little time that was."""
+        """If the process is killed in the last save, the next attempt is to know how little time that was."""
         stop, left_s = self._monitor.stop, self._monitor.remaining_s()
         if stop is not None and 0.0 < left_s < math.inf:
             self._saves.begins(tier, min(left_s, stop.numbers.get("at_once_s", left_s)))
             self._save_state()
 
     def _note_what_is_left(self) -> None:
-        """If the process is killed in this iteration, the next incarnation is to know when that had begun."""
+        """If the process is killed in this iteration, the next attempt is to know when that had begun."""
         left_s, done = self._monitor.remaining_s(), self._count.resumed or 0
         if self._monitor.stop is None and is_to_note(left_s, self._noted_s):
             self._noted_s = left_s
@@ -476,7 +476,7 @@ class IterManager:
         try:
             self.save_manager_state()
         except CheckpointError as error:
-            log.warning("the next incarnation of this job will count its iterations anew: %s", error)
+            log.warning("the next attempt of this job will count its iterations anew: %s", error)
 
     def _state(self) -> ManagerState:
         remaining_s = self.remaining_time

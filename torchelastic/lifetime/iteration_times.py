@@ -192,21 +192,21 @@ class IterationTimes:
         self._left_apart = self._warm_up
 
     def remember(self, earlier_s: Sequence[float]) -> None:
-        """The newest iterations of earlier incarnations of the job, oldest first, in seconds.
+        """The newest iterations of earlier attempts of the job, oldest first, in seconds.
 
         They count for bounds and forecasts until there are enough newer ones, and not for `recent_s`. The first ones of
-        this incarnation, which are set apart, come between: a rhythm continues over incarnations.
+        this attempt, which are set apart, come between: a rhythm continues over attempts.
 
         Raises:
             ValueError: one is negative, infinite or NaN.
         """
         if not all(0.0 <= seconds < math.inf for seconds in earlier_s):
-            raise ValueError("an iteration of an earlier incarnation is negative, infinite or NaN")
+            raise ValueError("an iteration of an earlier attempt is negative, infinite or NaN")
         self._earlier = tuple(earlier_s)
 
     @property
     def known_s(self) -> tuple[float, ...]:
-        """The newest iterations of all incarnations that count, oldest first; for `remember` in the next one."""
+        """The newest iterations of all attempts that count, oldest first; for `remember` in the next one."""
         if not self._earlier:
             return tuple(self._window)
         between = [statistics.median(self._earlier)] * len(self._set_apart)
@@ -214,7 +214,7 @@ class IterationTimes:
 
     @property
     def has_first_only(self) -> bool:
-        """Whether only first iterations are known, in all incarnations; they may have compiled."""
+        """Whether only first iterations are known, in all attempts; they may have compiled."""
         return bool(self._set_apart) and not self.known_s
 
     @property
@@ -265,7 +265,7 @@ class IterationTimes:
         return f"{self.average_s():.3g} s each, the longest {self.longest_s:.3g} s, set apart at the start: {first} s"
 
     def _own_rhythm(self, limit_s: float) -> Rhythm | None:
-        """That of this incarnation, if it has one already: it need not continue that of the one before."""
+        """That of this attempt, if it has one already: it need not continue that of the one before."""
         own = tuple(self._window)
         return _rhythm([place for place, seconds in enumerate(own) if seconds > limit_s], len(own))
 

@@ -1,4 +1,4 @@
-"""The state that an `IterManager` leaves for the next incarnation of its job: one small JSON file."""
+"""The state that an `IterManager` leaves for the next attempt of its job: one small JSON file."""
 
 from __future__ import annotations
 
@@ -196,5 +196,5 @@ class SaveTimes:
         ]
 
     def remember(self, times_s: Mapping[str, Sequence[float]], unfinished_s: Mapping[str, float]) -> None:
-        """Saves of earlier incarnations, before those of this one; those to removed tiers are left out."""
+        """Saves of earlier attempts, before those of this one; those to removed tiers are left out."""
         self._earlier, self.unfinished_s = times_s, dict(unfinished_s)

@@ -22,12 +22,12 @@ _EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Steps:
-    """What the file holds; steps count over all incarnations of the job. None: not reported.
+    """What the file holds; steps count over all attempts of the job. None: not reported.
 
     Attributes:
-        resumed_step: what this incarnation resumed from.
+        resumed_step: what this attempt resumed from.
         committed_step: the last step that is done.
-        saved_step: the last step that the next incarnation can resume from.
+        saved_step: the last step that the next attempt can resume from.
         total_steps: of the run. Reported when it is known whether the run is over: a job that exits with 0 after fewer
             is started again.
     """
@@ -39,11 +39,11 @@ class Steps:
 
 
 class StepCount:
-    """Counts the steps of a run, on from where the incarnation of the job before this one has ended.
+    """Counts the steps of a run, on from where the attempt of the job before this one has ended.
 
     Attributes:
-        begun: the step that has begun, from 1; before the first one of this incarnation, how many are done.
-        calls: how many have begun in this incarnation.
+        begun: the step that has begun, from 1; before the first one of this attempt, how many are done.
+        calls: how many have begun in this attempt.
         resumed: how many were done when it had begun; None: not known yet.
         saved: how many were done at the newest save; None: there was none.
     """

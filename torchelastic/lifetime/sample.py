@@ -74,7 +74,7 @@ class Sample:
         lived: iterations that have begun in this process.
         at_once_s: see `decision.decide`; infinite: there is no such notice.
         is_step_first: `step` is known from the first iterations alone, which may have compiled.
-        is_step_tried: one more was trained already to measure it, also in the incarnation before; or none is to be.
+        is_step_tried: one more was trained already to measure it, also in the attempt before; or none is to be.
         careful_below_s: see `decision.careful`.
     """
 
@@ -100,7 +100,7 @@ class Sample:
         """As a list; the larger, the worse. Of one length on all ranks if they have the same tiers.
 
         What another rank has measured takes precedence over what this rank has not: in some jobs only one rank saves,
-        or finds the state of the incarnation before.
+        or finds the state of the attempt before.
         """
         words = [-self.remaining_s, -self.at_once_s, self.usual_s, self.far_s, float(self.interval)]
         words += [float(self.count), float(self.lived), float(self.is_step_tried), self.careful_below_s]

@@ -81,7 +81,7 @@ class AbortedGroups:
         is_much = count > MAX_GROUPS or held_bytes > MAX_BYTES
         if is_much and not self._has_warned:
             log.warning(
-                "%d process groups that were given up hold %.0f MiB until gloo ends their collectives, which takes up "
+                "%d aborted process groups hold %.0f MiB until gloo ends their collectives, which takes up "
                 "to process_group_timeout",
                 count,
                 held_bytes / 2**20,

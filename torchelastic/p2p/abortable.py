@@ -408,7 +408,7 @@ class AbortableMessage(AbortableWork):
         return self._inner.get_future()
 
 
-_ABORTED = "the process group was given up while this operation was under way: another worker was lost or hangs"
+_ABORTED = "the process group was aborted while this operation was under way: another worker was lost or hangs"
 
 _LEFT = (
     "this operation is one of an earlier group, which is over: make DistributedDataParallel, and what dist.new_group "

@@ -312,7 +312,7 @@ class Formation:
 
     def _raise_if_aborted(self) -> None:
         if self._is_aborted:
-            raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")
+            raise RuntimeError("the group was aborted while it was being formed: another worker was lost or hangs")
 
 
 #: The threads on which gloo connects, and the connections to the store in which it looks for addresses; some threads

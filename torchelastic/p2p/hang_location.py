@@ -116,7 +116,7 @@ def log_outliers(locations: Sequence[HangLocation]) -> None:
     """Name the outliers when a group was aborted because of a hang."""
     named = describe(locations)
     if named:
-        log.warning("when the group was given up, %s", named)
+        log.warning("when the group was aborted, %s", named)
 
 
 def _key(rank: int) -> str:

@@ -363,7 +363,7 @@ class Watchdog:
         self._timeouts.phase_aborted()
         self.has_cut = self.has_noticed_hang = True
         log.warning(
-            "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is given up",
+            "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is aborted",
             phase,
             listed(list(silent_s)),
             max(silent_s.values()),
@@ -390,7 +390,7 @@ class Watchdog:
             self._has_timed_out = suspicion.has_timed_out
             other = None if signs is None else signs.stuck
             others = "" if other is None else f" (rank {other.rank} is in {other.where or 'its own code'})"
-            log.warning("%s: this worker waits for others in %s%s; the group is given up", text, line, others)
+            log.warning("%s: this worker waits for others in %s%s; the group is aborted", text, line, others)
             self._cut()
             return
         log.warning("%s: this worker is in user code, in %s; its stacks:", text, line)

@@ -66,7 +66,7 @@ class Leadership:
         kv = await get(self._keys.leader)
         if kv is not None and kv.value == self._name:
             await self._remove(kv)
-            log.warning("this agent gives up leading run %s", self._keys.root)
+            log.warning("this agent stops leading run %s", self._keys.root)
 
     async def _remove(self, leader: KeyValue) -> None:
         """Every agent is notified that it is gone, and stands for election."""

@@ -135,6 +135,6 @@ def _unreached(round_: Round, tried_s: float, because: str) -> str:
     if tried_s < 5 * ATTEMPT_S:
         return f"{text}: {because}"
     return (
-        f"{text}: if rank 0's host lives, a firewall is between it and this one, or they meet over the wrong network: "
+        f"{text}: if rank 0's host is up, a firewall is between it and this one, or they meet over the wrong network: "
         f"choose one with `torchelastic run --iface` ({because})"
     )

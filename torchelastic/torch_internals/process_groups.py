@@ -69,7 +69,7 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
     """
     if found("torch.distributed.ProcessGroup._get_backend") is None:
         raise RuntimeError(
-            f"torch {installed_version()} does not tell which backend a group has for {device_type}: use "
+            f"torch {installed_version()} does not say which backend a group has for {device_type}: use "
             'CoordinatorP2P(c10d_backend="gloo"), or a torch that this release of torchelastic was tested with'
         )
     try:

@@ -67,7 +67,7 @@ def _needed(path: str, purpose: str) -> PrivateName:
 
 _C10D = "torch.distributed.distributed_c10d"
 _ENGINES = "A peer that is lost while torch's older engine for NCCL connects may hold the others up."
-_ABORT = "giving up a group of processes in the middle of an operation"
+_ABORT = "aborting a group of processes in the middle of an operation"
 
 PROCESS_GROUPS = (
     _needed(f"{_C10D}._world", "forming a group of processes again"),
@@ -94,18 +94,18 @@ PROCESS_GROUPS = (
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._allgather_base",
-        "giving up an all_gather_into_tensor",
+        "aborting an all_gather_into_tensor",
         "A worker that waits in all_gather_into_tensor for a lost peer may wait until the time-out of the group.",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._reduce_scatter_base",
-        "giving up a reduce_scatter_tensor",
+        "aborting a reduce_scatter_tensor",
         "A worker that waits in reduce_scatter_tensor for a lost peer may wait until the time-out of the group.",
     ),
     PrivateName(
         "torch.distributed.Work._source_rank",
         "telling who has sent what dist.recv() received from any rank",
-        "dist.recv() from any rank may not tell which rank has sent.",
+        "dist.recv() from any rank may not say which rank has sent.",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._get_backend",
@@ -114,8 +114,8 @@ PROCESS_GROUPS = (
     ),
     PrivateName(
         "torch.distributed.ProcessGroupNCCL._comm_ptr",
-        "noticing that torch has given up an NCCL communicator by itself",
-        "That torch gives up an NCCL communicator is noticed by its error alone.",
+        "noticing that torch has aborted an NCCL communicator by itself",
+        "That torch aborts an NCCL communicator is noticed by its error alone.",
         since="2.9",
         only_with="torch.distributed.ProcessGroupNCCL",
     ),
@@ -268,7 +268,7 @@ TENSORS = (
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _FLAT = "giving back the memory of an FSDP2 model when its group is over"
-_LATER = "The memory of an FSDP2 model is given back later, so a change of the group needs more of it."
+_LATER = "The memory of an FSDP2 model is released later, so a change of the group needs more of it."
 _STALE = "forgetting how DTensors were computed in an earlier group"
 _WRONG = "A worker that has another rank than in an earlier group of the same size may compute DTensors wrongly."
 

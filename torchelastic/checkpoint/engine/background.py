@@ -69,7 +69,7 @@ class Background:
             if not self._changed.wait_for(lambda: self._held < self._slots, timeout_s):
                 raise CheckpointError(
                     f"{self._slots} saves are still being finished after {timeout_s:g} s: save more rarely, or to a "
-                    "faster place"
+                    "faster tier"
                 )
             self._held += 1
         if is_full:

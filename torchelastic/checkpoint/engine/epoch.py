@@ -58,7 +58,7 @@ def agree_on_epoch(
         if current is None or not is_usable or isinstance(error, RuntimeError):
             raise
         # whose places are unusable ends by it; the others go on without that worker
-        raise RetryableException(f"a worker that joins cannot use its places for checkpoints: {error}") from error
+        raise RetryableException(f"a worker that joins cannot use its tiers: {error}") from error
     is_counted = any(tier.is_shared for tier in tiers)  # each job has claimed another epoch, so an equal one is ours
     agreed = agree_epoch(current, [one for each in known for one in each if not (is_counted and one == current)])
 

@@ -235,7 +235,7 @@ class Finisher:
             self._failures.add(f"{save.name} in the {tier.name} tier", error)
         elif save.agreement.context.rank == 0 and tier.name not in self._behind:
             self._behind.add(tier.name)
-            text = "the %s tier is slower than saves come: %s is left out there (%s); save there more rarely"
+            text = "the %s tier is slower than saves come: %s is skipped there (%s); save there more rarely"
             log.warning(text, tier.name, save.name, error)
 
     def _done_in(self, save: TieredSave, tier: Tier) -> None:
@@ -275,7 +275,7 @@ class Finisher:
         try:
             agreement.done()
         except OutOfStepError as error:
-            log.debug("nobody is there to hear that %s is done: %s", name, error)
+            log.debug("no rank is left to be notified that %s is done: %s", name, error)
 
     def skip(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """This rank takes no part in a save, which has not begun here."""

@@ -102,11 +102,11 @@ class SaveSchedule:
         decision = self._policy.decide(moment)
         is_deferred = decision.save and is_full and not stop_requested
         if is_deferred and not self._is_deferred:
-            log.warning("the save after step %d is put off: all slots are busy; save more rarely", step)
+            log.warning("step %d: the save is deferred, all slots are busy; save more rarely", step)
             publish_metric("torchelastic", "checkpoint.put_off", 1)
         self._is_deferred = is_deferred
         if is_deferred:
-            return SaveDecision(False, f"put off, all slots are busy: {decision.because}", decision.numbers)
+            return SaveDecision(False, f"deferred, all slots are busy: {decision.because}", decision.numbers)
         return decision
 
     def began(self, step: int) -> None:

@@ -462,7 +462,7 @@ def _check(tiers: Sequence[Tier], policy: object) -> None:
     """Raises what the constructor raises for what is no place, and what cannot decide: a path, and a number, say."""
     if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
         raise TypeError(
-            f"tiers is {tiers!r}: give a list of places, such as [MemoryTier('/dev/shm/my-job'), DiskTier('folder')]"
+            f"tiers is {tiers!r}: give a list of tiers, such as [MemoryTier('/dev/shm/my-job'), DiskTier('folder')]"
         )
     names = [tier.name for tier in tiers]
     if not names or len(set(names)) != len(names):

@@ -118,7 +118,7 @@ class TieredRestore:
                 f"Restore one of them from a copy; to start from scratch, move away what lies in {self._places()}"
             )
         if unreadable:
-            raise CheckpointError(f"it is unknown whether there is a checkpoint: {'; '.join(unreadable)}")
+            raise CheckpointError(f"cannot list checkpoints: {'; '.join(unreadable)}")
         return None
 
     def _exchange(self, serving: ExitStack) -> tuple[list[list[TierEntry]], list[str]]:

@@ -221,7 +221,7 @@ class Reception:
         """Gives the destination back to its owner."""
         with self.lock:
             self._active.remove(object_id)
-            log.info("abandoned %s", object_id)
+            log.info("aborted %s", object_id)
             self._shelf.abort(object_id)
 
     def _check_round(self, object_id: str, round_number: int) -> None:

@@ -186,7 +186,7 @@ class ReplicaServer:
             greet_client(connection, self._token)
         except ReplicationError as error:
             level = logging.WARNING if isinstance(error, (AuthenticationError, ProtocolError)) else logging.INFO
-            self._complain(level, "dropped a connection of %s: %s", connection.peer, error)
+            self._complain(level, "closed a connection of %s: %s", connection.peer, error)
             return False
         return True
 

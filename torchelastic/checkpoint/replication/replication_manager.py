@@ -361,7 +361,7 @@ class ReplicationManager:
         try:
             there = _made(self._objects).names_in(wanted, client.ids())
         except ReplicationError as error:
-            log.warning("%s does not tell what is in %s: %s", client.peer, wanted, error)
+            log.warning("%s does not report what is in %s: %s", client.peer, wanted, error)
             return False
         return bool(there) and all(self._retrieve(client, object_id) for object_id in there)
 

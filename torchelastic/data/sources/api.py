@@ -89,7 +89,7 @@ def made(function: Callable[[Any], T], argument: Any) -> T:
     except StopIteration as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise RuntimeError(
-            f"{name} raised StopIteration, by which samples would be left out: does it call next()?"
+            f"{name} raised StopIteration, by which samples would be skipped: does it call next()?"
         ) from error
 
 

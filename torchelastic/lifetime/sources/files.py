@@ -120,7 +120,7 @@ class TerminationFile(WatchedFile):
 
     def __init__(self, path: str | Path, **clocks: Unpack[Clocks]) -> None:
         super().__init__("elastic instance", f"{path} names no end of this instance", path, **clocks)
-        self._stale_s = 0.0  # what is over when this process begins is left from an earlier incarnation
+        self._stale_s = 0.0  # what is over when this process begins is left from an earlier attempt
 
     def poll(self) -> float:
         """See `WatchedFile`; a file that was not there the first time is one that has changed since."""

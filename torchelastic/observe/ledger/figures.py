@@ -230,7 +230,7 @@ def participation(run: Seen) -> Figure:
     start_up_ns = run.amounts[Account.START_UP]
     there_ns = run.in_a_group_ns + start_up_ns
     start_up_s = start_up_ns * _S / run.workers if run.workers else 0.0
-    because = f"{run.workers} lives of workers, {start_up_s:.2f} s for one to start"
+    because = f"{run.workers} starts of workers, {start_up_s:.2f} s for one to start"
     return Figure("participation", value, run.in_a_group_ns / there_ns if there_ns else 1.0, because)
 
 

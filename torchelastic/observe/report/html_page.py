@@ -138,7 +138,7 @@ def _ledger(report: Report) -> Iterator[_LedgerRow]:
     for life in report.lives:
         yield _LedgerRow(life.name, life.end or "no end known", life.committed, life.amounts, life.wall_ns)
     for host, sums in report.earlier.items():
-        name = f"{host}: {counted(sums.lives, 'earlier life', 'earlier lives')}"
+        name = f"{host}: {counted(sums.lives, 'earlier attempt', 'earlier attempts')}"
         yield _LedgerRow(name, "added up", sums.committed, sums.amounts, sums.wall_ns)
     yield _LedgerRow("all", "", report.seen.committed, report.seen.amounts, report.seen.worker_ns)
 

@@ -50,7 +50,7 @@ def find_journals(paths: Sequence[Path]) -> Found:
             try:
                 journal = read_journal(files)
             except (LedgerFormatError, OSError) as error:
-                lacks.append((name, f"The journal {name} is left out: {error}."))
+                lacks.append((name, f"The journal {name} is skipped: {error}."))
                 continue
             known = journals.get(name)
             if known is not None and known.head == journal.head:
@@ -85,10 +85,10 @@ def _lacks(name: str, files: Sequence[Path], journal: Journal) -> list[str]:
     if gaps:
         found.append(f"A file of {name} is missing after number {gaps[0]}: its events are lost.")
     if journal.damaged:
-        found.append(f"Left out of {name}: {counted(journal.damaged, 'damaged line')}.")
+        found.append(f"Skipped in {name}: {counted(journal.damaged, 'damaged line')}.")
     if journal.unknown:
         lines = counted(journal.unknown, "line")
-        found.append(f"Left out of {name}: {lines} of a kind that a later torchelastic has added.")
+        found.append(f"Skipped in {name}: {lines} of a kind that a later torchelastic has added.")
     torn = sum(_is_torn(path) for path in files)
     if torn:
         found.append(f"The last line of {name} is torn: its agent was ended while it wrote, or writes at this moment.")

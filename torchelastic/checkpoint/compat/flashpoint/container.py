@@ -74,7 +74,7 @@ class HeldSlot:
         stage: None once there is nothing left to do about it.
         published: its shard, as far as this process knows.
         is_used: whether a shard is made of the copy of a state in it, so that it is nobody's copy any more.
-        is_over: whether it was given back.
+        is_over: whether it was released.
     """
 
     container: Container
@@ -87,7 +87,7 @@ class HeldSlot:
         """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""
         stage, self.stage = self.stage, None
         if stage is None:
-            raise CheckpointError(f"{path} was given back")
+            raise CheckpointError(f"{path} was released")
         self.published = self.container.publish(stage, None, path)
         self.stage = stage
 

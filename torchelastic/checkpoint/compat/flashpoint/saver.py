@@ -414,7 +414,7 @@ class DefaultCheckpointSaver:
             container.fence.check(*decision.save.token)
             newest = container.newest()
             if newest is not None and newest > decision.save:
-                log.info("%s is left out: a checkpoint that was begun later is complete already", save.id)
+                log.info("%s is skipped: a checkpoint that was begun later is complete already", save.id)
                 return None
             path = container.write_commit(commit)
             if self._replication is not None:  # hosts that do not take it are logged

@@ -129,7 +129,7 @@ class StagedItems:
         """
         held = self.held
         if held is None or held.stage is None:
-            raise CheckpointError(f"{self.target} was given back, or belongs to another process")
+            raise CheckpointError(f"{self.target} was released, or belongs to another process")
         if held.published is not None:
             return
         with held.stage.slot.view() as view:
@@ -155,7 +155,7 @@ class StagedItems:
         if self.held is None:
             return memoryview(mapped(self.path).numpy())  # type: ignore[arg-type]
         if self.held.stage is None:
-            raise CheckpointError(f"{self.target} was given back")
+            raise CheckpointError(f"{self.target} was released")
         return self.held.stage.slot.view()
 
 

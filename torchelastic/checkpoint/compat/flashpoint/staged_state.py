@@ -189,7 +189,7 @@ def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
     """
     stage = held.stage
     if stage is None:
-        raise ValueError("the slot was given back already")
+        raise ValueError("the slot was released already")
     tensors_only(stage).copy(taken.sources)
     with _lock:
         _copies.add(held)

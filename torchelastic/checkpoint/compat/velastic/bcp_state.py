@@ -338,7 +338,7 @@ class BCPState:
             return [False, sorted(name.folder_name for name in staged if name is not None)]
 
         is_one, unfinished = self._ranks.run_on_all(call, look)[0]
-        self._warn([f"passed over: {name} in {path} was never finished: its job was stopped" for name in unfinished])
+        self._warn([f"skipped: {name} in {path} was never finished: its job was stopped" for name in unfinished])
         rank = self._ranks.rank
 
         def take(shards: Sequence[ShardReader]) -> Loaded:

@@ -95,7 +95,7 @@ export function drawLedger(run) {
   keyed(node.lastElementChild, shown, (label) => label,
     (label) => el("li", {}, el("span", { class: `swatch a-${label}`, "aria-hidden": "true" }), el("span")),
     (item, label) => setText(item.lastElementChild, `${label} ${percent(amounts[label] / total)} · ${duration(amounts[label] / 1e9)}`));
-  setText(byId("ledger-sum"), `${duration(total / 1e9)} of ${number(run.seen.workers)} workers' lives, in ${duration(run.seen.wall_ns / 1e9)}`);
+  setText(byId("ledger-sum"), `${duration(total / 1e9)} of ${number(run.seen.workers)} workers' time, in ${duration(run.seen.wall_ns / 1e9)}`);
   const names = ["goodput", "ettr", "step_efficiency", "participation"].filter((name) => run.figures[name]);
   keyed(byId("figures"), names, (name) => name, makeFigure, (figure, name) => updateFigure(figure, run.figures[name]));
 }

@@ -265,7 +265,7 @@ class AsyncCallsQueue:
                         break  # the ranks are not in step: there is no agreeing on anything
         finally:
             if self._calls:
-                log.warning("%d checkpoint calls are dropped without being finalised", len(self._calls))
+                log.warning("%d checkpoint calls are aborted without being finalised", len(self._calls))
             self._workers.end(abort or bool(self._calls))
             for call in self._calls.values():
                 call.work.cancel()  # another thread may wait for it
@@ -389,7 +389,7 @@ class AsyncCallsQueue:
             "asynchronous checkpoint call %d is not done after %g s; ending its worker", call_idx, self._timeout_s
         )
         self._workers.abort(call_idx)
-        reason = f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up"
+        reason = f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was aborted"
         work = failed(TimeoutError(reason))
         if call_idx in self._calls:
             self._calls[call_idx].work = work
@@ -403,7 +403,7 @@ class AsyncCallsQueue:
         call.is_overdue = True
         log.warning(
             "asynchronous checkpoint call %d is not done %g s (timeout_s) after it was scheduled, and holds up those "
-            "after it: maybe_finalize_async_calls(blocking=True) or close() gives it up if it goes on",
+            "after it: maybe_finalize_async_calls(blocking=True) or close() aborts it if it goes on",
             call_idx,
             self._timeout_s,
         )

@@ -188,7 +188,7 @@ def failed(error: BaseException) -> Future[float]:
 
 def failure_of(ended: Future[float]) -> BaseException | None:
     """Why work that has ended has failed; None if it is done."""
-    return CancelledError("it was given up") if ended.cancelled() else ended.exception()
+    return CancelledError("it was aborted") if ended.cancelled() else ended.exception()
 
 
 def check_priorities(cpu_priority: int, io_priority: int | None) -> None:

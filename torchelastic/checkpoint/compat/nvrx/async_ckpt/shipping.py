@@ -67,7 +67,7 @@ class SharedMemory:
 
 
 class MemoryPool:
-    """Hands out shared memory, and with `reuse` the same again once it was given back.
+    """Hands out shared memory, and with `reuse` the same again once it was released.
 
     Pages that are there already need not be zeroed and mapped again, which takes longer than the copy itself.
     """

@@ -408,7 +408,7 @@ class BaseCheckpointManager(ABC):
         for older in [older for older in self._pending if older < save]:
             self._pending[older] += 1
             if self._pending[older] >= _ABORTED_AFTER:
-                log.warning("%s was begun and never finished: it is given up", older)
+                log.warning("%s was begun and never finished: it is aborted", older)
                 del self._pending[older]
                 self._cleanup_failed_save(older)
         # Last, since it removes older checkpoints: the new one is there, on all ranks.
