@@ -311,9 +311,7 @@ class ModelState(WithCompanions, State):
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""
         assert self._ahead is not None
-        log.warning(
-            "every survivor had completed the optimizer step %d when it failed: it is committed", self._ahead.step
-        )
+        log.warning("step %d: every survivor had completed it when it failed, so it is committed", self._ahead.step)
         self._own.restore(self._ahead, self._trained)
 
     def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
@@ -322,9 +320,9 @@ class ModelState(WithCompanions, State):
         publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
         if self.replica_comparison.is_in_sync:
             return
-        log.error("after the sync at step %d: %s", self.step, self.replica_comparison)
+        log.error("step %d, after the sync: %s", self.step, self.replica_comparison)
         if self._on_out_of_sync == "raise":
-            raise NonRetryableException(f"after the sync at step {self.step}: {self.replica_comparison}")
+            raise NonRetryableException(f"step {self.step}, after the sync: {self.replica_comparison}")
 
     def _parts(self) -> dict[str, Any]:
         return {

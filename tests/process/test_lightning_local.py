@@ -182,7 +182,7 @@ def test_the_durable_checkpoint_is_loaded_where_the_newer_local_one_is_that_of_a
     torch.save({"global_step": 4}, durable)
     plugin = plugin_of(trainer_at(tmp_path, LocalCheckpointCallback(100)))
     assert plugin.load_checkpoint(durable)["global_step"] == 4
-    assert "the local checkpoint of step 10 is skipped" in caplog.text
+    assert "step 10: the local checkpoint is skipped" in caplog.text
     with pytest.raises(CheckpointError, match="was saved by 2 rank"):
         plugin.load_checkpoint(LOCAL_CHECKPOINT)
 

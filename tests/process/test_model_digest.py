@@ -317,7 +317,7 @@ def test_buffers_may_differ(results: list[dict[str, Any]]) -> None:
 def test_differences_are_logged_as_errors_on_every_rank(results: list[dict[str, Any]], folder: Path) -> None:
     for rank in range(WORLD_SIZE):
         text = (folder / f"log{rank}").read_text()
-        assert "ERROR:torchelastic.model_state:after the sync at step 3: module differs on rank 1 (2.weight)" in text
+        assert "ERROR:torchelastic.model_state:step 3, after the sync: module differs on rank 1 (2.weight)" in text
 
 
 def test_who_wants_an_error_gets_it_on_every_rank(results: list[dict[str, Any]]) -> None:

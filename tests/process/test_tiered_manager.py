@@ -366,7 +366,7 @@ def test_train_saves_by_the_policy_in_the_background_and_waits_at_the_end(
     state = make_state(1, 0)
     torchelastic.train(ScriptedCoordinator(), trained_to(5), state, checkpoint=manager)
     assert steps_of(manager) == [4, 2], "train has waited for the last one"
-    assert "saving step 2: step 2 is due (every 2 steps)" in caplog.text
+    assert "step 2: saving: step 2 is due (every 2 steps)" in caplog.text
     manager.close()
     again = managers(DiskTier(tmp_path, KeepLast(10)), policy=EverySteps(2))
     seen: list[int] = []

@@ -70,7 +70,7 @@ class RatesOfOthers(Alone):
         return [*self._others, value]
 
 
-@pytest.mark.parametrize(("rate", "logged"), [(9.0, ""), (5.0, "straggler: rank 2 runs at 50 % of the best")])
+@pytest.mark.parametrize(("rate", "logged"), [(9.0, ""), (5.0, "rank 2 is a straggler: it runs at 50 % of the best")])
 def test_a_straggler_is_named_with_its_rank_and_who_is_none_is_not(
     caplog: pytest.LogCaptureFixture, rate: float, logged: str
 ) -> None:

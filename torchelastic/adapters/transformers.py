@@ -141,7 +141,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
                 try:
                     path = str(self._materialise(self._tier, *newest, args))
                 except CheckpointError as error:
-                    log.warning("the checkpoint of step %d in memory is skipped: %s", newest[1], error)
+                    log.warning("step %d: the checkpoint in memory is skipped: %s", newest[1], error)
                 else:
                     self._newest = newest[1]
                     return path

@@ -207,7 +207,7 @@ class LoopCheckpoints(LoopObserver):
         if on_trial and self._rank == 0:
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
-            log.info("saving step %d: %s", self._step, decision.because)
+            log.info("step %d: saving: %s", self._step, decision.because)
         if not self._rank_0_says(decision.save):
             return
         with self._coordinator.saving():

@@ -333,7 +333,7 @@ class CoordinatorP2P(Coordinator):
         self._times_straggler = comparison.times
         may_go = self.world_size - comparison.stragglers >= self.min_workers and self.rendezvous.can_leave()
         if comparison.has_to_go and may_go:
-            log.warning("straggler: rank %d leaves the run, by the policy", self.rank)
+            log.warning("rank %d is a straggler: it leaves the run, by the policy", self.rank)
             self.rendezvous.leave()
 
     @profile(group="torchelastic")

@@ -108,6 +108,6 @@ def compare_rates(policy: StragglerPolicy, rate: float | None, times: int, peers
     comparison = policy.compare(own, rates, times)
     publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
     if comparison.is_straggler:
-        log.warning("straggler: rank %d runs at %s", peers.rank, comparison)
+        log.warning("rank %d is a straggler: it runs at %s", peers.rank, comparison)
         this_worker().straggles(100 * comparison.relative)
     return comparison

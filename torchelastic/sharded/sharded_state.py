@@ -334,7 +334,7 @@ class ShardedState(WithCompanions, State):
         repeated = max(offer.live.version.step for offer in offers if offer.live) if any(o.live for o in offers) else 0
         if repeated > choice.version.step:
             log.warning(
-                "shards were lost: rolled back from step %d to the replicas of step %d", repeated, choice.version.step
+                "step %d: shards were lost; rolled back to the replicas of step %d", repeated, choice.version.step
             )
         taken = take_over(built, held, offers, choice, group=self._control, device=message_device())
         if rank in choice.completing:

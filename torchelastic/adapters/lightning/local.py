@@ -209,7 +209,7 @@ class HierarchicalCheckpointing:
             except CheckpointError as error:  # on all ranks alike
                 if must_be_local or isinstance(error, OutOfStepError):
                     raise
-                log.warning("the local checkpoint of step %d is skipped for %s: %s", local_step, path, error)
+                log.warning("step %d: the local checkpoint is skipped for %s: %s", local_step, path, error)
             else:
                 log.info("loading the local checkpoint of step %d, not %s", ckpt_id.iteration, path)
                 return self.from_tensor_aware_state_dict(state)

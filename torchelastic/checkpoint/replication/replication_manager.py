@@ -294,7 +294,7 @@ class ReplicationManager:
         try:
             client, all_done = self._client(source_global_rank), True
         except NoReplicasAvailableError as error:
-            log.warning("could not retrieve from rank %s: %s", source_global_rank, error)
+            log.warning("rank %s: could not retrieve from it: %s", source_global_rank, error)
             return False
         for asked, retrieve, retrieved in (
             (object_ids_to_retrieve, self._retrieve_object, retrieved_object_ids),

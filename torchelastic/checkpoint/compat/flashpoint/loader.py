@@ -406,7 +406,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             try:
                 found += newest_of_step(self._replication.ids(source.rank), container.name, step)[-1:]
             except ReplicationError as error:
-                log.warning("%s does not report what it has of step %d: %s", source, step, error)
+                log.warning("step %d: %s does not report what it has: %s", step, source, error)
         if not found:
             folder = container.folder_of(step)
             raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")
