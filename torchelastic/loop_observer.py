@@ -68,8 +68,8 @@ class _AllObservers(LoopObserver):
 
 
 def _to_all(hooks: list[Callable[..., None]]) -> Callable[..., None]:
-    def tell(*arguments: Any, **named: Any) -> None:
+    def notify(*arguments: Any, **named: Any) -> None:
         for hook in hooks:
             hook(*arguments, **named)
 
-    return tell
+    return notify

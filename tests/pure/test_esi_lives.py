@@ -31,7 +31,7 @@ ENDED, KILLED = ended(0, timed_out=True), ended(-signal.SIGKILL, timed_out=True,
 
 
 @pytest.mark.parametrize(
-    ("life", "told", "how"),
+    ("attempt", "told", "how"),
     [
         (ended(0), Steps(), How.FINISHED),
         (ended(0), ALL, How.FINISHED),
@@ -68,7 +68,7 @@ def test_the_exit_code_that_asks_for_another_life_is_a_choice() -> None:
     assert Attempt(REQUEUE_CODE, 1.0, requeue_codes=(3, 4)).how is How.FAILED
 
 
-@pytest.mark.parametrize("life", [STOPPED, ENDED, KILLED, FAILED])
+@pytest.mark.parametrize("attempt", [STOPPED, ENDED, KILLED, FAILED])
 def test_a_job_is_started_again_until_its_restarts_are_used_up(attempt: Attempt) -> None:
     assert what_next([attempt], 2) == Verdict(True, 0, "restart 1 of at most 2")
     assert what_next([attempt] * 2, 2).goes_on

@@ -194,7 +194,7 @@ def test_a_failed_worker_is_started_again_unless_its_script_fails_before_it_asks
 def test_of_a_group_that_met_by_the_environment_all_end_with_one(exit_code: int, restarts_left: int) -> None:
     lost: dict[str, Any] = {"has_asked": False, "run_is_over": False, "restarts_left": restarts_left}
     assert after_loss(exit_code, is_plain_group=True, **lost) is AfterLoss.ALL_END
-    alone = AfterLoss.ONE_AGAIN if exit_code < 0 and restarts_left else AfterLoss.GIVEN_UP
+    alone = AfterLoss.ONE_AGAIN if exit_code < 0 and restarts_left else AfterLoss.NOT_RESTARTED
     assert after_loss(exit_code, is_plain_group=False, **lost) is alone
 
 

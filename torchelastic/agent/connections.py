@@ -149,7 +149,7 @@ class Connections:
                 self._publish(events.MemberWithdrawn(member_id))
             case events.WorkerExited(_, pid):
                 self.process_gone(pid)
-            case events.WorkerGivenUp(pid):
+            case events.WorkerNotRestarted(pid):
                 for member_id in [name for name, process in self.processes.items() if process.pid == pid]:
                     self._publish(events.MemberWithdrawn(member_id, for_good=True))
 

@@ -135,7 +135,7 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True)
-class WorkerGivenUp:
+class WorkerNotRestarted:
     """The worker that had this process has failed and is not started again."""
 
     pid: int
@@ -160,7 +160,7 @@ class LedgerSampled:
 Event = (
     RoundChanged | StoreAnswered | StoreReach
     | MemberDeclared | MemberWithdrawn | MemberWaits | WaitTimedOut
-    | WorkerSaid | MetricsPublished | WorkerLeaves | ProcessDied | WorkerExited | WorkerFailed | WorkerGivenUp
+    | WorkerSaid | MetricsPublished | WorkerLeaves | ProcessDied | WorkerExited | WorkerFailed | WorkerNotRestarted
     | LedgerWritten | LedgerSampled
 )  # fmt: skip
 Publish = Callable[[Event], None]

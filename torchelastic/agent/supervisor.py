@@ -209,7 +209,7 @@ class Supervisor:
                 continue
             if self._stopping.is_set():
                 worker.gave_up = True
-                self._give_up_on(worker)
+                self._check_remaining(worker)
             else:
                 self._spawn(worker)
 
@@ -253,18 +253,18 @@ class Supervisor:
             self._task(
                 self._lines.pass_on(worker.local_rank, "stdout", worker.process.stdout, file, prompts=stdin is None)
             ),
-            self._task(self._lines.pass_on(worker.local_rank, "stderr", worker.process.stderr, file, worker.heard)),
+            self._task(self._lines.pass_on(worker.local_rank, "stderr", worker.process.stderr, file, worker.on_line)),
         ]
-        watch = self._or_give_up(worker, self._watch(worker, worker.process, readers, file))
+        watch = self._or_end(worker, self._watch(worker, worker.process, readers, file))
         self._watches[worker.local_rank] = self._task(watch)
 
-    async def _or_give_up(self, worker: Worker, watch: collections.abc.Coroutine[None, None, None]) -> None:
+    async def _or_end(self, worker: Worker, watch: collections.abc.Coroutine[None, None, None]) -> None:
         try:
             await watch
         except Exception:  # nobody waits for a worker of which nothing is known any more
             log.exception("this is a bug in torchelastic: worker %d ended, and is not started again", worker.local_rank)
             worker.process, worker.gave_up = None, True
-            self._give_up_on(worker)
+            self._check_remaining(worker)
 
     async def _watch(
         self,
@@ -314,10 +314,10 @@ class Supervisor:
             if after is AfterLoss.ALL_END and self._plain is not None:
                 await self._end_group(worker, self._plain)
                 return
-            worker.gave_up = after is AfterLoss.GIVEN_UP
+            worker.gave_up = after is AfterLoss.NOT_RESTARTED
             self._publish(events.WorkerFailed(worker.failed()))
             if worker.gave_up:
-                self._publish(events.WorkerGivenUp(pid))
+                self._publish(events.WorkerNotRestarted(pid))
             if misses:
                 log.error("worker %d: %s", worker.local_rank, NOT_AGAIN)
             if not worker.gave_up:
@@ -330,7 +330,7 @@ class Supervisor:
                     self._spawn(worker)
                     return
         worker.gave_up = worker.gave_up or self._stopping.is_set()
-        self._give_up_on(worker)
+        self._check_remaining(worker)
 
     async def _end_group(self, lost: Worker, plain: PlainGroup) -> None:
         """All workers end with the one that is lost, and are started again if they may."""
@@ -350,13 +350,13 @@ class Supervisor:
             return
         for worker in self.workers:
             worker.gave_up = worker.exit_code != 0
-        self._give_up_on(lost)
+        self._check_remaining(lost)
 
     def _look_at_plain_group(self) -> None:
         if self._plain is not None and not self._anyone_asked:
             self._plain.look()
 
-    def _give_up_on(self, worker: Worker) -> None:
+    def _check_remaining(self, worker: Worker) -> None:
         """A worker is over for good: so may all be, or too many."""
         left, sizes = sum(not other.is_over for other in self.workers), self._sizes
         goes_on = sizes is None or sizes.usable(left) or self._run_is_over() or self._stopping.is_set()

@@ -96,7 +96,7 @@ class Worker:
         """Whether nothing runs here and nothing will."""
         return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
 
-    def heard(self, line: str) -> None:
+    def on_line(self, line: str) -> None:
         """A line of its standard error."""
         self.tail.append(line)
         if begins_traceback(line):

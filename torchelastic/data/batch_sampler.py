@@ -318,7 +318,7 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
             NonRetryableException: so it had been in the steps before, which drew nothing and went on.
         """
         if self._next[0] >= self.epochs:
-            self._tell_end()
+            self._raise_end()
         counted = self._share(self._next).counted
         self._count(counted)
         self._next = self._progress.following(self._next)

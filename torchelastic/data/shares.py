@@ -166,7 +166,7 @@ class RankBatches(Generic[ShareT]):
         self._pending += (share,)
         self._drawn_on = threading.get_ident()
 
-    def _tell_end(self) -> NoReturn:
+    def _raise_end(self) -> NoReturn:
         """Raise StopIteration: the last epoch is over. Raises NonRetryableException: the train steps swallow that."""
         if self._steps_past_end >= STEPS_PAST_THE_END:
             raise NonRetryableException(

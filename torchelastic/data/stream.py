@@ -214,7 +214,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         progress = self._next
         if self.epochs is not None and progress.epoch >= self.epochs:
             self.close()
-            self._tell_end()
+            self._raise_end()
         say_if_all_load_all(self)
         deal = None if self._pending else self._reassignment
         shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute

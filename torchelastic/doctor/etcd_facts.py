@@ -164,7 +164,7 @@ def _commits(url: RendezvousUrl, credentials: Credentials, clock: Callable[[], f
         stack.callback(store.close)
         try:
             lease = store.grant_lease(LEASE_S)
-            stack.callback(_revoke, store, lease.lease_id)
+            stack.callback(_end_lease, store, lease.lease_id)
             for number in range(COMMITS):
                 began_s = clock()
                 store.txn((), (Put(key, str(number).encode(), lease.lease_id),))
@@ -181,7 +181,7 @@ def doctor_root(url: RendezvousUrl) -> str:
     return f"{url.root}/doctor"
 
 
-def _revoke(store: CoordinationStore, lease_id: int) -> None:
+def _end_lease(store: CoordinationStore, lease_id: int) -> None:
     try:
         store.revoke_lease(lease_id)
     except StoreError:

@@ -35,16 +35,16 @@ class Capabilities:
 
     name: str
     is_gloo: bool
-    tells_errors: bool
+    reports_errors: bool
     connects_ahead: bool
     is_abortable: bool
 
 
 def why_unfit(backend: Capabilities) -> str | None:
     """Why no group with this backend can be protected from a lost worker, with the remedy; None: it can. Pure."""
-    if backend.is_gloo or (backend.tells_errors and backend.is_abortable):
+    if backend.is_gloo or (backend.reports_errors and backend.is_abortable):
         return None
-    lack = "cannot be aborted" if backend.tells_errors else "cannot be asked whether an operation has failed"
+    lack = "cannot be aborted" if backend.reports_errors else "cannot be asked whether an operation has failed"
     remedy = "use 'nccl' for tensors on GPUs, and 'gloo' for others"
     if backend.name == GLOO:
         remedy = "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS, which replaces torch's own gloo"

@@ -110,7 +110,7 @@ class RankGroup:
         running = in_background(work, "rank-group-work") if is_long else done_here(work)
         while True:
             is_done = bool(wait([running], self.timeout_s / 4).done)
-            answers = self.all_gather(call, _told(running) if is_done else {"busy": True})
+            answers = self.all_gather(call, _answer(running) if is_done else {"busy": True})
             if not any("busy" in each for each in answers):
                 break
         try:
@@ -193,7 +193,7 @@ def run_with_peers(peers: Peers, call: str, work: Callable[[], Answer]) -> list[
     """
     ended = done_here(work)
     peers.barrier()
-    return _values(call, peers.all_gather(_told(ended)), ended)
+    return _values(call, peers.all_gather(_answer(ended)), ended)
 
 
 class ProgramPeers:
@@ -243,7 +243,7 @@ class ProgramPeers:
         """See `Peers`."""
 
 
-def _told(ended: Future[Any]) -> dict[str, Any]:
+def _answer(ended: Future[Any]) -> dict[str, Any]:
     """What the other ranks learn of this one's part."""
     failure = ended.exception()
     if failure is None:

@@ -90,6 +90,6 @@ def _has_left(store: CoordinationStore, keys: Keys, name: str) -> bool:
 
 def _complain(names: Iterable[str], timeout_s: float) -> None:
     print(  # noqa: T201 - the last word on the screen
-        f"torchelastic drain: not within {timeout_s:g} s: {', '.join(names)}; who has heard of it leaves all the same",
+        f"torchelastic drain: not within {timeout_s:g} s: {', '.join(names)}; who has received it leaves all the same",
         file=sys.stderr,
     )

@@ -245,7 +245,7 @@ def _at_once(
         f"nobody has said how much time is left, at least {at_once_s:.3g} s, perhaps {remaining_s:.3g} s: saving to "
         f"{tier.name!r} at once ({tier.bound}); there is {'' if goes_on else 'no '}time to go on after it"
     )
-    given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
+    given_up_s = 0.0 if goes_on else _unused_s(remaining_s, tier)
     action: Literal["save and go on", "save and stop"] = "save and go on" if goes_on else "save and stop"
     fits, numbers = tier.bound.seconds <= at_once_s, {**decision.numbers, "at_once_s": at_once_s}
     return StopDecision(action, tier.name, fits, given_up_s, because, numbers)
@@ -261,7 +261,7 @@ def _before_deadline(
     tier = _best_tier(tiers, remaining_s, reserve_s)
     save_s, besides_s = tier.bound.seconds, _besides_s(reserve_s, tier.bound)
     goes_on = step_s + save_s + _besides_s(reserve_s, step, tier.bound) <= remaining_s
-    given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
+    given_up_s = 0.0 if goes_on else _unused_s(remaining_s, tier)
     left = f"{remaining_s:.3g} s are left" if remaining_s > 0.0 else f"the deadline is over since {-remaining_s:.3g} s"
     if save_s + besides_s <= remaining_s:
         for_step = "the next step is not known yet" if step is None else f"one more step takes {step}"
@@ -288,6 +288,6 @@ def _best_tier(tiers: Sequence[SaveTarget], left_s: float, reserve_s: float = 0.
     return min(tiers, key=lambda tier: tier.bound.seconds)
 
 
-def _given_up(remaining_s: float, tier: SaveTarget) -> float:
+def _unused_s(remaining_s: float, tier: SaveTarget) -> float:
     usual_s = tier.bound.seconds if tier.usual_s is None else tier.usual_s
     return max(0.0, remaining_s - usual_s)

@@ -114,7 +114,7 @@ class MetricsRegistry:
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         self._prom_names: dict[tuple[str, str], PrometheusName] = {}
         self._updates: dict[tuple[str, str, int | None], _Update] = {}
-        self._has_dropped = False
+        self._has_skipped = False
         self._dropped = Counter(
             "torchelastic_metrics_dropped",
             f"Values dropped because more than {max_names} distinct metric names were published.",
@@ -183,7 +183,7 @@ class MetricsRegistry:
         prom_name = self._prom_names.get((group, name))
         if prom_name is None:
             if len(self._prom_names) >= self._max_names:
-                return self._drop
+                return self._skip
             prom_name = prometheus_name(group, name)
         metric = self._metric(prom_name, group, name)
         self._prom_names[(group, name)] = prom_name
@@ -192,9 +192,9 @@ class MetricsRegistry:
         self._updates[(group, name, local_rank)] = update
         return update
 
-    def _drop(self, _: float) -> None:
-        if not self._has_dropped:
-            self._has_dropped = True
+    def _skip(self, _: float) -> None:
+        if not self._has_skipped:
+            self._has_skipped = True
             logger.warning(
                 "more than %d distinct metric names were published; values of new ones are dropped", self._max_names
             )

@@ -157,7 +157,7 @@ class AfterLoss(enum.Enum):
     """What becomes of the workers of a host when one of them has failed."""
 
     #: The others go on without it.
-    GIVEN_UP = enum.auto()
+    NOT_RESTARTED = enum.auto()
     #: It is started again, the others go on.
     ONE_AGAIN = enum.auto()
     #: All are ended; restarts permitting, all are started again.
@@ -192,7 +192,7 @@ def after_loss(
     if is_plain_group:
         return AfterLoss.ALL_END
     may_help = exit_code < 0 or (has_asked and not fails_for_good)
-    return AfterLoss.ONE_AGAIN if may_help and not run_is_over and restarts_left > 0 else AfterLoss.GIVEN_UP
+    return AfterLoss.ONE_AGAIN if may_help and not run_is_over and restarts_left > 0 else AfterLoss.NOT_RESTARTED
 
 
 def late_start_s(slowest_start_s: float) -> float:

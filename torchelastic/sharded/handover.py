@@ -97,12 +97,12 @@ def check_same_models(offers: Sequence[Offer]) -> None:
             name = differing[0].removeprefix(PARAMETERS)
             raise NonRetryableException(
                 f"build(mesh) has made another model on rank {rank} than on rank 0: the parameter {name!r} is "
-                f"{_told(other.get(differing[0]))} there and {_told(first.get(differing[0]))} here; it must make the "
-                "same one on every rank"
+                f"{_form_text(other.get(differing[0]))} there and {_form_text(first.get(differing[0]))} here; it must "
+                "make the same one on every rank"
             )
 
 
-def _told(form: tuple[tuple[int, ...], str] | None) -> str:
+def _form_text(form: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if form is None else f"a {form[1]} of shape {form[0]}"
 
 

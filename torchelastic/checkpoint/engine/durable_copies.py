@@ -262,16 +262,16 @@ class DurableInventory:
     unreadable: str | None = None
 
     @classmethod
-    def tell(cls, copies: DurableCopies | None, rank: int) -> tuple[list[Any], str | None]:
+    def report(cls, copies: DurableCopies | None, rank: int) -> tuple[list[Any], str | None]:
         """What a rank says, for sending; rank 0 reads it for all. `of` is the inverse, given what rank 0 said."""
         return ([], None) if copies is None or rank != 0 else copies.inventory()
 
     @classmethod
-    def of(cls, copies: DurableCopies | None, told: tuple[list[Any], str | None]) -> DurableInventory:
-        """See `tell`."""
+    def of(cls, copies: DurableCopies | None, reports: tuple[list[Any], str | None]) -> DurableInventory:
+        """See `report`."""
         if copies is None:
             return cls()
-        entries, unreadable = told
+        entries, unreadable = reports
         return cls(tuple(map(TierEntry.from_plain, entries)), unreadable)
 
     def require(self, faults: Mapping[SaveId, str]) -> None:

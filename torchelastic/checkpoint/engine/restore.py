@@ -49,7 +49,7 @@ _SHOWN = 5
 def newest_readable(
     found: Iterable[Candidate],
     read: Callable[[Candidate], Got],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     faults: dict[SaveId, str],
 ) -> tuple[Candidate, Got] | None:
     """The first checkpoint that can be read, and what `read` returned for it; None if there is none.
@@ -57,7 +57,7 @@ def newest_readable(
     Args:
         found: newest first; what was never completed is passed over, with a text.
         read: reads one. If several ranks read together, it raises on all of them alike.
-        tell: is called with a text for each that is of no use, and how many steps that costs; on all ranks alike.
+        report: is called with a text for each that is of no use, and how many steps that costs; on all ranks alike.
         faults: what is known to be of no use, and why; what proves so is added.
     """
     skipped: list[SaveId] = []
@@ -72,17 +72,17 @@ def newest_readable(
                 fault = f"{candidate.save} is damaged: {error}"
             else:
                 if skipped:
-                    tell(_price(skipped[0], candidate.save))
-                for told in candidate.told:
-                    tell(told)
+                    report(_price(skipped[0], candidate.save))
+                for remark in candidate.remarks:
+                    report(remark)
                 return candidate, got
         elif not candidate.is_committed and not fault:
             skipped.append(candidate.save)  # no fault: the first save of a run may have been stopped here
-            tell(f"{candidate.save} has no manifest: it counts as never completed; looking for an older one")
+            report(f"{candidate.save} has no manifest: it counts as never completed; looking for an older one")
         if fault:
             skipped.append(candidate.save)
             faults[candidate.save] = fault
-            tell(f"{fault}; looking for an older one")
+            report(f"{fault}; looking for an older one")
     return None
 
 
@@ -290,7 +290,7 @@ def give_manifest(
     def look() -> list[Any]:
         return [folder_id(tier, rank), tier.manifest_of(save) is not None]
 
-    def tell() -> str | None:
+    def report() -> str | None:
         manifest = tier.manifest_of(save) if rank == giver else None
         return None if manifest is None else encode_manifest(manifest).decode()
 
@@ -301,7 +301,7 @@ def give_manifest(
     if all(has) or not any(has):
         return any(has)
     giver = has.index(True)
-    told = run_on_all(tell)[giver]
+    told = run_on_all(report)[giver]
     if told is not None and not has[rank] and folders.index(folders[rank]) == rank:
         try:
             tier.adopt(decode_manifest(told.encode()))

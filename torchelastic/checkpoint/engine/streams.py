@@ -106,12 +106,12 @@ class StoredCheckpoint(Checkpoint):
         *,
         allow_pickles: bool,
         damage: str | None = None,
-        told: Sequence[str] = (),
+        remarks: Sequence[str] = (),
     ) -> None:
         self.name = candidate.save
         self.sequence_id = candidate.save.step
         self.damage = damage
-        self._told = tuple(told)
+        self._remarks = tuple(remarks)
         self._candidate = candidate
         self._tiers = tiers
         self._allow_pickles = allow_pickles
@@ -131,7 +131,7 @@ class StoredCheckpoint(Checkpoint):
             )
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {error}") from error
-        for text in self._told:
+        for text in self._remarks:
             log.warning("%s", text)
         if restored.kind == STREAMS and key in restored.content:
             return io.BytesIO(restored.content[key])
@@ -171,6 +171,6 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     for found in candidates([here]):
         damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
-            told = [*found.told, *lacks(found, here, private, 0, 1)]
-            stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage, told=told))
+            remarks = [*found.remarks, *lacks(found, here, private, 0, 1)]
+            stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage, remarks=remarks))
     return stored

@@ -136,7 +136,7 @@ def meet(
     shelf: Callable[[], ReplicaStore],
     retry: ReplicationRetryConfig,
     *,
-    tell: Callable[[], Any] = lambda: None,
+    answer: Callable[[], Any] = lambda: None,
     choose: Callable[[PeerTopology], Sequence[int]] = lambda _: (),
     host: str | None = None,
     port: int = 0,
@@ -147,9 +147,9 @@ def meet(
     Args:
         ranks: of the group.
         call: for errors.
-        shelf: gives what the server gives away; called after `tell`.
+        shelf: gives what the server gives away; called after `answer`.
         retry: how patient transfers are.
-        tell: what this rank has to say besides; JSON can hold it.
+        answer: what this rank has to say besides; JSON can hold it.
         choose: who receives the objects of this rank, given all but this; also called in a group of one.
         host: the failure domain of this rank; None: what the environment says, else the machine.
         port: of the server of the first rank of each machine; the next ones take the ports that follow. 0: free ones.
@@ -166,7 +166,7 @@ def meet(
 
     def introduce() -> list[Any]:
         domain = host or os.environ.get(FAILURE_DOMAIN_ENV) or host_id()
-        return [network_id(), domain, secrets.token_hex(32), tell()]
+        return [network_id(), domain, secrets.token_hex(32), answer()]
 
     networks, hosts, tokens, told = zip(*ranks.run_on_all(f"{call}, meeting", introduce, is_long=True), strict=True)
     topology = PeerTopology(ranks.rank, hosts, token=tokens[0], retry=retry)

@@ -65,7 +65,7 @@ class Candidate:
     damages: tuple[str, ...] = ()
 
     @property
-    def told(self) -> list[str]:
+    def remarks(self) -> list[str]:
         """What is to be said when it was restored all the same."""
         return [f"{damage}; {self.save} was restored from other copies" for damage in self.damages]
 
@@ -193,15 +193,15 @@ def lacks(
         rank: who asks.
         world_size: how many ranks there are; another number than saved it has no shards of its own.
     """
-    told = []
+    remarks = []
     for entry in own:
         if entry.name != candidate.save or entry.place not in private or entry.damage is not None:
             continue  # damage is told by `Candidate.damages`
         if not entry.is_committed:
-            told.append(f"{entry.name} has no manifest in the {entry.place} tier: it counts for nothing there")
+            remarks.append(f"{entry.name} has no manifest in the {entry.place} tier: it counts for nothing there")
         elif rank < entry.world_size == world_size and rank not in entry.ranks:
-            told.append(f"the shard of rank {rank} of {entry.name} is missing in the {entry.place} tier")
-    return told
+            remarks.append(f"the shard of rank {rank} of {entry.name} is missing in the {entry.place} tier")
+    return remarks
 
 
 # --- where each rank keeps what it fetches ----------------------------------------------------------------------------

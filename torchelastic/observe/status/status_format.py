@@ -92,9 +92,9 @@ def host_from_plain(source: str, document: object) -> HostStatus:
     )
 
 
-def _unusual(value: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
+def _unusual(value: Any, omitted: tuple[str, ...]) -> dict[str, Any]:
     """The fields that are not as they are by default."""
-    fields = [one for one in dataclasses.fields(value) if one.name not in left_out]
+    fields = [one for one in dataclasses.fields(value) if one.name not in omitted]
     return {one.name: found for one in fields if (found := getattr(value, one.name)) not in (one.default, {})}
 
 

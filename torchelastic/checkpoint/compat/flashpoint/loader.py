@@ -237,9 +237,9 @@ class DefaultCheckpointLoader(CheckpointLoader):
             self._make_copies_again(found, verified)
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
-        tell = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
+        report = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
         faults: dict[SaveId, str] = {}
-        newest = newest_readable(found.candidates, read, tell, faults)
+        newest = newest_readable(found.candidates, read, report, faults)
         if newest is None:
             found.durable.require(faults)
         elif self._objects.copies is not None:
@@ -308,7 +308,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
             is_first = self._replication.rank in found.firsts
             here = [one.as_plain() for one in found.container.noted_inventory()] if is_first else []
-            return [here, DurableInventory.tell(copies, self._replication.rank)]
+            return [here, DurableInventory.report(copies, self._replication.rank)]
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
         by_first = [list(map(TierEntry.from_plain, here)) for here, _ in lists]

@@ -130,7 +130,7 @@ class CallAgreement:
     ) -> AsyncCheckpointError:
         """The error for a call that failed somewhere; the failing rank tells the others why."""
         own = failure_of(work) if work.done() else None
-        reasons = self._told(group, describe(own) if own is not None else "", f"say why call {call_idx} failed")
+        reasons = self._reports(group, describe(own) if own is not None else "", f"say why call {call_idx} failed")
         source = dist.get_global_rank(group, failing_rank)
         error = failed_call(call_idx, source, reasons[failing_rank])
         error.__cause__ = own
@@ -153,15 +153,15 @@ class CallAgreement:
         return WatchedGroup(group, self._timeout_s + more_s, "async_ckpt")  # not kept: it may be formed anew
 
     def _raise_out_of_step(self, group: dist.ProcessGroup, call_idx: int) -> NoReturn:
-        told = self._told(group, f"call {call_idx}", "say where they are")
-        where = describe_calls(told, "is at", "are at")
+        reports = self._reports(group, f"call {call_idx}", "say where they are")
+        where = describe_calls(reports, "is at", "are at")
         raise AsyncCheckpointError(
             f"the ranks finalise different checkpoint calls: {where}. Every rank has to schedule and finalise the same "
             "calls in the same order; nothing was finalised",
             call_idx=call_idx,
         )
 
-    def _told(self, group: dist.ProcessGroup, text: str, what: str) -> list[str]:
+    def _reports(self, group: dist.ProcessGroup, text: str, what: str) -> list[str]:
         """What each rank has to say; `what` says what for."""
         watched, numbers = self._watched(group), itertools.count()
 

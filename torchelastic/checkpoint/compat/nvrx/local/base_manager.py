@@ -282,11 +282,11 @@ class BaseCheckpointManager(ABC):
     def _look(self, call: str, copies: DurableCopies | None) -> None:
         """Has all ranks tell what they hold, and rank 0 what is in durable storage."""
 
-        def tell() -> tuple[list[str], dict[str, str], Any]:
+        def answer() -> tuple[list[str], dict[str, str], Any]:
             mine, damages = list(map(str, self._my_ckpt_ids())), self._my_damages()
-            return mine, {str(save): why for save, why in damages.items()}, DurableInventory.tell(copies, self.rank)
+            return mine, {str(save): why for save, why in damages.items()}, DurableInventory.report(copies, self.rank)
 
-        reports = self._ranks.run_on_all(f"{call}, looking", tell)
+        reports = self._ranks.run_on_all(f"{call}, looking", answer)
         known = [list(map(ShardId.parse, each)) for each, *_ in reports]
         held = [[TierEntry(one.name, one.world_size, (one.rank,)) for one in each] for each in known]
         self._durable = DurableInventory.of(copies, reports[0][2])

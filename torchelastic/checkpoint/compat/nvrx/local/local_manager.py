@@ -225,7 +225,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             call,
             lambda: self._files.shelf,
             ReplicationRetryConfig(timeout_seconds=silence_s),
-            tell=open_folder,
+            answer=open_folder,
             choose=self._partners,
             replica_host=self._replica_host,
         )
@@ -262,10 +262,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 durable = self._copies.known_epoch(self.session_id) if self._copies and self.rank == 0 else 0
                 return max(durable, files.known_epoch(self.session_id))
 
-            def told() -> tuple[int | None, int, int]:
+            def own_state() -> tuple[int | None, int, int]:
                 return own, self._round, known_epoch() if own is None else 0
 
-            epochs, rounds, known = zip(*self._ranks.run_on_all(f"{call}, entering", told), strict=True)
+            epochs, rounds, known = zip(*self._ranks.run_on_all(f"{call}, entering", own_state), strict=True)
             self._epoch = agree_epoch(max((one for one in epochs if one is not None), default=None), known)
             self._round = max(rounds) + 1
             context = TierContext(self.session_id, self._epoch, self._round, self.rank, self.world_size)
@@ -318,13 +318,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
         files.settle()
         copies = self._copies
 
-        def tell() -> tuple[tuple[Any, ...], bool]:
+        def answer() -> tuple[tuple[Any, ...], bool]:
             return astuple(files.record_of(own)), copies is not None and copies.is_free()
 
-        told = self._ranks.run_on_all(f"committing {save}", tell)
-        records = tuple(ShardRecord(*record) for record, _ in told)
+        parts = self._ranks.run_on_all(f"committing {save}", answer)
+        records = tuple(ShardRecord(*record) for record, _ in parts)
         manifest = Manifest(save, self.session_id, self.world_size, records, saved_s=saved_s)
-        can_copy = all(is_free for _, is_free in told)
+        can_copy = all(is_free for _, is_free in parts)
 
         def publish() -> bool:
             files.commit(manifest)
