@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.errors import NonRetryableException, UnfitError
+from torchelastic.inventory.generators import Generators, generators
+from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.metrics import publish_metric
-from torchelastic.model import digest, module_state, random_state, wrapping
+from torchelastic.model import digest, module_state, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
-from torchelastic.model.random_state import RandomState
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
 from torchelastic.model.transfer import all_gathered, message_device, pack, synchronize, unpack
 from torchelastic.model.world_change import WorldWatch
@@ -111,10 +112,10 @@ class ModelState(WithCompanions, State):
         self._mode = snapshot
         self._watch_weights()
         self._status = StateStatus.INITIAL
-        self._buffers: list[torch.Tensor] = list(model.buffers())
+        self._structure = ModuleStructure(model)
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._ahead: Snapshot | None = None
-        self._random_when_failed: tuple[int, RandomState] | None = None
+        self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
 
     @property
@@ -170,14 +171,19 @@ class ModelState(WithCompanions, State):
         if snapshot.replaced != self._replaced:
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         if self._random_when_failed is None:  # else a sync has failed, behind the step
-            self._random_when_failed = (snapshot.step + 1, random_state.capture())
+            self._random_when_failed = (snapshot.step + 1, generators())
+        if self._gradients.has_thawed and snapshot.structure is not None:  # the next group is to average these, too
+            snapshot = snapshot._replace(structure=snapshot.structure.without_gradient_flags())
         if snapshot.full is not None:
+            if snapshot.structure is not None:
+                snapshot.structure.put()  # weights are loaded into the slots that there were
+            self._optimizers.forget_added(snapshot.groups)
             self._load_weights(unpack(snapshot.full.weights))
             for parameter, gradient in zip(self.module.parameters(), snapshot.full.gradients, strict=True):
                 parameter.grad = gradient
         else:
             if self._optimizers.progress is OptimizerProgress.UNTOUCHED:
-                self._gradients.keep(snapshot.step, self._buffers)
+                self._gradients.keep(snapshot.step, self._structure.buffers())
             self._judge_weights(snapshot)
             self._optimizers.zero_grad()
         self._own.restore(snapshot, self._trained)
@@ -185,7 +191,7 @@ class ModelState(WithCompanions, State):
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
         self._own.count_step()
-        self._gradients.commit(self._buffers)
+        self._gradients.commit(self._structure.buffers)
         self._optimizers.commit()
         if self._mode == "commit" and self._optimizers.has_strayed:
             self._mode = "full"
@@ -209,7 +215,7 @@ class ModelState(WithCompanions, State):
             self._own.extras.restore_large()
         elif progress is OptimizerProgress.COMPLETE and was_complete:
             self.commit()
-            self._ahead = self._capture(None)
+            self._ahead = self._capture(None).with_flags_of(snapshot)
             self._status = StateStatus.UNCOMMITTED
         else:
             self._status = StateStatus.PARTIAL
@@ -220,7 +226,7 @@ class ModelState(WithCompanions, State):
 
     @property
     def _trained(self) -> Trained:
-        return Trained(self._buffers, self._optimizers, self._schedulers)
+        return Trained((), self._optimizers, self._schedulers, self._structure)
 
     def _large(self) -> Large:
         gradients = (parameter.grad for parameter in self.module.parameters())
@@ -259,7 +265,6 @@ class ModelState(WithCompanions, State):
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved)
         self._own.extras.measure()
-        self._buffers = list(self.module.buffers())
         self._watch_weights()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
@@ -285,7 +290,7 @@ class ModelState(WithCompanions, State):
                 self.load_state_dict(received, with_random=False)
                 module_state.freeze(self.module, received["frozen"])  # the source may have changed it in the run
                 if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
-                    random_state.restore(self._random_when_failed[1])  # of after the step, which others have committed
+                    self._random_when_failed[1].put()  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
             self._own.synchronize(self._trained, equals, move)
@@ -388,8 +393,7 @@ class ModelState(WithCompanions, State):
 
     def __getstate__(self) -> dict[str, Any]:
         # a half-made step belongs to this process alone
-        return {**self.__dict__, "_ahead": None, "_random_when_failed": None, "_buffers": []}
+        return {**self.__dict__, "_ahead": None, "_random_when_failed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._buffers = list(self.module.buffers())

@@ -148,7 +148,8 @@ def test_a_snapshot_holds_nothing_that_grows_with_the_weights() -> None:
         model = torch.nn.Linear(width, width)
         state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
         snapshot = state.snapshot()
-        tensors = [snapshot.random.cpu, *snapshot.buffers]
+        assert snapshot.structure is not None
+        tensors = [snapshot.random.torch_cpu, *snapshot.structure.bytes_of_buffers.tensors]
         assert snapshot.full is None
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

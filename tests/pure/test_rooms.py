@@ -37,6 +37,7 @@ FLOORS: dict[str, int] = {
     "data": 4,
     "data.shares": 1,  # how a batch is shared out: the reduction of gradients goes by it
     "distributed": 2,
+    "inventory": 1,
     "model": 3,
     "coordinator": 2,
     "worker_stats": 2,

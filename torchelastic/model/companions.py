@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchelastic.data.shares import RankBatches
+from torchelastic.inventory.generators import Generators, generators
+from torchelastic.inventory.module_structure import KeptStructure, ModuleStructure
 from torchelastic.model import random_state
 from torchelastic.model.extras import Copied, Extras
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
@@ -25,11 +27,17 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Trained(NamedTuple):
-    """What a step changes besides, as far as it is small: copied before each step."""
+    """What a step changes besides, as far as it is small: copied before each step.
+
+    Attributes:
+        buffers: those of the model, where its structure is not copied.
+        structure: None: the model's structure is not undone.
+    """
 
     buffers: Sequence[torch.Tensor]
     optimizers: Optimizers
     schedulers: OneOrMany
+    structure: ModuleStructure | None = None
 
 
 class Large(NamedTuple):
@@ -45,13 +53,20 @@ class Snapshot(NamedTuple):
     step: int
     epoch: int
     buffers: tuple[torch.Tensor, ...]
-    random: RandomState
+    structure: KeptStructure | None
+    random: Generators
     groups: Settings
     scheduler: Any
     sampler: Any
     extra: Copied
     full: Large | None
     replaced: int
+
+    def with_flags_of(self, earlier: Snapshot) -> Snapshot:
+        """See `KeptStructure.with_flags_of`."""
+        if self.structure is None or earlier.structure is None:
+            return self
+        return self._replace(structure=self.structure.with_flags_of(earlier.structure))
 
 
 def copied(state: Any) -> Any:
@@ -120,7 +135,8 @@ class Companions:
             step=self.step,
             epoch=self.epoch,
             buffers=() if trained is None else tuple(buffer.clone() for buffer in trained.buffers),
-            random=random_state.capture(),
+            structure=None if trained is None or trained.structure is None else trained.structure.copy(),
+            random=generators(),
             groups=() if trained is None else trained.optimizers.settings(),
             scheduler=None if trained is None else copied(trained.schedulers.state_dict()),
             sampler=copied(self.sampler_state()),
@@ -132,7 +148,9 @@ class Companions:
     def restore(self, snapshot: Snapshot, trained: Trained | None) -> None:
         """The inverse."""
         self.step, self.epoch = snapshot.step, snapshot.epoch
-        random_state.restore(snapshot.random)
+        snapshot.random.put()
+        if snapshot.structure is not None:
+            snapshot.structure.put()
         if trained is not None:
             with torch.no_grad():
                 for buffer, value in zip(trained.buffers, snapshot.buffers, strict=True):

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from torchelastic.checkpoint.errors import torch_reason
+from torchelastic.inventory.attributes import attributes_of
+from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.model.one_or_many import is_stateful
 from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
 from torchelastic.torch_internals.tensors import tree_map_only
@@ -40,12 +42,17 @@ def numpy_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 
 class Copied(NamedTuple):
-    """The user's values before a step: plain ones, objects, and the states of those whose state was copied."""
+    """The user's values before a step: plain ones, objects, and the states of those whose state was copied.
+
+    Attributes:
+        attributes: puts back what objects are that have nothing in their state (metrics that are not saved).
+    """
 
     plain: dict[str, Any]
     objects: dict[str, Any]
     states: dict[str, Any]
     order: tuple[str, ...]
+    attributes: tuple[Callable[[], object], ...] = ()
 
 
 class Extras:
@@ -59,6 +66,8 @@ class Extras:
         self.values = values
         self._large: set[int] = set()
         self._kept: dict[str, Any] = {}
+        self._structures: dict[int, ModuleStructure] = {}
+        self._has_told: set[int] = set()
 
     def objects(self) -> dict[str, Any]:
         """The objects with a state of their own, by name."""
@@ -66,8 +75,17 @@ class Extras:
 
     def measure(self) -> None:
         """Find out which objects are large; when a group forms, because measuring walks through the whole state."""
-        objects = self.objects().values()
-        self._large = {id(value) for value in objects if tensor_bytes(value.state_dict()) > SMALL_BYTES}
+        states = {name: (value, value.state_dict()) for name, value in self.objects().items()}
+        self._large = {id(value) for value, state in states.values() if tensor_bytes(state) > SMALL_BYTES}
+        for name, (value, state) in states.items():
+            if isinstance(state, Mapping) and not state and id(value) not in self._has_told:
+                self._has_told.add(id(value))
+                log.warning(
+                    "extra[%r], a %s, has an empty state_dict: a failed step is undone in it, but a worker that joins, "
+                    "or a run that resumes, begins with it as it was built. Give it a state_dict that holds what it "
+                    "counts (metrics of torchmetrics: metric.persistent(True))",
+                    name, type(value).__name__,
+                )  # fmt: skip
 
     # --- undoing a step ---------------------------------------------------------------------------
 
@@ -80,17 +98,29 @@ class Extras:
         if not self.values:
             return Copied({}, {}, {}, ())
         objects = self.objects()
-        states = {}
+        states, attributes = {}, []
         for name, value in objects.items():
             if not everything and id(value) in self._large:
                 continue
             state = value.state_dict()
+            if isinstance(state, Mapping) and not state:
+                attributes += self._structure_of(name, value)
+                continue
             if not everything and tensor_bytes(state) > SMALL_BYTES:
                 self._large.add(id(value))  # it was empty when the group formed, and has grown
                 continue
             states[name] = copy.deepcopy(state)
         plain = _copied({name: value for name, value in self.values.items() if name not in objects})
-        return Copied(plain, objects, states, tuple(self.values))
+        return Copied(plain, objects, states, tuple(self.values), tuple(attributes))
+
+    def _structure_of(self, name: str, value: Any) -> list[Callable[[], object]]:
+        """What puts back an object whose `state_dict` is empty: it keeps what it counts in its attributes."""
+        if isinstance(value, torch.nn.Module):
+            structure = self._structures.get(id(value))
+            if structure is None:
+                structure = self._structures[id(value)] = ModuleStructure(value, f"extra[{name!r}]")
+            return [structure.copy().put]
+        return attributes_of(value, f"extra[{name!r}]") if hasattr(value, "__dict__") else []
 
     def restore(self, copied: Copied) -> None:
         """Go back to what `capture` returned, as far as it goes."""
@@ -101,6 +131,8 @@ class Extras:
         )
         for name, state in copied.states.items():
             _load(copied.objects[name], copy.deepcopy(state))
+        for restore in copied.attributes:
+            restore()
 
     def keep_large(self) -> None:
         """Copy the large states: an optimizer is going to step, and another one later in the same train step."""

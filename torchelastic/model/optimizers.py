@@ -221,6 +221,11 @@ class Optimizers:
             for group, values in zip(optimizer.param_groups, groups, strict=not undoes):
                 group.update(_settings(values))
 
+    def forget_added(self, settings: Settings) -> None:
+        """Drop the parameter groups that were added since `settings` returned these: their step is undone."""
+        for optimizer, groups in zip(self.objects, settings, strict=True):
+            del optimizer.param_groups[len(groups) :]
+
     def state_dict(self) -> Any:
         """That of the single optimizer, or a dict by name; the tensors are not copied."""
         return self._all.state_dict()

@@ -7,7 +7,7 @@ group agree on who computes the rest (see `data.shares`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ import torch
 
 from torchelastic.data.shares import MODES, SecondDeal, second_deals
 from torchelastic.errors import RetryableException, UnfitError
+from torchelastic.inventory.generators import Generators, generators
 from torchelastic.metrics import publish_metric
-from torchelastic.model import random_state, wrapping
+from torchelastic.model import wrapping
 from torchelastic.model.logical_shards import LogicalShards
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.transfer import all_gathered
@@ -42,7 +43,7 @@ class KeptGradients:
     units: frozenset[int]
     gradients: Any
     buffers: tuple[torch.Tensor, ...]
-    random: random_state.RandomState
+    random: Generators
 
 
 class Salvaged(NamedTuple):
@@ -66,6 +67,7 @@ class StepGradients:
 
     Attributes:
         salvaged: the last step that was salvaged; None while there was none.
+        has_thawed: this step was refused because it trains parameters that the group's wrapper leaves out.
 
     Raises:
         ValueError: things that do not go together.
@@ -93,6 +95,7 @@ class StepGradients:
         if isinstance(self._source, Reduction):
             self._source.ends_early = salvage == "discard"
         self.salvaged: Salvaged | None = None
+        self.has_thawed = False
         self._kept: KeptGradients | None = None
         self._is_brought = False
 
@@ -127,6 +130,7 @@ class StepGradients:
 
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
+        self.has_thawed = False
         self._source.begin_step()
 
     @property
@@ -145,6 +149,7 @@ class StepGradients:
             UnfitError: the step is not written for logical shards, or leaves parameters out.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
+            self.has_thawed = True
             raise RetryableException(
                 "parameters require a gradient that did not when this group was formed, and are not averaged: the step "
                 "is repeated in a new group"
@@ -179,7 +184,7 @@ class StepGradients:
             return
         if before is None:
             copies = tuple(buffer.clone() for buffer in buffers)
-            self._kept = KeptGradients(step, units, gradients, copies, random_state.capture())
+            self._kept = KeptGradients(step, units, gradients, copies, generators())
         else:  # the second attempt was at a part of the samples only
             self._kept = replace(before, units=units, gradients=gradients)
 
@@ -187,7 +192,7 @@ class StepGradients:
         """A step has failed later than that: what this attempt has added to what was kept is not known any more."""
         self._kept, self._is_brought = None, False
 
-    def commit(self, buffers: Sequence[torch.Tensor]) -> None:
+    def commit(self, buffers: Callable[[], Sequence[torch.Tensor]]) -> None:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
         kept, is_brought = self._kept, self._is_brought
         self.forget()
@@ -195,9 +200,9 @@ class StepGradients:
         if kept is None or not is_brought or isinstance(self._source, LogicalShards):
             return
         with torch.no_grad():
-            for buffer, value in zip(buffers, kept.buffers, strict=True):
+            for buffer, value in zip(buffers(), kept.buffers, strict=True):
                 buffer.copy_(value)
-        random_state.restore(kept.random)
+        kept.random.put()
 
     # --- a group ----------------------------------------------------------------------------------
 

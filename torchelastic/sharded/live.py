@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torchelastic.model import random_state
+from torchelastic.inventory.generators import Generators, generators
 from torchelastic.model.companions import Companions, Snapshot
 from torchelastic.model.optimizers import OptimizerProgress, Settings
-from torchelastic.model.random_state import RandomState
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
 from torchelastic.sharded.companions import companions_tree, to_bytes
@@ -36,7 +35,7 @@ class Live:
         self.phase = Phase.NONE
         self.generation = self.token = 0
         self.is_in_sync = False
-        self.random_when_failed: RandomState | None = None
+        self.random_when_failed: Generators | None = None
         self._companions_when_done: bytes | None = None
         self._settings_when_ready: Settings = ()
 
@@ -78,7 +77,7 @@ class Live:
             self.restore(snapshot)  # no step has begun since the last one was undone
             return
         self.is_in_sync = False
-        self.random_when_failed = random_state.capture()
+        self.random_when_failed = generators()
         progress = built.optimizers.progress
         if progress is OptimizerProgress.UNDOABLE:
             built.optimizers.undo()

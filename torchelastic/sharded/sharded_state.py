@@ -344,7 +344,7 @@ class ShardedState(WithCompanions, State):
         companions = from_bytes(taken.companions)
         load_companions(self._own, companions, built, with_random=taken.with_random, is_stored=is_stored)
         if not taken.with_random and self._live.random_when_failed is not None:
-            random_state.restore(self._live.random_when_failed)
+            self._live.random_when_failed.put()
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
         publish_metric("torchelastic", "sharded.received.bytes", taken.received_bytes)
 

@@ -203,6 +203,8 @@ DATA_WORKERS = (
 
 _QUANTIZED = "loading quantized tensors"
 _NOT_QUANTIZED = "A checkpoint with quantized tensors is not loaded."
+_SLOTS = "undoing what a failed step has done to a model's modules, and initializing one that is on the meta device"
+_NO_SLOTS = "What a failed step has done to flags, hooks and buffers' slots stays; ShardedState refuses meta models."
 _STORAGE = "sending a checkpoint request to its worker process"
 _TREES = "walking through the states of optimizers and the outputs of models"
 
@@ -254,14 +256,20 @@ TENSORS = (
     ),
     PrivateName(
         "torch.nn.Module._parameters",
-        "initializing a model that was built on the meta device",
-        "ShardedState refuses a model on the meta device.",
+        _SLOTS,
+        _NO_SLOTS,
         kind=NameKind.OF_INSTANCES,
     ),
     PrivateName(
         "torch.nn.Module._buffers",
-        "initializing a model that was built on the meta device",
-        "ShardedState refuses a model on the meta device.",
+        _SLOTS,
+        _NO_SLOTS,
+        kind=NameKind.OF_INSTANCES,
+    ),
+    PrivateName(
+        "torch.nn.Module._modules",
+        _SLOTS,
+        _NO_SLOTS,
         kind=NameKind.OF_INSTANCES,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -124,6 +124,21 @@ def metadata_of(ordered: OrderedDict[Any, Any]) -> Any:
 def set_metadata(ordered: OrderedDict[Any, Any], metadata: Any) -> None:
     """The inverse."""
     ordered._metadata = metadata  # type: ignore[attr-defined]  # as torch does
+
+
+class ModuleSlots(NamedTuple):
+    """Those dicts of a module itself that have its parameters, buffers and children by name, None among them."""
+
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    children: dict[str, Any]
+
+
+def slots_of(module: torch.nn.Module) -> ModuleSlots | None:
+    """Where a module has what is registered with it; None: this torch, or a module of TorchScript, has it elsewhere."""
+    values = vars(module)
+    held: list[Any] = [values.get(name) for name in ("_parameters", "_buffers", "_modules")]
+    return ModuleSlots(*held) if all(type(each) is dict for each in held) else None
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
