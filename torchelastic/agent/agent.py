@@ -143,7 +143,9 @@ class Agent:
         self._look_at_address()
         self.connections.run_was_closed = self.membership.host.round.is_over
         if self.connections.run_was_closed and self._make_supervisor is not None:
-            return Outcome(1, _closed_already(self._options.url), came_late=True)
+            url = self._options.url
+            closed = f"run {url.run_id!r} at {url.endpoints_text} is already closed: it was finished before"
+            return Outcome(1, f"{closed}; choose another run id (--rdzv-id)", came_late=True)
         self.connections.open()
         self._metrics.push(self._options.push_gateway)
         self._status.start()
@@ -397,13 +399,6 @@ def _finished_text(supervisor: Supervisor) -> str:
     if supervisor.nobody_asked:
         return "no worker has asked for a group, as torchelastic.train does: each has run the script by itself"
     return ""
-
-
-def _closed_already(url: RendezvousUrl) -> str:
-    return (
-        f"run {url.run_id!r} at {url.endpoints_text} is already closed: it was finished before; "
-        f"choose another run id (--rdzv-id)"
-    )
 
 
 async def _first_of(*works: Any) -> None:

@@ -177,7 +177,8 @@ def translated(given: argparse.Namespace, *, several_hosts: bool, nproc: int) ->
     notes = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if _value(given, name)]
     notes += _meeting(given, options, several_hosts=several_hosts)
     notes += _times(given, options)
-    notes += _launch(given)
+    if given.use_env:  # of `torch.distributed.launch`, which gives the script a `--local-rank` of its own without it
+        notes.append(f"--{USE_ENV} has no effect: LOCAL_RANK is set always")
     if given.local_addr:
         options["iface"] = given.iface or _network(given.local_addr)
     prefix = given.log_line_prefix_template or (OURS if given.role is None else TORCHRUNS)
@@ -194,11 +195,6 @@ def translated(given: argparse.Namespace, *, several_hosts: bool, nproc: int) ->
         prefix,
         given.numa_binding or "",
     )
-
-
-def _launch(given: argparse.Namespace) -> list[str]:
-    """Of `torch.distributed.launch`, which without --use-env gives the script a `--local-rank` of its own."""
-    return [f"--{USE_ENV} has no effect: LOCAL_RANK is set always"] if given.use_env else []
 
 
 def _value(given: argparse.Namespace, name: str) -> str | None:

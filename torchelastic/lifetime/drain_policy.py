@@ -143,7 +143,8 @@ def plan_stop(
         return StopPlan(True, decision, frozenset(), end_s)
     until_s = min([slack_s, *(remaining_s[rank] - lead_s for rank in early - leaving)])
     wait_s = min(until_s / 2.0, MAX_DELAY_S)
-    steps = _steps_within(wait_s, max(step_s, common.usual_s))
+    slowest_s = max(step_s, common.usual_s)
+    steps = max(0, int(wait_s / slowest_s)) if slowest_s > 0.0 else 0  # that surely take less
     return StopPlan(False, decision, leaving, end_s, steps, wait_s if steps else 0.0)
 
 
@@ -179,8 +180,3 @@ def who_requeues(jobs: Sequence[str], going: Collection[int]) -> frozenset[int]:
         if all(rank in going for rank in ranks):
             found.add(ranks[0])
     return frozenset(found)
-
-
-def _steps_within(wait_s: float, step_s: float) -> int:
-    """How many steps surely take less than this."""
-    return max(0, int(wait_s / step_s)) if step_s > 0.0 else 0

@@ -89,7 +89,8 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
     if world_size == 1:
         return ReplicaComparison(thorough, {}, {})
     leaves = {part: list(leaves_of(parts.get(part))) for part in PARTS}
-    piece_bytes = None if thorough else _bytes_for_each(leaves)
+    tensors = sum(isinstance(leaf, torch.Tensor) for part in leaves.values() for _, leaf in part)
+    piece_bytes = None if thorough else max(PIECE_BYTES, SAMPLE_BYTES // max(tensors, 1))
     mine = [value for part in PARTS for value in (len(leaves[part]), digest(leaves[part], piece_bytes))]
     gathered = _gather(mine, world_size, device)
     differing: dict[str, tuple[int, ...]] = {}
@@ -125,11 +126,6 @@ def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
 def _gather(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
     mine = torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
     return [each.tolist() for each in all_gathered(mine, world_size)]
-
-
-def _bytes_for_each(leaves: Mapping[str, Leaves]) -> int:
-    tensors = sum(isinstance(leaf, torch.Tensor) for part in leaves.values() for _, leaf in part)
-    return max(PIECE_BYTES, SAMPLE_BYTES // max(tensors, 1))
 
 
 # --- digests, pure ----------------------------------------------------------------------------------------------------

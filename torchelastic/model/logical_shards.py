@@ -89,16 +89,13 @@ class LogicalShards:
         for (shard, size), part in zip(units, parts, strict=True):
             torch.manual_seed(shard_seed(seed, step, shard))
             self._module.zero_grad(set_to_none=True)
-            self._reset_buffers()
+            with torch.no_grad():
+                for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
+                    buffer.copy_(value)
             yield part
             tree_sum.put(self._nodes, (0, shard), self._flat(size / samples), self.shards, _added)
         self._sum_up(empty)
         torch.manual_seed(shard_seed(seed, step, self.shards))  # for what else the step draws
-
-    def _reset_buffers(self) -> None:
-        with torch.no_grad():
-            for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
-                buffer.copy_(value)
 
     def _wanted(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]

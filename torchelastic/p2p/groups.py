@@ -61,7 +61,8 @@ class ProcessGroups:
         self._is_aborted = False
         self._world: dist.ProcessGroup | None = None
         self._formation: Formation | None = None
-        _watch_for_new_groups()
+        # to have a say in how every group of this process is made, the user's too; idempotent
+        process_groups.replace_maker_of_groups("torchelastic_watches", _watched)
 
     def form(self, store: Store, rank: int, world_size: int) -> None:
         """Make the default group and the one for control collectives. Raises RuntimeError if a peer does not come."""
@@ -182,11 +183,6 @@ def _abortable_groups() -> list[AbortableGroup]:
 
 #: Whose groups are those of `torch.distributed` at present; a process has one default group at a time.
 _in_use: ProcessGroups | None = None
-
-
-def _watch_for_new_groups() -> None:
-    """Have a say in how every group of this process is made, the user's too. Idempotent."""
-    process_groups.replace_maker_of_groups("torchelastic_watches", _watched)
 
 
 def _watched(original: Callable[..., Any]) -> Callable[..., Any]:

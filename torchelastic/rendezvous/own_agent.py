@@ -43,7 +43,7 @@ def launchers_socket(url: RendezvousUrl, environment: Mapping[str, str]) -> str 
     count then; a warning says so where the script's differ.
     """
     launchers = _launchers_run(environment)
-    if launchers is None or not _is_same_run(launchers, url):
+    if launchers is None or launchers.root != url.root or set(launchers.endpoints).isdisjoint(url.endpoints):
         return None
     names = [name for name in _SIZES if getattr(url, name) != getattr(launchers, name)]
     if names:
@@ -111,7 +111,3 @@ def _launchers_run(environment: Mapping[str, str]) -> RendezvousUrl | None:
         return parse_url(text)
     except RendezvousUrlError:
         return None
-
-
-def _is_same_run(one: RendezvousUrl, other: RendezvousUrl) -> bool:
-    return one.root == other.root and not set(one.endpoints).isdisjoint(other.endpoints)

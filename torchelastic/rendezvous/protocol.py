@@ -155,7 +155,12 @@ def _say_that_it_is_orphaned(view: View, _now_s: float) -> tuple[Action, ...]:
     """Nobody of the group is there, and none is known to have ended: name the wait, and how to shorten it."""
     if not view.is_orphaned or view.round.orphaned:
         return ()
-    because = _why_orphaned(view.round.number, shortlist(view.round.roster), view.settings.orphan_timeout_s)
+    names, timeout_s = shortlist(view.round.roster), view.settings.orphan_timeout_s
+    because = (
+        f"lost {names}, all of round {view.round.number}, with no proof that they ended: they may be cut off, and "
+        f"still train. New workers wait orphan_timeout={timeout_s:g} s, or until a host of theirs reports their end; "
+        f"if you know that they have ended, start all launchers again with a lower --orphan-timeout"
+    )
     return _broken(view, because, orphaned=True)
 
 
@@ -380,14 +385,6 @@ def _amended(view: View, **changes: Any) -> Round:
 
 def _broken(view: View, because: str, *, orphaned: bool = False) -> tuple[Action, ...]:
     return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, because=because, orphaned=orphaned)),)
-
-
-def _why_orphaned(number: int, names: str, orphan_timeout_s: float) -> str:
-    return (
-        f"lost {names}, all of round {number}, with no proof that they ended: they may be cut off, and still train. "
-        f"New workers wait orphan_timeout={orphan_timeout_s:g} s, or until a host of theirs reports their end; "
-        f"if you know that they have ended, start all launchers again with a lower --orphan-timeout"
-    )
 
 
 def _forgotten(tombstones: Collection[str]) -> tuple[str, ...]:

@@ -61,7 +61,9 @@ class Built:
             self.model, self.optimizer, self.scheduler = _taken_apart(build(mesh))
         # a name of DDP's or FSDP1's wrapper would not fit any other layout, and neither can be cut at will
         self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
-        self.was_on_meta = any(memory_of(tensor).is_meta for tensor in self._all_tensors())
+        self.was_on_meta = any(
+            memory_of(tensor).is_meta for tensor in (*self.model.parameters(), *self.model.buffers())
+        )
         _check(self.parameters)
         if self.was_on_meta:
             device = torch.device(mesh.device_type)
@@ -83,10 +85,6 @@ class Built:
     def trained(self) -> Trained:
         """What a step changes beside the parts."""
         return Trained(tuple(self.model.buffers()), self.optimizers, self.schedulers)
-
-    def _all_tensors(self) -> Iterator[torch.Tensor]:
-        yield from self.model.parameters()
-        yield from self.model.buffers()
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         name = self._names.get(id(parameter))

@@ -39,7 +39,7 @@ rank keeps what it had until it knows that all have what they need.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.format.regions import Region
@@ -88,7 +88,7 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> ChosenState | No
     """
     newest: NoWholeState | None = None
     first: ChosenState | None = None
-    for version in sorted(set(_versions(offers)), reverse=True):
+    for version in sorted({one.version for offer in offers for one in offer.holdings}, reverse=True):
         is_stored = version.generation == STORED
         if first is not None and not (is_stored and version.step > first.version.step):
             continue
@@ -139,10 +139,6 @@ def whole_in_copies(offers: Sequence[Offer], wanted: Collection[str]) -> Version
         if not missing_parts(wanted, offers, holds):
             return version
     return None
-
-
-def _versions(offers: Sequence[Offer]) -> Iterable[Version]:
-    return (holding.version for offer in offers for holding in offer.holdings)
 
 
 def _completing(offers: Sequence[Offer], version: Version) -> frozenset[int]:

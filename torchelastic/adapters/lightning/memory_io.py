@@ -155,7 +155,10 @@ class MemoryCheckpointing:
             try:
                 return self._load(self._step_container(path))
             except CheckpointError as error:
-                path = self._fallback_for(path, error)
+                if self.fallback is None:
+                    raise
+                log.warning("%s cannot be loaded, so %s is: %s", path, self.fallback, error)
+                path = self.fallback
         return load_durable(path, *arguments, **options)
 
     def _load(self, checkpoint_id: str) -> dict[str, Any]:
@@ -164,12 +167,6 @@ class MemoryCheckpointing:
         if layout_of(strategy) is Layout.SHARDED:
             return load_sharded(self.tier, checkpoint_id, strategy, allow_pickles=self.allow_pickles)
         return put_together(self.tier.load(checkpoint_id), allow_pickles=self.allow_pickles)
-
-    def _fallback_for(self, path: AnyPath, error: CheckpointError) -> AnyPath:
-        if self.fallback is None:
-            raise error
-        log.warning("%s cannot be loaded, so %s is: %s", path, self.fallback, error)
-        return self.fallback
 
     def _step_container(self, path: AnyPath) -> str:
         found = CheckpointContainerId(_absolute(path))

@@ -66,14 +66,12 @@ def decisions_for(found: Sequence[FoundCheckpoint], policy: KeepPolicy) -> list[
     for kind, folder in dict.fromkeys((one.format, one.path.parent) for one in found):
         ours = [one for one in reversed(found) if one.format is kind and one.path.parent == folder]
         answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if one.is_complete]))
-        decided += [(one, next(answers) if one.is_complete else _left_alone(one)) for one in ours]
+        for one in ours:
+            left_alone = f"left alone: {one.damage or one.partial}"
+            decided.append((one, next(answers) if one.is_complete else KeepDecision(True, left_alone)))
     return decided
 
 
 def _candidate(place: int, one: FoundCheckpoint) -> KeptCheckpoint:
     """As the policies want it. No rule here asks for times, and clocks may have been set back: the order counts."""
     return KeptCheckpoint(step=one.step or 0, saved_s=float(place), metrics=one.metrics, size_bytes=one.size_bytes)
-
-
-def _left_alone(one: FoundCheckpoint) -> KeepDecision:
-    return KeepDecision(True, f"left alone: {one.damage or one.partial}")

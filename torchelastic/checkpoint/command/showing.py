@@ -33,7 +33,9 @@ def show(path: Path, *, tensors: bool, values: bool, as_json: bool, now_s: float
     Raises:
         CheckpointCommandError: there is no complete checkpoint, or it cannot be read in this way.
     """
-    found, (contents, sizes) = read_newest(path, lambda one: (one.format.contents(one), _sizes_of(one)))
+    found, (contents, sizes) = read_newest(
+        path, lambda one: (one.format.contents(one), {shard.name: shard.stat().st_size for shard in one.shards})
+    )
     try:
         lines = tree_lines(contents.structure) if values else []
         document = _document(found, contents, sizes, tensors=tensors, values=values)
@@ -83,10 +85,6 @@ def _short(node: Any, items: list[tuple[str, Any]] | None) -> str:
             return f"tensor {value['names'].get('data') or min(value['names'].values())}"
     text = value_text(node)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
-
-
-def _sizes_of(found: FoundCheckpoint) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in found.shards}
 
 
 def _say_summary(found: FoundCheckpoint, contents: Contents, sizes: Mapping[str, int], now_s: float) -> None:

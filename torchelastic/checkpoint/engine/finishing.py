@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -183,7 +183,7 @@ class Finisher:
             shard = self._seal(save)
             save.pool.pin(save.stage)
             chosen = save.agreement.choose_tiers(save.name, save.tiers)
-            save.later = self._later_of(chosen)
+            save.later = frozenset(tier.name for tier in self._later if tier.name in chosen)
             for older in self._unfinished[: self._unfinished.index(save)]:  # else many would wait for a slow tier
                 for tier in self._later:
                     if tier.name in chosen:
@@ -205,9 +205,6 @@ class Finisher:
         for tier in self._later:
             if tier.name in save.later:
                 self.threads[tier.name].submit(partial(self._publish_later, save, tier, shard))
-
-    def _later_of(self, names: Collection[str]) -> frozenset[str]:
-        return frozenset(tier.name for tier in self._later if tier.name in names)
 
     def _publish_later(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         if not save.begin_in(tier.name):

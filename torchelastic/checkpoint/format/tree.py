@@ -110,7 +110,9 @@ def encode_plain(value: float | str) -> Plain:
     if isinstance(value, int):
         return value if -_JSON_INT < value < _JSON_INT else {"int": hex(value)}
     if isinstance(value, str):
-        return value if _is_text(value) else {"text": base64.b64encode(_surrogates_as_bytes(value)).decode()}
+        if _is_text(value):
+            return value
+        return {"text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
     return value if math.isfinite(value) else {"float": repr(value)}
 
 
@@ -347,10 +349,6 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _surrogates_as_bytes(value: str) -> bytes:
-    return value.encode("utf-8", "surrogatepass")
 
 
 def _torch_knows(dtype: np.dtype[Any]) -> bool:

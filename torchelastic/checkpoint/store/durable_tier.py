@@ -188,7 +188,8 @@ class DurableTier(Tier):
 
     def _infos(self) -> list[CheckpointInfo]:
         """Own checkpoints, newest first; those without a manifest are being written, or their writers are dead."""
-        return [info for name in self._own_names() if (info := self._info(name)) is not None]
+        names = [name for name in self._names() if self._kind_of(name.folder_name) in (self.kind, None)]
+        return [info for name in names if (info := self._info(name)) is not None]
 
     def _info(self, name: SaveId) -> CheckpointInfo | None:
         """None if there is nothing of it. Of one without a manifest no shard can be read."""
@@ -231,9 +232,6 @@ class DurableTier(Tier):
     def _names(self) -> list[SaveId]:
         names = {SaveId.find(file) for file in self._sizes(self._root)}
         return sorted((name for name in names if name is not None), reverse=True)
-
-    def _own_names(self) -> list[SaveId]:
-        return [name for name in self._names() if self._kind_of(name.folder_name) in (self.kind, None)]
 
     def _sizes(self, folder: str) -> dict[str, int | None]:
         """What is directly in a folder, and how long it is."""

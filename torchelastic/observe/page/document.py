@@ -48,7 +48,10 @@ def document_of(status: RunStatus, about: About) -> Document:
         "hosts": _by_name(plain["hosts"], _host),
         "silent": _by_name(plain["silent"], _host),
         "events": _by_name(plain["events"][-MOST_EVENTS:], _event),
-        "figures": {name: _without_nulls(figure) for name, figure in plain["figures"].items()},
+        "figures": {
+            name: {key: value for key, value in figure.items() if value is not None}
+            for name, figure in plain["figures"].items()
+        },
         "page": {"host": about.host, "version": about.version, "etcd_away_s": about.etcd_away_s},
     }
 
@@ -95,7 +98,3 @@ def _host(one: Document) -> str:
 
 def _event(one: Document) -> str:
     return f"{one['at_s']:.3f} {one['host']} {one['kind']} {one['worker']}"
-
-
-def _without_nulls(one: Document) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if value is not None}

@@ -100,10 +100,11 @@ def _with_re_forms(groups: Sequence[_Group], re_forms: Iterable[tuple[RunEvent, 
     for one, event in re_forms:
         noticed_ns = one.at_ns - sum(event.phases_ns.values())
         found = _closest(noticed[event.worker], noticed_ns) or _newest(begun, noticed_ns + _SAME_NOTICE_NS)
-        found = found or _newest_of_round(alone, event.round - 1)
         if found is None:
-            alone.append(_Group(event.round - 1))
-        (found or alone[-1]).events.append(one)
+            if not alone or alone[-1].round != event.round - 1:
+                alone.append(_Group(event.round - 1))
+            found = alone[-1]
+        found.events.append(one)
     return alone
 
 
@@ -117,10 +118,6 @@ def _closest(groups: Sequence[tuple[int, _Group]], at_ns: int) -> _Group | None:
 def _newest(groups: Sequence[tuple[int, _Group]], until_ns: int) -> _Group | None:
     place = bisect_left(groups, until_ns, key=lambda one: one[0]) - 1
     return groups[place][1] if place >= 0 and until_ns - groups[place][0] <= _SAME_INCIDENT_NS else None
-
-
-def _newest_of_round(groups: Sequence[_Group], round_: int) -> _Group | None:
-    return groups[-1] if groups and groups[-1].round == round_ else None
 
 
 def _next_restores(group: _Group, restores: Sequence[tuple[int, Restore]]) -> list[Restore]:

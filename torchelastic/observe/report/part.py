@@ -84,7 +84,8 @@ def parts_of(journals: Mapping[str, Journal]) -> tuple[tuple[Part, ...], int]:
         journals: none is empty.
     """
     books = merged_ledgers(journals)
-    began_ns = min((_first_ns(journal, books[name]) for name, journal in journals.items()), default=0)
+    firsts_ns = [journal.head.wall_ns_of(books[name].counts.first_ns or 0) for name, journal in journals.items()]
+    began_ns = min(firsts_ns, default=0)
     hosts = Counter(journal.head.host for journal in journals.values())
     parts = []
     for name, journal in journals.items():
@@ -102,10 +103,6 @@ def name_parts(name: str) -> tuple[str, str, int]:
     """
     place, life = place_and_life(name)
     return name.rpartition("/")[0], place, life
-
-
-def _first_ns(journal: Journal, book: HostLedger) -> int:
-    return journal.head.wall_ns_of(book.counts.first_ns or 0)
 
 
 def _long_name(journal: Journal, book: HostLedger, name: str) -> str:

@@ -72,12 +72,11 @@ class Scale:
 
     def place(self, value: float) -> float:
         """Where a value lies; outside of the scale: at its end."""
-        low, high, value = (self._linear(one) for one in (self.low, self.high, value))
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = (math.log10(max(one, 1e-300)) for one in (low, high, value))
         part = (value - low) / (high - low) if high > low else 0.0
         return self.begin + (self.end - self.begin) * min(1.0, max(0.0, part))
-
-    def _linear(self, value: float) -> float:
-        return math.log10(max(value, 1e-300)) if self.is_log else value
 
 
 def time_ticks(until_ns: int, most: int = 9) -> list[tuple[int, str]]:

@@ -245,7 +245,9 @@ def combined(
     silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
     wanted = [host.seen.configured_workers for host in hosts]
-    seen = merged([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
+    began_s = min((host.began_s for host in hosts if host.began_s), default=at_s)
+    wall_ns = max(0, int((at_s - began_s) * 1e9))
+    seen = merged([host.seen for host in hosts], wall_ns, sum(wanted) if all(wanted) else 0)
     alive = tuple(member for member in members if not member.departed)
     return RunStatus(
         run_id=run_id,
@@ -259,8 +261,3 @@ def combined(
         figures=figures_of(seen),
         left=tuple(sorted(left, key=lambda h: (h.host, h.incarnation))),
     )
-
-
-def _wall_ns(hosts: Sequence[HostStatus], at_s: float) -> int:
-    began_s = min((host.began_s for host in hosts if host.began_s), default=at_s)
-    return max(0, int((at_s - began_s) * 1e9))

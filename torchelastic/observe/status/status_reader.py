@@ -99,7 +99,8 @@ class StatusReader:
         until_s = self._clock() + patience_s
         while True:
             status = self.read()
-            if not self._may_look or self._is_fresh(status) or self._clock() >= until_s:
+            is_fresh = not status.silent and all(one.revision > self._look_revision for one in self._reads.values())
+            if not self._may_look or is_fresh or self._clock() >= until_s:
                 return status
             self._sleep(POLL_S)
 
@@ -120,9 +121,6 @@ class StatusReader:
         self._look_s = self._clock()
         if not self._look_revision:
             self._look_revision, self._first_look_s = revision, self._look_s
-
-    def _is_fresh(self, status: RunStatus) -> bool:
-        return not status.silent and all(read.revision > self._look_revision for read in self._reads.values())
 
     def _round(self, kv: KeyValue | None) -> Round:
         if kv is None:

@@ -79,7 +79,7 @@ def delete_stale(parent: Path, now_s: float) -> None:
         if owner is None:
             continue
         try:
-            idle_s = now_s - _last_change_s(path)
+            idle_s = now_s - max(one.stat().st_mtime for one in (path, *path.glob("*")))
         except FileNotFoundError:
             continue  # being published or removed while we look
         is_dead = owner["scope"] == here and not psutil.pid_exists(int(owner["pid"]))
@@ -136,7 +136,3 @@ def _host_and_scope() -> tuple[str, str]:
     # not on Linux: there are no process namespaces, and the host's name alone has to do
     place = this_place()
     return host, hashlib.sha256("\n".join((host, place["boot"], place["namespace"])).encode()).hexdigest()[:12]
-
-
-def _last_change_s(path: Path) -> float:
-    return max(one.stat().st_mtime for one in (path, *path.glob("*")))

@@ -187,7 +187,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
     """
     files: dict[str, int] = {}
     stored = [
-        [index.fqn, _offset(index), files.setdefault(item.file, len(files)), item.entry]
+        [
+            index.fqn,
+            None if index.offset is None else list(index.offset),
+            files.setdefault(item.file, len(files)),
+            item.entry,
+        ]
         for index, item in (metadata.storage_data or {}).items()
     ]
     extra = {name: value for name, value in vars(metadata).items() if name not in _FIELDS}
@@ -229,10 +234,6 @@ def _structure(value: Any, what: str) -> Any:
     if flat.tensors:
         raise TypeError(f"{what} of the checkpoint holds tensors ({flat.tensors[0].name}): use plain values there")
     return flat.structure
-
-
-def _offset(index: MetadataIndex) -> list[int] | None:
-    return None if index.offset is None else list(index.offset)
 
 
 def _encode_item(fqn: str, item: Any) -> list[Any]:

@@ -159,7 +159,8 @@ class MemoryStorageReader(StorageReader):
             if is_whole and fits and is_plain_memory(target) and name not in straight:
                 straight[name] = target
             else:
-                part = _part(shard.read_one(name), item.storage_offsets, item.lengths)
+                bounds = zip(item.storage_offsets, item.lengths, strict=True)
+                part = shard.read_one(name)[tuple(slice(offset, offset + length) for offset, length in bounds)]
                 if target.shape != part.shape:
                     raise ValueError(
                         f"{item.storage_index.fqn!r} has {tuple(part.shape)} in the plan, and a tensor of "
@@ -198,7 +199,3 @@ class MemoryStorageReader(StorageReader):
         save_small(value, encoded, in_an_archive=type(value) not in _PLAIN)
         encoded.seek(0)
         planner.load_bytes(item, encoded)
-
-
-def _part(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    return tensor[tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))]

@@ -347,7 +347,8 @@ def encode(state: TensorAwareStateDict, layout: RecurringLayout) -> tuple[Header
     devices: list[torch.device] = []
     with suppress(NotImplementedError):
         devices += [tensor.device for tensor in state.tensors]
-    meta = {_CLASS: state.class_name(), _DEVICES: _encode_devices(devices)}
+    runs = [[str(device), len(list(run))] for device, run in groupby(devices)]  # nearly always one
+    meta = {_CLASS: state.class_name(), _DEVICES: runs}
     return layout.lay_out(state.to_tree(), meta)
 
 
@@ -374,11 +375,6 @@ def decode(header: Header, tensors: Mapping[str, torch.Tensor], *, allow_pickles
 def plain_basic(tree: Any) -> Any:
     """A tree as `BasicTensorAwareStateDict` stores it, for a template to read into."""
     return tree.to_tree() if isinstance(tree, BasicTensorAwareStateDict) else tree
-
-
-def _encode_devices(devices: Sequence[torch.device]) -> list[list[Any]]:
-    """Runs of equal devices; nearly always one."""
-    return [[str(device), len(list(run))] for device, run in groupby(devices)]
 
 
 def _decode_devices(runs: Sequence[Sequence[Any]]) -> list[torch.device]:
