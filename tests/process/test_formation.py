@@ -50,7 +50,7 @@ def abort_soon(groups: ProcessGroups) -> threading.Event:
 def test_the_formation_of_a_group_ends_with_its_abort_and_the_next_one_can_be_formed(groups: ProcessGroups) -> None:
     done = abort_soon(groups)
     began_s = time.monotonic()
-    with pytest.raises(RuntimeError, match="given up while it was being formed"):
+    with pytest.raises(RuntimeError, match="aborted while it was being formed"):
         groups.form(HashStore(), 0, 2)  # rank 1 never comes
     assert done.wait(SOON_S)
     assert time.monotonic() - began_s < SOON_S
@@ -62,7 +62,7 @@ def test_the_formation_of_a_group_ends_with_its_abort_and_the_next_one_can_be_fo
 
 def test_an_abort_before_the_formation_is_not_forgotten(groups: ProcessGroups) -> None:
     groups.abort()
-    with pytest.raises(RuntimeError, match="given up while it was being formed"):
+    with pytest.raises(RuntimeError, match="aborted while it was being formed"):
         groups.form(HashStore(), 0, 2)
 
 
@@ -76,9 +76,9 @@ def test_a_group_of_the_users_own_is_an_abortable_one_and_is_not_made_after_the_
     assert begun.is_completed()
     with pytest.raises(GroupAbortedError):
         begun.wait()
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="aborted"):
         begun.get_future().wait()
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="aborted"):
         dist.new_group([0])
 
 

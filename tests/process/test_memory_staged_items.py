@@ -126,7 +126,7 @@ def test_what_was_not_written_cannot_be_adopted(alone: Saving) -> None:
     with pytest.raises(CheckpointError, match="was not written"):
         staged.adopt()
     staged.abandon()
-    with pytest.raises(CheckpointError, match="given back"):
+    with pytest.raises(CheckpointError, match="released"):
         staged.adopt()
 
 

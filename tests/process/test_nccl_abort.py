@@ -145,7 +145,7 @@ def test_a_communicator_that_never_connects_is_left_behind_when_the_group_is_giv
 
     monkeypatch.setattr(communicators, "connecting", lambda _group: connect)
     threading.Thread(target=lambda: connects.wait() and groups.abort(), daemon=True).start()
-    with pytest.raises(RuntimeError, match="given up while it was being formed"):
+    with pytest.raises(RuntimeError, match="aborted while it was being formed"):
         dist.new_group(backend=NAME)
     assert connects.is_set()
     ends.set()

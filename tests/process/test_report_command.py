@@ -115,7 +115,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_the_others_are_reported(
     assert main(["report", str(path)]) == 1
     error = capsys.readouterr().err
     assert str(path) in error
-    assert "left out" in error
+    assert "is skipped" in error
 
 
 def test_without_a_journal_the_exit_code_is_1_and_the_error_says_what_to_give(

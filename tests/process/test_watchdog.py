@@ -118,7 +118,7 @@ def test_who_waits_in_a_collective_cuts_the_group_and_knows_where_it_stood(
 ) -> None:
     dog, has_cut = dogs()
     assert collective(has_cut, 20.0)
-    wait_until(lambda: "is given up" in caplog.text)
+    wait_until(lambda: "is aborted" in caplog.text)
     assert dog.has_cut
     assert dog.location is not None
     assert (dog.location.rank, dog.location.step) == (1, 7 + WARM_UP_STEPS + 1)
