@@ -177,10 +177,13 @@ def broken(rules: Iterable[Rule], text: str, *, is_name: bool = False) -> list[s
 
 
 def test_names_have_the_words_of_the_table() -> None:
+    where: dict[str, str] = {}  # most names are there many times
+    for path, tree in modules():
+        for line, name in [(1, path.stem), *names_in(tree)]:
+            where.setdefault(name, f"{path.relative_to(ROOT)}:{line}")
     faults = [
-        f"{path.relative_to(ROOT)}:{line}: {name}: {fault}"
-        for path, tree in modules()
-        for line, name in [(1, path.stem), *names_in(tree)]
+        f"{place}: {name}: {fault}"
+        for name, place in where.items()
         for fault in broken(NAMES, snake(name), is_name=True)
     ]
     assert not faults, "\n".join(faults)

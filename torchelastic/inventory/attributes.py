@@ -130,20 +130,20 @@ def attributes_of(owner: object, name: str) -> list[Restore]:
     restores: list[Restore] = [lambda: put_mapping(values, before)]
     for attribute, value in before.items():
         if type(value) in CHANGEABLE:
-            restores += kept_or_told(value, f"{name}.{attribute}")
+            restores += kept_or_logged(value, f"{name}.{attribute}")
     return restores
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def kept_or_told(value: Any, name: str) -> list[Restore]:
+def kept_or_logged(value: Any, name: str) -> list[Restore]:
     """As `kept_value`; for what is too large nothing, and the log says so once."""
     try:
         return kept_value(value)
     except TooLargeError:
-        if name not in _told:
-            _told.add(name)
+        if name not in _logged:
+            _logged.add(name)
             log.warning(
                 "%s is too large to be copied before each step: what a failed step has changed in it stays. Keep it "
                 "in an object with state_dict and load_state_dict in ModelState's `extra`, or make it a buffer", name,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_or_told, put_mapping, put_tensor
+from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_or_logged, put_mapping, put_tensor
 from torchelastic.inventory.copies import Copies, CopyMemory
 from torchelastic.torch_internals.tensors import slots_of
 
@@ -123,7 +123,7 @@ class ModuleStructure:
         for module, attribute, path in self._others:
             value = module.get(attribute)
             if type(value) in CHANGEABLE:
-                attributes += kept_or_told(value, path)
+                attributes += kept_or_logged(value, path)
         return KeptStructure(
             modules=self._modules,
             values=[module.copy() for module in self._modules],
