@@ -97,6 +97,13 @@ MOVED = {
     "status.screen": "observe.status.run_screen",
 }
 
+#: What checkpoints say of modules whose classes they name, (now, in files): as in 1.0, for good and in both directions.
+IN_FILES = {
+    "torchelastic.checkpoint.compat.nvrx.local.names": "torchelastic.checkpoint.local.names",
+    "torchelastic.checkpoint.compat.nvrx.local.state_dict": "torchelastic.checkpoint.local.state_dict",
+}
+_FROM_FILES = {stored: now for now, stored in IN_FILES.items()}
+
 #: Packages whose old path is promised to callers: a module of its own, with the public names alone. What was in such a
 #: package has moved, and is found as if it still were one.
 FRONT_DOORS = frozenset({"checkpoint.memory", "checkpoint.local", "checkpoint.async_ckpt", "checkpoint.shards"})
@@ -112,6 +119,16 @@ def new_path(old: str) -> str | None:
         head, _, last = head.rpartition(".")
         rest = f".{last}{rest}"
     return None
+
+
+def path_in_files(module: str) -> str:
+    """What a checkpoint says of a module, whose name is whole here; of most what it is called."""
+    return IN_FILES.get(module, module)
+
+
+def path_from_files(stored: str) -> str:
+    """The inverse of `path_in_files`."""
+    return _FROM_FILES.get(stored, stored)
 
 
 class _Finder(MetaPathFinder, Loader):

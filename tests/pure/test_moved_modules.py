@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.moved_modules import FRONT_DOORS, MOVED, new_path
+from torchelastic.checkpoint.format.described_objects import described, rebuilt
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
+from torchelastic.moved_modules import FRONT_DOORS, IN_FILES, MOVED, new_path, path_from_files, path_in_files
 
 ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(
@@ -125,6 +127,21 @@ def test_a_class_pickled_under_an_old_path_is_the_one_class() -> None:
         assert classes
         for name in classes:
             assert pickle.loads(f"ctorchelastic.{old}\n{name}\n.".encode()) is getattr(module, name)
+
+
+def test_a_checkpoint_names_a_class_that_has_moved_as_1_0_did_and_finds_it_by_either_name() -> None:
+    ckpt_id = CkptID(3, 1, "session")
+    stored = described(ckpt_id)
+    assert stored is not None
+    assert stored.about["class"] == "torchelastic.checkpoint.local.names:CkptID"
+    for name in (stored.about["class"], f"{CkptID.__module__}:CkptID"):
+        assert rebuilt(stored.content, {**stored.about, "class": name}) == ckpt_id
+    assert BasicTensorAwareStateDict.class_name() == (
+        "torchelastic.checkpoint.local.state_dict:BasicTensorAwareStateDict"
+    )
+    for now, old in IN_FILES.items():
+        assert new_path(old) == now
+        assert path_from_files(path_in_files(now)) == now
 
 
 def test_a_path_that_never_was_is_not_found() -> None:

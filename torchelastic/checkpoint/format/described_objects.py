@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.moved_modules import path_from_files, path_in_files
 
 _NAMESPACES: dict[str, type] = {"argparse": argparse.Namespace, "types": types.SimpleNamespace}
 #: The first that fits: a `Path` of another system becomes one of this.
@@ -94,7 +95,7 @@ def _is_known(factory: Any) -> bool:
 
 
 def _name_of(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
+    name = f"{path_in_files(kind.__module__)}:{kind.__qualname__}"
     if _found(name) is not kind:
         raise TypeError(
             f"is a {kind.__module__}.{kind.__qualname__}, which cannot be found by that name when it is loaded: define "
@@ -115,7 +116,7 @@ def _class_named(name: str, base: type) -> Any:
 def _found(name: str) -> Any:
     """What has this name in a module that is imported already. No attribute is computed on the way."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(path_from_files(module))
     for part in path.split("."):
         found = None if found is None else vars(found).get(part)
     return found

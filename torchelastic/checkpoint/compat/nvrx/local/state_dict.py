@@ -21,6 +21,7 @@ from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.tensor_parts import ShardOf
 from torchelastic.checkpoint.format.tree import unflatten
+from torchelastic.moved_modules import path_in_files
 
 Leaf = TypeVar("Leaf")
 Self = TypeVar("Self", bound="TensorAwareStateDict")
@@ -28,8 +29,6 @@ BasicSelf = TypeVar("BasicSelf", bound="BasicTensorAwareStateDict")
 
 #: What a header says of the state besides.
 _CLASS, _DEVICES = "state_class", "devices"
-#: What shards say of the module that the classes of this file are in, wherever it has gone since the first of them.
-_STORED_MODULE = "torchelastic.checkpoint.local.state_dict"
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class TensorAwareStateDict(ABC):
     @classmethod
     def class_name(cls) -> str:
         """What a shard says of which class its state is."""
-        module = _STORED_MODULE if cls.__module__ == __name__ else cls.__module__
-        return f"{module}:{cls.__qualname__}"
+        return f"{path_in_files(cls.__module__)}:{cls.__qualname__}"
 
     @staticmethod
     def class_named(name: str) -> type[TensorAwareStateDict] | None:
