@@ -200,7 +200,7 @@ def test_the_help_loads_no_room_that_does_the_work() -> None:
 
 
 def test_the_trainer_loads_neither_grpc_nor_protobuf_nor_what_costs_torch_a_second() -> None:
-    rooms = ("p2p", "model_state", "train_loop", "checkpoint.tiered.manager")
+    rooms = ("p2p", "model_state", "train_loop", "checkpoint.engine.tiered_manager")
     loaded = loaded_by(f"import {', '.join(f'torchelastic.{room}' for room in rooms)}")
     assert "torch" in loaded
     assert not loaded & {"grpc", "etcd3", "google.protobuf", "torch.distributed.tensor", "torch._dynamo"}

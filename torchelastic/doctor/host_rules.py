@@ -24,7 +24,7 @@ FILES, PROCESSES, LOCKED, CLOCK = "open files", "processes", "locked memory", "c
 DOCKER_SHM_BYTES = 64 * 2**20
 #: Two slots of each rank and two of each replica; a fifth with `async_save` under DDP (docs/checkpoint-interfaces.md).
 MEMORY_COPIES, ASYNC_COPIES = 4, 5
-#: What is left alone beside checkpoints; see `checkpoint.memory.room`.
+#: What is left alone beside checkpoints; see `checkpoint.store.host_memory.room`.
 MARGIN_BYTES = 256 * 2**20
 #: Descriptors of a worker beside those of its connections: libraries, data loaders, checkpoints.
 FILES_OF_ONE = 512

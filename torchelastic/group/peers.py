@@ -1,6 +1,6 @@
 """The ranks of one group of a train loop, as one of them sees them: small messages and notes.
 
-`p2p.peers` has the real ones, over the groups of a round; `Alone` is a group of one. Imports no torch.
+`p2p.group_peers` has the real ones, over the groups of a round; `Alone` is a group of one. Imports no torch.
 """
 
 from __future__ import annotations

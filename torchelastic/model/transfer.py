@@ -1,6 +1,6 @@
 """Moves a nested state to the ranks that lack it, and to no other; no pickled code is ever executed.
 
-A state is what a checkpoint can hold (see `checkpoint.shards.tree`). It travels as a skeleton (the tree with each
+A state is what a checkpoint can hold (see `checkpoint.format.tree`). It travels as a skeleton (the tree with each
 tensor replaced by its name, and the tensors' types and shapes) and the tensors' bytes, several in one message.
 Receivers get fresh tensors: what they hold stays whole until all has arrived.
 """

@@ -1,7 +1,7 @@
 """What the membership protocol needs from a coordination store.
 
 The vocabulary is etcd v3's (https://etcd.io/docs/v3.5/learning/api/): revisions, leases, transactions, watches.
-`etcd.py` speaks to a real server, `memory.py` keeps the same promises in this process; both pass one conformance suite.
+`etcd.py` speaks to a real server; the tests' store in memory keeps the same promises: both pass one conformance suite.
 All methods may be called from any thread, and block.
 """
 

@@ -1,7 +1,7 @@
 """Pure: which parts of which tensors the ranks hold, of which state of the run, and which of those states is whole.
 
 A rank of a sharded run holds one part of each tensor. A part is addressed by the tensor's name and a region in it (see
-`checkpoint.shards.regions`), never by a rank: so what one number of ranks has held, any other can take over.
+`checkpoint.format.regions`), never by a rank: so what one number of ranks has held, any other can take over.
 
 A `Version` names one state of the run. It has the step, and the group in which that step was computed: a rank that was
 cut off, and others that have gone back and computed the step again, hold different states of the same step, and parts

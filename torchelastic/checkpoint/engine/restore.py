@@ -1,6 +1,6 @@
 """How a rank gets the shards that it wants: from another rank, checked, kept or not; what is damaged is passed over.
 
-Another copy of a damaged shard is tried, then the next older checkpoint. What is planned is in `restore_plan`.
+Another copy of a damaged shard is tried, then the next older checkpoint. What is planned is in `store/restore_plan.py`.
 """
 
 from __future__ import annotations
