@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
-from torchelastic.checkpoint.compat.flashpoint.commit import commit_from
+from torchelastic.checkpoint.compat.flashpoint.commit import Commit, commit_from
 from torchelastic.checkpoint.compat.flashpoint.ids import is_commit, object_of, parse_object
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.shard_writing import write_whole
 from torchelastic.checkpoint.format.stage import tensors_of
 from torchelastic.checkpoint.format.tree import unflatten
@@ -18,12 +20,31 @@ from torchelastic.checkpoint.store.received_shards import ReceivedShards
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.writing import make_place
 
-if TYPE_CHECKING:
-    from torchelastic.checkpoint.compat.flashpoint.container import Container
-
 Answer = TypeVar("Answer")
 #: A commit holds metadata and small attached files; nobody may fill this host's memory with one.
 MOST_COMMIT_BYTES = 1 << 30
+
+
+class HoldsShards(Protocol):
+    """What is needed of a `Container` here, which has a shelf of its own.
+
+    Attributes:
+        name: the last part of its folder.
+        root: the folder.
+        disk: what touches files.
+        shelf: receives shards and commits from other hosts.
+    """
+
+    name: str
+    root: Path
+    disk: Disk
+    shelf: ContainerShelf
+
+    def complete(self, commit: Commit) -> None:
+        """Make a save a checkpoint on this host."""
+
+    def tidy(self) -> list[int]:
+        """Remove what the newest checkpoint has replaced."""
 
 
 class ContainerShelf(ReceivedShards):
@@ -36,7 +57,7 @@ class ContainerShelf(ReceivedShards):
         container: where they lie.
     """
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: HoldsShards) -> None:
         super().__init__(container.root, container.disk)
         self._container = container
         self._commits: dict[str, mmap.mmap] = {}
@@ -86,7 +107,7 @@ class ReceivedObjects:
         names: of all containers.
     """
 
-    def __init__(self, find: Callable[[str], Container | None], names: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, find: Callable[[str], HoldsShards | None], names: Callable[[], Sequence[str]]) -> None:
         self._find = find
         self._names = names
 

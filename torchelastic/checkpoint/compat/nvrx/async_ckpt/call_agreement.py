@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchelastic.checkpoint.compat.nvrx.async_ckpt.executors import failure_of
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.failed_call import AsyncCheckpointError, describe, failed_call
 from torchelastic.group.messages import LaggedMax, all_gather_texts
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup
@@ -187,3 +186,8 @@ class CallAgreement:
 def own_rank() -> int:
     """This process's rank in the default group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def failure_of(ended: Future[float]) -> BaseException | None:
+    """Why work that has ended has failed; None if it is done."""
+    return CancelledError("it was aborted") if ended.cancelled() else ended.exception()

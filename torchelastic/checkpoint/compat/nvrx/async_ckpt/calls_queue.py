@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.call_agreement import (
     DEFAULT_TIMEOUT_S,
     CallAgreement,
+    failure_of,
     group_in_use,
     own_rank,
 )
@@ -22,7 +23,6 @@ from torchelastic.checkpoint.compat.nvrx.async_ckpt.executors import (
     ThreadWorkers,
     Workers,
     failed,
-    failure_of,
     publish_stage,
     timed_stage,
 )

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Executor, Future, InvalidStateError
+from concurrent.futures import Executor, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
@@ -184,11 +184,6 @@ def failed(error: BaseException) -> Future[float]:
     future: Future[float] = Future()
     future.set_exception(error)
     return future
-
-
-def failure_of(ended: Future[float]) -> BaseException | None:
-    """Why work that has ended has failed; None if it is done."""
-    return CancelledError("it was aborted") if ended.cancelled() else ended.exception()
 
 
 def check_priorities(cpu_priority: int, io_priority: int | None) -> None:

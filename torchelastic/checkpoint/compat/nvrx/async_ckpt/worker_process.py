@@ -21,11 +21,10 @@ from multiprocessing import connection as connections
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.checkpoint.compat.nvrx.async_ckpt.call_agreement import own_rank
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.call_agreement import failure_of, own_rank
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.executors import (
     DaemonExecutor,
     check_priorities,
-    failure_of,
     settle,
     timed_stage,
 )
