@@ -7,6 +7,7 @@ disk, it passes here.
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import itertools
 import json
@@ -53,6 +54,7 @@ def in_child(action: Callable[[], Any]) -> Ended:
         status = 1
         try:
             os.close(here)
+            gc.freeze()  # else a collection copies all pages of the parent's objects, for a second
             with os.fdopen(there, "w") as end:
                 json.dump(action(), end)
             status = 0

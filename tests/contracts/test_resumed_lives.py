@@ -12,7 +12,7 @@ import torch
 
 import torchelastic
 from tests.contracts.facades import FACADES, Model, weights_at
-from tests.contracts.faults import in_child
+from tests.contracts.faults import in_child, warm_up
 from tests.waiting import wait_until
 from torchelastic.checkpoint import BCPState, MemoryTier, TieredCheckpointManager
 from torchelastic.group.peers import Alone
@@ -41,6 +41,12 @@ def training(folder: Path, life: int) -> None:
 
 
 DROPPED: Mapping[str, Callable[[Path, int], None]] = {"tiered": tiered, "training": training}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An optimizer's first step imports torch._dynamo, for two CPU seconds; then no child has to."""
+    warm_up([lambda: tiered(tmp_path_factory.mktemp("warm"), 0)])
 
 
 def held(folder: Path) -> dict[str, int]:

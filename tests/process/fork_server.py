@@ -6,6 +6,7 @@ None outlives its pytest, however that ends, and neither does what it has starte
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import select
@@ -79,4 +80,5 @@ def _life() -> tuple[Connection, Connection]:
 def _begin(life: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     _held.append(life)
     lead_a_group()
+    gc.freeze()  # else each collection of garbage would copy the pages of all that the server has imported
     target(*arguments)

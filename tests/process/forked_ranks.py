@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -129,6 +130,7 @@ def _fork(
     stop: Stop | None,
 ) -> list[Ended]:
     context = multiprocessing.get_context("fork")
+    gc.freeze()  # what this process has imported since it began, see `fork_server`
     # a store may be writing here while its process is killed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         ends: dict[int, Connection] = {}
