@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Processes that run tests at the same time: each file of tests is one's. Most tests wait for processes of their own, the
-# long ones less so: four of these are too many for two cores.
+# Processes that run tests at the same time. Most tests wait for processes of their own, the long ones less so: four of
+# these are too many for two cores.
 WORKERS ?= 4
 LONG_WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest --dist loadfile -p tests.progress
+# What has changed decides which tests of adapters, examples, pages and packaging wait for CI: git | none | all
+CHANGED ?= git
+SPREAD := --dist worksteal -p tests.progress
+PYTEST := $(BIN)/python -m pytest $(SPREAD)
+# of tests.daily: what CI asks for
+DAILY ?=
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 # `make test-torch`: any torch of the package index, in an environment of its own. Where there are builds for CUDA only, it
@@ -68,11 +73,14 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy --num-workers 2
 
-test: lint types
-	$(PYTEST) -n $(WORKERS) -m "not slow and not long"
+# lint and types, too
+test: $(READY)
+	$(BIN)/python -m tests.daily $(DAILY) -- $(SPREAD) -n $(WORKERS) --changed $(CHANGED) \
+		--hypothesis-profile daily --forked-workers -m "not slow and (not long or daily)"
 
+# the property tests once more, with all examples
 test-long: $(READY)
-	$(PYTEST) -n $(LONG_WORKERS) -m "long and not slow"
+	$(PYTEST) -n $(LONG_WORKERS) --changed $(CHANGED) -m "(long or hypothesis) and not slow"
 
 # All workers of a job share one GPU, which takes four jobs at a time.
 test-gpu: $(READY)

@@ -8,38 +8,52 @@ import os
 # this one. Anything imported below, or by a test, may import protobuf.
 os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
 
+import gc
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
+from tests.changes import changed_paths, waits
+from tests.few_examples import FEW
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.etcd import running_etcd
 
 # how long an example takes on a shared machine says nothing; a failure prints what repeats it
 hypothesis.settings.register_profile("torchelastic", deadline=None, print_blob=True)
+# `make test` asks for it; `make test-long`, and CI by it, tries all examples of the same tests
+hypothesis.settings.register_profile("daily", hypothesis.settings.get_profile("torchelastic"), max_examples=FEW)
 hypothesis.settings.load_profile("torchelastic")
 
+_ROOT = Path(__file__).parents[1]
 #: The environment in which the run of the tests began.
 _VARIABLES = pytest.StashKey[dict[str, str]]()
+#: What has changed, see `tests.changes`; None: everything.
+_CHANGED = pytest.StashKey[list[str] | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-gpu` runs the jobs of tests of recovery on one GPU, by NCCL, and saves states that are there."""
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="of tests/cluster's jobs and contracts")
+    parser.addoption("--forked-workers", action="store_true", help="of tests/cluster's jobs, see its forked_workers.py")
+    told = "what has changed; of unchanged adapters, examples, pages the tests are long, see tests/changes.py"
+    parser.addoption("--changed", choices=["all", "git", "none"], default="all", help=told)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected
     # A machine may say that Python is to keep no bytecode. Then every worker of xdist would rewrite the asserts of all
     # test files anew, 40 s, and each of the thousands of processes that tests start would compile this package again.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[_VARIABLES] = dict(os.environ)
+    config.stash[_CHANGED] = _changed(config)
     if config.getoption("--device") == "cuda":
         import torch
 
@@ -53,10 +67,56 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _changed(config: pytest.Config) -> list[str] | None:
+    """What has changed; workers of xdist are told by the process that starts them."""
+    told = getattr(config, "workerinput", None)
+    if told is not None:
+        changed: list[str] | None = told["changed"]
+        return changed
+    what = config.getoption("--changed")
+    if what == "git":
+        return changed_paths(_ROOT)
+    return None if what == "all" else []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Called by xdist for each of its workers."""
+    node.workerinput["changed"] = node.config.stash[_CHANGED]
+
+
+def _waits(path: Path, config: pytest.Config) -> bool:
+    return path.is_relative_to(_ROOT) and waits(path.relative_to(_ROOT).as_posix(), config.stash[_CHANGED])
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make test-long` imports no file in which nothing is marked so: all of them take each process half a minute."""
-    is_asked = str(config.option.markexpr).startswith("long and ") and collection_path.name.startswith("test_")
-    return True if is_asked and "mark.long" not in collection_path.read_text() else None
+    """Imports no file of which no test is asked for: all of them take each process half a minute."""
+    asked = str(config.option.markexpr)
+    if not collection_path.name.startswith("test_"):
+        return None
+    if "not long" in asked:
+        return True if _waits(collection_path, config) else None
+    words = ["mark.long", "some_daily"] if "long" in asked else []
+    words += ["hypothesis"] if "hypothesis" in asked else []
+    if not words or _waits(collection_path, config):
+        return None
+    text = collection_path.read_text()
+    return None if any(word in text for word in words) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before `-m` chooses among them."""
+    for item in items:
+        if _waits(item.path, config):
+            item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks at the modules and thousands of tests again, and copies their pages in a fork."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

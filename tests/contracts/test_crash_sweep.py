@@ -21,7 +21,7 @@ from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.shards import ShardReader
 
 #: Which share most of their code with one of the others; and those with the most calls.
-LONG = ("private disk", "memory tier", "training-memory", "training-durable", "memory")
+LONG = ("private disk", "memory tier", "training-memory", "training-durable", "memory", "training", "local")
 EACH = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in FACADES]
 
 

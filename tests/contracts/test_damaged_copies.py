@@ -30,6 +30,7 @@ from tests.contracts.copies_ranks import (
     save_steps,
 )
 from tests.contracts.damages import FOLDER_DAMAGES, HARMLESS, HIDDEN, MANIFEST_DAMAGES, SHARD_DAMAGES, Stored
+from tests.few_examples import one_of_each, some_daily
 from tests.process.forked_ranks import run_ranks, values
 
 #: Damages after which no file is there.
@@ -174,7 +175,7 @@ def wrong(name: str, keep: int, root: Path, whose: str, world: int) -> list[str]
     return found
 
 
-@pytest.mark.parametrize(("name", "keep", "whose"), CASES)
+@pytest.mark.parametrize(("name", "keep", "whose"), some_daily(CASES, one_of_each(CASES, WHOSE).__contains__))
 def test_one_good_copy_is_enough_and_what_is_damaged_is_made_whole_or_named(
     name: str, keep: int, whose: str, saved: Callable[[str, int], Path]
 ) -> None:

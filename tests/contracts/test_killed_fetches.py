@@ -19,9 +19,12 @@ from tests.contracts.copies_ranks import (
 )
 from tests.contracts.damages import Stored, copied
 from tests.contracts.faults import numbers
+from tests.few_examples import one_of_each, some_daily
 from tests.process.forked_ranks import run_ranks, values
 
 NAMES = ("local", "memory", "training, memory")
+DAMAGES = ("cut", "gone")
+FETCHES = [(name, damage) for name in NAMES for damage in DAMAGES]
 VICTIM, LATER = 1, 8
 RANDOM_KILLS = 200
 
@@ -32,8 +35,7 @@ def calls(full: bool) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "damage"), some_daily(FETCHES, one_of_each(FETCHES, DAMAGES).__contains__))
 def test_a_rank_that_is_killed_while_it_fetches_loses_nothing(
     name: str, damage: str, full: bool, tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("then", ["stay", "leave"])
+@pytest.mark.parametrize("then", ["stay", pytest.param("leave", marks=pytest.mark.long)])
 def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -204,6 +204,7 @@ def test_wrong_words_end_with_code_2(words: list[str], capsys: Capture) -> None:
     assert line.endswith(f"; see {command} --help")
 
 
+@pytest.mark.long
 def test_a_broken_pipe_is_no_traceback(tmp_path: Path) -> None:
     for step in range(1, 4):
         add_checkpoint(tmp_path, step)

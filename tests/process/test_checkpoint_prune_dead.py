@@ -108,6 +108,7 @@ def test_programs_get_a_line_per_container(root: Path, capsys: Capture) -> None:
     assert [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["kept", "kept"]
 
 
+@pytest.mark.long
 def test_a_job_that_comes_back_before_the_answer_keeps_its_container(root: Path, capsys: Capture) -> None:
     dead_job(root / "7", "job7")
     with living_job(root / "8", "job8") as process:

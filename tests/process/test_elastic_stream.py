@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
@@ -520,7 +521,7 @@ def test_ranks_beyond_the_shards_that_come_in_the_middle_of_a_run_have_nothing_t
     assert values(run_ranks(late_ranks, ranks=2)) == ["[2, 3] 1", "[0, 1] 0"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any),
     each=st.integers(1, 4),

@@ -75,7 +75,7 @@ def in_another_process(staged: StagedItems) -> bool:
     return True
 
 
-@pytest.mark.parametrize("write", [in_a_thread, in_a_fork, in_another_process])
+@pytest.mark.parametrize("write", [in_a_thread, in_a_fork, pytest.param(in_another_process, marks=pytest.mark.long)])
 def test_what_was_copied_may_be_written_elsewhere(alone: Saving, write: Callable[[StagedItems], bool]) -> None:
     steps = (1,) if write is in_another_process else (1, 2, 3, 4)
     for step in steps:

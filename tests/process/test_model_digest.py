@@ -272,6 +272,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [pickle.loads(one) for one in values(run_ranks(told, folder, ranks=WORLD_SIZE))]
 
 
+@pytest.mark.long
 def test_after_a_sync_that_brought_somebody_level_every_byte_was_compared(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["first"]["level"] == ReplicaComparison(True, {}, {})

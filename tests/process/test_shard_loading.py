@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.loading import read_tensors
 from torchelastic.checkpoint.format.regions import Extent, Region, split_replicated
@@ -20,7 +21,7 @@ from torchelastic.checkpoint.shards import ShardOf, ShardReader, flatten, read_i
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")  # of torch's own kinds
 
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def whole(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

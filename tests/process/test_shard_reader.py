@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.batches import CHUNK_BYTES
 from torchelastic.checkpoint.format.partial import FIRST_BYTES, GAP_BYTES, PartialCopy, Ranges
@@ -137,7 +138,7 @@ def test_of_a_shard_that_lies_elsewhere_only_that_comes_which_is_read(
     assert len(list(tmp_path.iterdir())) == before
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), max_size=5), max_size=6))
 def test_whatever_is_read_in_whatever_order_comes_once(reads: list[list[tuple[int, int]]]) -> None:
     holder = Elsewhere(b"".join(number.to_bytes(4, "big") for number in range(300_000)))

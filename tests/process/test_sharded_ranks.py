@@ -144,6 +144,7 @@ def grown_bytes(changes: int) -> tuple[int, int]:
 
 
 @needs_fsdp2_on_cpus
+@pytest.mark.long
 def test_a_process_does_not_grow_with_the_changes_of_its_group(crew: Crew) -> None:
     for grown, parts in succeeded(crew.run(grown_bytes, 10, ranks=2)):
         # glibc would keep half of them at each change; what the tests before this one left may move the figure by one

@@ -121,6 +121,7 @@ for cell in cells:
     assert "failure 1 in a row: RuntimeError: a step that fails once" in err
 
 
+@pytest.mark.long
 def test_a_breakpoint_in_a_step_reads_standard_input(tmp_path: Path) -> None:
     script = f"{TRAINING}\ndef in_step(step):\n    if step == 3:\n        breakpoint()\n\ntrain(in_step)\n"
     (tmp_path / "train.py").write_text(script)

@@ -18,6 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from hypothesis import given, settings
 
+from tests.few_examples import examples
 from tests.pure.source_contract import all_samples, through_json
 from torchelastic.data import Source, SourceError, jsonl, lines, shuffled
 from torchelastic.data.sources.api import opened
@@ -36,7 +37,7 @@ def folder_of(contents: list[bytes]) -> Iterator[str]:
         yield f"{folder}/*.txt"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(_FILES, _SHARDS, st.sampled_from(["\n", "\r\n"]), st.booleans())
 def test_each_line_is_in_one_shard_and_reading_goes_on_from_any_place(
     texts: list[list[str]], num_shards: int, end: str, has_last_end: bool
@@ -53,7 +54,7 @@ def test_each_line_is_in_one_shard_and_reading_goes_on_from_any_place(
 _VALUE = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | _LINE, st.lists, max_leaves=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.lists(_VALUE, max_size=6), min_size=1, max_size=3), _SHARDS)
 def test_each_value_of_jsonl_comes_once(values: list[list[Any]], num_shards: int) -> None:
     contents = ["".join(json.dumps(value, ensure_ascii=False) + "\n\n" for value in one).encode() for one in values]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from pyarrow import parquet as parquet_library
 
+from tests.few_examples import examples
 from tests.pure.source_contract import all_samples, through_json
 from torchelastic.data import Source, SourceError, parquet, tar_samples
 from torchelastic.data.sources.api import opened
@@ -38,7 +39,7 @@ def position_in(source: Source[Any], drawn: int) -> Any:
 # --- parquet ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4), _SHARDS)
 def test_each_row_is_in_one_shard_and_reading_goes_on_from_any_place(
     counts: list[int], rows_in_group: int, num_shards: int
@@ -105,7 +106,7 @@ def members_of(samples: int, *, prefix: str = "", first: int = 0) -> list[tuple[
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=4),
     st.sampled_from(["", "train/", "x" * 120 + "/é"]),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.counters import Counters
 from torchelastic.observe.ledger.host_ledger import MOST_ENDED, HostLedger, ledger_from_dict, ledger_to_dict
@@ -159,7 +160,7 @@ def test_what_is_learned_later_only_moves_time_between_productive_replayed_and_d
 
 
 @given(DOINGS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_book_survives_json_and_goes_on_as_before(doings: list[tuple[int, str, int, int]]) -> None:
     events, _ = play(doings)
     half = len(events) // 2

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.drain_policy import (
     TOGETHER_S,
@@ -113,7 +114,7 @@ def test_each_job_is_requeued_by_one_rank_and_only_if_all_of_it_goes() -> None:
     assert who_requeues(jobs, {0, 1, 4}) == frozenset()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 10**9))
 def test_whatever_the_deadlines_nobody_is_there_at_its_own_and_the_run_is_saved_in_time(seed: int) -> None:
     """Groups as they shrink, step by step: whoever is asked to leave is gone three steps later."""

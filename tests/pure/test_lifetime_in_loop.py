@@ -85,6 +85,7 @@ def test_a_step_that_cannot_be_saved_is_no_early_stop_but_a_failure() -> None:
     assert run.world.calls == ["stop early"], "who is left is not started again by the launcher"
 
 
+@pytest.mark.long
 def test_steps_that_become_a_hundred_times_as_long_near_the_deadline_are_noticed_by_the_clock() -> None:
     """5 ms, then 0.5 s each: whoever counts steps until the next decision finds the deadline over."""
     for quick in range(2000, 3800, 50):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from tests.simulation.invariants import check_invariants
 from torchelastic.rendezvous.protocol import Publish, Wake, advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus
@@ -120,7 +121,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), actions)
 # a second one is evicted, and the first has still not asked again
 @example(1, 1, 2, [*[("join", 0)] * 4, ("die", 0), ("time", 8), ("ask", 1), ("time", 8)])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from tests.pure.test_membership_protocol import Leader, at_step, done, ended, failed_for_good, member
 from torchelastic.rendezvous.records import Member, RoundState, StateProgress, StateStatus
 from torchelastic.rendezvous.roster_choice import choose
@@ -88,7 +89,7 @@ def choices(draw: st.DrawFn) -> tuple[list[Member], int, int]:
     return members, draw(st.integers(1, len(members) // multiple_of)) * multiple_of, multiple_of
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(choices())
 def test_a_choice_has_its_size_its_order_and_the_best_state_and_breaks_no_host_without_need(
     given_: tuple[list[Member], int, int],
@@ -109,7 +110,7 @@ def test_a_choice_has_its_size_its_order_and_the_best_state_and_breaks_no_host_w
         assert chosen == first or not any(one.progress == best for one in first)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(choices())
 def test_no_choice_of_equals_breaks_fewer_hosts(given_: tuple[list[Member], int, int]) -> None:
     """Where all have the same state: whether whole hosts, or parts of `multiple_of`, can make the size up."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.host_ledger import HostLedger
@@ -318,7 +319,7 @@ def test_two_agents_of_a_host_and_long_gone_lives_are_told_apart() -> None:
 _ACTS = ("commit", "save", "wait", "fail", "regroup", "back", "kill", "drain", "silence")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(_ACTS), st.integers(0, 3), st.integers(1, 40)), max_size=40))
 def test_whatever_happens_all_cells_are_full(acts: list[tuple[str, int, int]]) -> None:
     hosts = [Host("a"), Host("b", -3_000_000 * MS)]

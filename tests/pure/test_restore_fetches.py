@@ -8,6 +8,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.store.restore_plan import (
     ShardSource,
@@ -70,7 +71,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[int, set[int]], Sequence[str], int]:
     return {shard: draw(holders) for shard in range(shards)}, hosts, draw(st.integers(0, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(worlds())
 def test_when_each_rank_has_its_own_and_the_copies_are_made_any_hosts_may_be_lost(
     world: tuple[dict[int, set[int]], Sequence[str], int],

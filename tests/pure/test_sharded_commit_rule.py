@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.few_examples import examples
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.checkpoint.format.regions import Region
 from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, next_version, whole_in_copies
@@ -49,7 +50,7 @@ def offer(phase: Phase, *holdings: OfferedState, layouts: Sequence[Layout] = (),
     return Offer(phase, holdings, tuple(layouts), generation, 0, {}, "host")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_the_latest_state_that_is_whole_is_taken(data: st.DataObject) -> None:
     number = data.draw(st.integers(2, 5), "ranks")
@@ -158,7 +159,7 @@ def test_what_is_whole_in_copies_alone() -> None:
     assert whole_in_copies([first], {"w"}) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(old=st.integers(1, 6), new=st.integers(1, 6), extra=st.integers(0, 1))
 def test_each_rank_gets_each_element_that_it_needs_once(old: int, new: int, extra: int) -> None:
     """Of old parts, some of them there twice, to new ones."""
