@@ -21,6 +21,7 @@ from torchelastic.testing.faults import Fault
 def pytest_configure(config: pytest.Config) -> None:
     """See `tests/conftest.py`."""
     Job.device = config.getoption("--device")
+    Job.forked = config.getoption("--forked-workers")
 
 
 class MakeJob(Protocol):

@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from tests.cluster.elastic_job import make_dataset, make_model
+from tests.cluster.forked_workers import server_address
 from tests.hosts import Host
 from tests.waiting import wait_until
 from torchelastic.data import ElasticBatchSampler
@@ -46,6 +47,9 @@ class Job:
     module: str | None = None
     #: What the jobs compute on: see the option `--device` of pytest.
     device = "cpu"
+    #: Whether a server forks the workers, which costs a tenth of starting them: see `forked_workers`, and the option
+    #: `--forked-workers` of pytest. What users do, and what CI does with all that is long, is to start them.
+    forked = False
 
     def __init__(self, folder: Path, faults: Sequence[Fault] = (), **job_options: Any) -> None:
         self.folder = folder
@@ -60,7 +64,7 @@ class Job:
     ) -> subprocess.Popen[bytes]:
         """Start one agent with its workers, on a host of a lab or here; its output goes to a file in the folder."""
         number = len(self.agents)
-        command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", f"--nproc-per-node={nproc}", *launcher]
+        command = [*self._launcher(), "-v", f"--nproc-per-node={nproc}", *launcher]
         command += [*self._program(), *self.job_arguments()]
         if host is not None:
             command = host.command(command)
@@ -76,6 +80,12 @@ class Job:
             command = host.command(command)
         self.agents.append(self._popen(command, f"{name}.txt", environment))
         return self.agents[-1]
+
+    def _launcher(self) -> list[str]:
+        """`torchelastic run`, the real one or the one that differs in how its workers are started alone."""
+        if not self.forked or self.device != "cpu":
+            return [sys.executable, "-m", "torchelastic.launch", "run"]
+        return [sys.executable, "-m", "tests.cluster.forking_launcher", server_address(), "run"]
 
     def _program(self) -> list[str]:
         return [str(self.script)] if self.module is None else ["-m", self.module]
@@ -95,7 +105,7 @@ class Job:
 
     def start_launcher(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start one agent with exactly these arguments, job or none."""
-        command = [sys.executable, "-m", "torchelastic.launch", "run", *arguments]
+        command = [*self._launcher(), *arguments]
         self.agents.append(self._popen(command, f"agent-{len(self.agents)}.txt", environment))
         return self.agents[-1]
 

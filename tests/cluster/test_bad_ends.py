@@ -129,6 +129,7 @@ def test_mistakes_in_a_state_or_step_are_named_before_anything_else_happens(jobs
     )
 
 
+@pytest.mark.long
 def test_a_checkpoint_folder_that_cannot_be_written_is_named_before_anything_is_trained(
     jobs: MakeJob, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_run_that_was_closed_turns_new_workers_away(jobs: MakeJob, etcd: EtcdS
         assert "choose another run id" in last_line(job)
 
 
+@pytest.mark.long
 def test_too_few_workers_end_after_the_rendezvous_timeout(jobs: MakeJob) -> None:
     job = jobs()
     job.start("--standalone", "--min-workers=2", "--max-workers=2", "--rdzv-timeout=2", "--max-restarts=0", nproc=1)

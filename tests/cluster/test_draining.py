@@ -72,6 +72,7 @@ def check_nothing_lost(job: Job) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_sigterm_to_a_worker_lets_it_leave_at_a_step_and_a_spare_steps_in(jobs: MakeJob) -> None:
     """Three train, one waits. The worker of rank 0 leaves: one new round, with the spare in it."""
     job = jobs(gates=[10])

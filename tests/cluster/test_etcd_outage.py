@@ -109,6 +109,7 @@ def test_sigterm_while_etcd_is_away_saves_the_state_and_waits_for_nobody(
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_sigterm_to_who_has_finished_while_etcd_is_away_lets_the_script_go_on_and_end(
     own_etcd: EtcdServer, jobs: MakeJob
 ) -> None:

@@ -93,6 +93,7 @@ def last_line(job: Job) -> str:
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_script_without_the_launcher_takes_certificates_from_its_url(
     jobs: MakeJob, tls_etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
 ) -> None:
@@ -386,6 +387,7 @@ def texts_of(job: Job) -> str:
     return "\n".join(path.read_text(errors="replace") for path in files)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "where_it_may_be"),
     [pytest.param("environment", {"it: environ"}, id="environment", marks=pytest.mark.long), ("file", set())],

@@ -32,6 +32,7 @@ def waited_s(job: Job, step: int) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("verb", "rank", "stack"),
     [

@@ -148,6 +148,7 @@ def test_scripts_without_launcher_that_were_all_killed_are_restarted_without_wai
 
 
 @pytest.mark.long
+@pytest.mark.daily
 @pytest.mark.parametrize("leads", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["leader", "not the leader"])
 def test_the_workers_of_a_killed_launcher_are_lost_at_once(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, leads: bool

@@ -91,6 +91,7 @@ def test_stop_training_on_one_worker_ends_the_run_for_all_however_it_leaves(
     assert "left its steps() loop" not in job.output()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["break", *(pytest.param(way, marks=pytest.mark.long) for way in ("islice", "close"))])
 def test_a_worker_that_leaves_without_it_is_out_and_the_others_finish(jobs: MakeJob, tmp_path: Path, way: str) -> None:
     text = LOOP.format(folder=str(tmp_path), way=way, stops=False, kill=False)

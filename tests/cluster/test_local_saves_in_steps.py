@@ -39,6 +39,7 @@ with (FOLDER / "notes").open("a") as file:
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_who_survives_a_loss_in_a_save_of_the_step_trains_on_in_the_same_process(jobs: MakeJob, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     job = jobs()

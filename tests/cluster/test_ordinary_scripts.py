@@ -106,6 +106,7 @@ def test_a_head_that_no_step_uses_is_named_before_workers_train_each_by_themselv
     assert "ERROR" not in shell.said
 
 
+@pytest.mark.long
 def test_python_train_py_trains_alone(host_folder: Path) -> None:
     (host_folder / "train.py").write_text(script(in_step="pass"))
     shell = Shell("train.py", folder=host_folder)
@@ -128,6 +129,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_a_notebook_trains_and_trains_again_in_its_next_cell(host_folder: Path) -> None:
     program, call = script(in_step="pass").split('coordinator = torchelastic.CoordinatorP2P("gloo")\n')
     again = "sampler.epochs, coordinator = 3, torchelastic.CoordinatorP2P('gloo')\n" + call

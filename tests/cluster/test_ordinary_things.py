@@ -38,6 +38,7 @@ def test_start_readmes_program_and_see_which_run_it_is_and_how_far_it_came(
     assert shell.screen[-1] == "", "the shell's prompt comes at the beginning of a line"
 
 
+@pytest.mark.long
 def test_a_run_shows_by_itself_how_far_it_is_and_its_loss_without_garbling_a_line(at_terminal: AtTerminal) -> None:
     text = script(
         prepares="metrics.configure(metrics.PrometheusMetricHandler())",
@@ -115,6 +116,7 @@ def test_a_closed_terminal_and_ctrl_backslash_save_and_end_the_run_as_sigterm_do
     assert [int(step) for step in (host_folder / "did").read_text().split()] == list(range(1, 33))
 
 
+@pytest.mark.long
 def test_under_nohup_a_run_outlives_its_terminal(at_terminal: AtTerminal, host_folder: Path) -> None:
     text = script(in_step="time.sleep(0.1)", epochs=2) + "open('is-done', 'w')"
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher inherits it, as from nohup
@@ -153,6 +155,7 @@ def test_wrong_words_are_answered_in_one_line_that_names_the_remedy(
     assert rest == ""
 
 
+@pytest.mark.long
 def test_a_full_disk_of_logs_stops_nothing(at_terminal: AtTerminal, host_folder: Path) -> None:
     with small_tmpfs(host_folder / "disk", 2**16) as disk:
         text = script(in_step='print("x" * 9000, flush=True)')
@@ -162,6 +165,7 @@ def test_a_full_disk_of_logs_stops_nothing(at_terminal: AtTerminal, host_folder:
         assert shell.said.count("cannot be written to --log-dir") == 1
 
 
+@pytest.mark.long
 def test_read_the_report_of_a_run_in_which_a_worker_was_lost(at_terminal: AtTerminal, host_folder: Path) -> None:
     is_first = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
     dies = f"state.step == 3 and coordinator.rank == 1 and {is_first} and os.kill(os.getpid(), 9)"

@@ -194,15 +194,16 @@ def run_on_two(folder: Path, text: str, words: tuple[str, ...], *each: tuple[str
 @pytest.mark.parametrize(
     ("case", "lives"),
     [
-        pytest.param("", 1, id="undisturbed"),
+        pytest.param("", 1, id="undisturbed", marks=pytest.mark.long),
         pytest.param("if rank == 3 and life == 0: os.kill(os.getpid(), signal.SIGKILL)", 2, id="one is killed"),
-        pytest.param("if rank == 0 and life == 0: sys.exit('an error')", 2, id="rank 0 fails"),
+        pytest.param("if rank == 0 and life == 0: sys.exit('an error')", 2, id="rank 0 fails", marks=pytest.mark.long),
         pytest.param(
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
             "if rank == 3 and life == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
             "if life == 0: time.sleep(60)",
             2,
             id="one is killed, and the others take SIGTERM as a notice and end with 0",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -223,6 +224,7 @@ def test_on_two_hosts_all_workers_have_ranks_and_are_started_again_as_one_group(
     assert said.count("this script initialises by the environment (RANK, MASTER_ADDR)") == 2, "once on each host"
 
 
+@pytest.mark.long
 def test_on_two_hosts_a_script_that_fails_after_the_others_have_finished_is_a_failure_of_its_host(
     tmp_path: Path, etcd: str
 ) -> None:
@@ -233,7 +235,7 @@ def test_on_two_hosts_a_script_that_fails_after_the_others_have_finished_is_a_fa
     assert "\nworker 1 failed: exit code 1" in said, "the last word of its launcher"
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.long)])
 def test_two_hosts_meet_at_one_of_them_as_with_torchrun(tmp_path: Path, backend: str) -> None:
     (port,) = unused_ports("127.0.0.1")
     each: tuple[tuple[str, ...], ...] = ()

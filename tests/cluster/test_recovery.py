@@ -33,6 +33,7 @@ def assert_all_struck(job: Job, faults: Sequence[Fault]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_each_worker_killed_in_turn_costs_no_sample_and_no_newcomer_overwrites_the_survivors(
     jobs: MakeJob, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_survivor_whose_source_dies_while_it_is_brought_level_goes_on_from_its
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_steps_and_formations_that_fail_are_repeated_with_the_same_bits(
     jobs: MakeJob, undisturbed: torch.Tensor
 ) -> None:

@@ -90,6 +90,7 @@ state.steps += 1
     assert len(output.splitlines()) < 80
 
 
+@pytest.mark.long
 def test_an_error_that_the_step_calls_non_retryable_ends_the_run_at_once_and_is_shown(
     jobs: MakeJob, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ if state.steps == 3:
     assert "NonRetryableException: the data set is empty" in job.output()[job.output().rindex(" failed: exit code 1") :]
 
 
+@pytest.mark.long
 def test_who_lost_a_peer_to_a_repeated_error_goes_on_without_it(jobs: MakeJob, tmp_path: Path) -> None:
     job = jobs()
     body = """
@@ -123,6 +125,7 @@ if state.steps == 6:
     assert exit_codes(job) == [0]
 
 
+@pytest.mark.long
 def test_a_run_that_repeated_errors_leave_with_too_few_workers_does_not_wait_for_others(
     jobs: MakeJob, tmp_path: Path
 ) -> None:
@@ -140,6 +143,7 @@ state.steps += 1
     assert "RuntimeError: this place of the host is broken" in ending
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "why", ["the same error each time", pytest.param("killed until its restarts are used up", marks=pytest.mark.long)]
 )
@@ -233,6 +237,7 @@ def test_a_hook_that_cannot_be_called_is_named_before_anything_is_trained_and_no
 # --- states without a snapshot ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_a_state_without_a_snapshot_does_not_undo_is_said_and_never_the_contrary(
     jobs: MakeJob, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_drop_commits_what_is_there_and_trains_the_rest_later_in_the_epoch(jobs:
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_recompute_deals_the_lost_samples_out_and_ends_where_an_undisturbed_run_ends(jobs: MakeJob) -> None:
     faults = [
         Fault("kill", "backward", rank=1, step=5),

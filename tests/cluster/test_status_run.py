@@ -108,6 +108,7 @@ def test_status_shows_the_members_and_events_the_kill_of_a_worker(
     assert watcher.status()["round"]["state"] == "closed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [(), pytest.param(("--follow", "--json"), marks=pytest.mark.long)], ids=["once", "following"]
 )

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -29,6 +31,7 @@ torchelastic.train(torchelastic.CoordinatorP2P(), train_step, state)
 """
 
 
+@pytest.mark.long
 def test_its_launcher_ends_soon_after_the_grace_and_the_other_host_finishes(
     etcd: EtcdServer, run_id: str, tmp_path: Path
 ) -> None:

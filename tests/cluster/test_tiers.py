@@ -138,6 +138,7 @@ def test_a_checkpoint_of_two_is_restored_by_three(jobs: MakeJob, tmp_path: Path)
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJob, tmpfs: Path, tmp_path: Path) -> None:
     job = jobs(
         gates=[KILLED_IN], tiers=[f"memory={tmpfs / 'tier'}", f"disk={tmp_path / 'tier'}"], policy="on signal",
@@ -184,6 +185,7 @@ def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica_and_has_one_agai
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_survivors_go_on_from_their_own_memory_and_save_in_the_next_group(
     jobs: MakeJob, tmpfs: Path, undisturbed: torch.Tensor
 ) -> None:

@@ -117,6 +117,7 @@ def test_workers_have_the_protobuf_that_the_user_has_chosen(tmp_path: Path) -> N
     assert run("train.py", cwd=tmp_path, **{name: "python"}).stdout == "[worker 0] python\n"
 
 
+@pytest.mark.long
 def test_large_tensors_of_workers_are_in_huge_pages_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not policy.is_file() or "[madvise]" not in policy.read_text():

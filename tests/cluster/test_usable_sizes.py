@@ -16,6 +16,7 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.mark.long
+@pytest.mark.daily
 def test_of_four_of_which_one_is_killed_two_go_on_one_waits_and_four_train_again(
     jobs: MakeJob, etcd: EtcdServer, run_id: str
 ) -> None:
