@@ -281,14 +281,14 @@ class ModelState(WithCompanions, State):
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
         move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
         if stale:
-            tree = {**self.state_dict(), "frozen": module_state.frozen(self.module)} if rank == source else None
+            tree = {**self.state_dict(), "flags": module_state.flags(self.module)} if rank == source else None
             received = move(tree, stale=stale)
             if fresh and tree is not None:
                 unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
-                module_state.freeze(self.module, received["frozen"])  # the source may have changed it in the run
+                module_state.put_flags(self.module, received["flags"])  # the source may have changed them in the run
                 if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
                     self._random_when_failed[1].put()  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:

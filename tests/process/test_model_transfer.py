@@ -127,6 +127,31 @@ def unfrozen_later() -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in module.parameters()]
 
 
+class FixedNorm(torch.nn.BatchNorm1d):
+    """Statistics that `train()` does not set free."""
+
+    def train(self, mode: bool = True) -> FixedNorm:
+        return self
+
+
+def modes_after_a_join() -> tuple[list[tuple[str, bool]], list[bool]]:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), FixedNorm(4), torch.nn.Linear(4, 1))
+    if dist.get_rank() == 0:  # the source has frozen a part in the run
+        module[1].training = False
+        module[2].requires_grad_(False)
+    else:
+        module[0].eval()
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state.sync()
+    modes = [(name, one.training) for name, one in module.named_modules()]
+    return modes, [parameter.requires_grad for parameter in module.parameters()]
+
+
+def test_a_worker_that_joins_has_the_modes_of_the_source() -> None:
+    found = values(run_ranks(modes_after_a_join, ranks=2))
+    assert found == [([("", True), ("0", True), ("1", False), ("2", True)], [True] * 4 + [False] * 2)] * 2
+
+
 def test_parameters_that_are_unfrozen_in_a_run_are_averaged_too() -> None:
     first, second = values(run_ranks(unfrozen_later, ranks=2))
     assert first == second

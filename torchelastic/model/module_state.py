@@ -42,15 +42,27 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def frozen(module: torch.nn.Module) -> set[str]:
-    """The parameters that require no gradient, by name."""
-    return {plain_name(name) for name, value in module.named_parameters() if not value.requires_grad}
+def flags(module: torch.nn.Module) -> dict[str, set[str]]:
+    """Which parameters require no gradient ("frozen"), and which modules are in evaluation mode ("eval"), by name."""
+    return {
+        "frozen": {plain_name(name) for name, value in module.named_parameters() if not value.requires_grad},
+        "eval": {_name_of_module(name) for name, one in module.named_modules() if not one.training},
+    }
 
 
-def freeze(module: torch.nn.Module, names: Collection[str]) -> None:
-    """Have these parameters require no gradient, and all others one."""
+def put_flags(module: torch.nn.Module, flags: Mapping[str, Collection[str]]) -> None:
+    """Have the flags of another rank's module; what it has not named trains.
+
+    Not by `train()`: a module whose statistics are frozen may let that do nothing.
+    """
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(plain_name(name) not in names)
+        parameter.requires_grad_(plain_name(name) not in flags["frozen"])
+    for name, one in module.named_modules():
+        one.training = _name_of_module(name) not in flags["eval"]
+
+
+def _name_of_module(name: str) -> str:
+    return plain_name(f"{name}.").removesuffix(".")
 
 
 def _has_prefix(name: str) -> bool:
