@@ -38,7 +38,7 @@ BOUND_S = 25.0
 
 
 #: The logger of saves.
-SAVES = "torchelastic.checkpoint.local"
+SAVES = "torchelastic.checkpoint.compat.nvrx.local"
 
 
 # What the ranks save

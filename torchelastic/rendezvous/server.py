@@ -195,7 +195,7 @@ class EtcdServer:
         command = dies_with_parent([*self._command(binary, port), *self._options])
         with self._log_path.open("wb") as log:
             self._process = _OwnedProcess(command, log)
-        while not (_is_healthy(self._address, port) and _listens(self._process.pid, port)):
+        while not (_is_healthy(*self._health(port)) and _listens(self._process.pid, port)):
             if self._process.wait(_POLL_INTERVAL_S):
                 tail = _tail(self._log_path)
                 if "address already in use" in tail:
@@ -207,6 +207,10 @@ class EtcdServer:
                 raise TimeoutError(
                     f"etcd ({binary}) does not serve on port {port} yet; its log ends with\n{_tail(self._log_path)}"
                 )
+
+    def _health(self, port: int) -> tuple[str, int]:
+        """Address and port at which it says how it is."""
+        return self._address, port
 
     @property
     def _address(self) -> str:
