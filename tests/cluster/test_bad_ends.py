@@ -229,6 +229,7 @@ def test_a_coordinator_that_cannot_work_is_refused_at_once(
 
 def test_nothing_outlives_an_agent_that_is_killed(jobs: MakeJob) -> None:
     job = jobs(gates=[5])
+    job.forked = False  # the real command: what is its child is what it has started
     agent = job.start("--standalone", nproc=2)
     job.wait_for("held", count=2, step=5)
     maps = Path(f"/proc/{agent.pid}/maps").read_text()

@@ -93,7 +93,8 @@ def test_a_gateway_that_is_away_or_refuses_is_told_of_once_and_found_when_it_is_
     away, _ = pushing(server.url)
     away.start()
     away.close()
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    of_these = (record for record in caplog.records if record.name == "torchelastic.metrics.pushing")
+    warnings = [record.getMessage() for record in of_these if record.levelno >= logging.WARNING]
     assert len(warnings) == 2, "one for each that pushes"
     assert server.url in warnings[0]
     assert "400" in warnings[0]
