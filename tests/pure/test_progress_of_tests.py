@@ -44,7 +44,7 @@ def test_a_run_fails_if_any_part_of_it_does() -> None:
     for code in (1, 2, -9):
         status, said = verdict({"lint": code, "tests": 0}, 100.0, 60.0, None)
         assert status == 1
-        assert "failed: lint" in said
+        assert f"failed: lint (exit status {code})" in said
 
 
 def test_a_run_that_is_too_dear_fails() -> None:
