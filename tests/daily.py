@@ -45,13 +45,13 @@ def verdict(codes: Mapping[str, int], cpu_s: float, wall_s: float, limit_cpu_s: 
     >>> verdict({"tests": 0, "types": 0}, 431.4, 250.0, 600.0)
     (0, ['431 CPU seconds in 4:10'])
     >>> verdict({"tests": 0, "types": 1}, 650.2, 250.0, 600.0)
-    (1, ['650 CPU seconds in 4:10', 'failed: types (exit status 1)', 'over 600 CPU seconds: mark what costs most as long'])
+    (1, ['650 CPU seconds in 4:10', 'failed: types (exit status 1)', 'over 600 CPU seconds: mark the dearest as long'])
     """
     failed = [f"{name} (exit status {code})" for name, code in codes.items() if code]
     said = [f"{cpu_s:.0f} CPU seconds in {int(wall_s) // 60}:{int(wall_s) % 60:02d}"]
     said += [f"failed: {', '.join(failed)}"] if failed else []
     is_dear = limit_cpu_s is not None and cpu_s > limit_cpu_s
-    said += [f"over {limit_cpu_s:.0f} CPU seconds: mark what costs most as long"] if is_dear else []
+    said += [f"over {limit_cpu_s:.0f} CPU seconds: mark the dearest as long"] if is_dear else []
     return int(bool(failed) or is_dear), said
 
 
