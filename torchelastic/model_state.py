@@ -177,6 +177,7 @@ class ModelState(WithCompanions, State):
         if snapshot.full is not None:
             if snapshot.structure is not None:
                 snapshot.structure.put()  # weights are loaded into the slots that there were
+            self._optimizers.put_members(snapshot.members)
             self._optimizers.forget_added(snapshot.groups)
             self._load_weights(unpack(snapshot.full.weights))
             for parameter, gradient in zip(self.module.parameters(), snapshot.full.gradients, strict=True):

@@ -26,6 +26,9 @@ from tests.waiting import until
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.view import Settings
 
+#: Others of this class run every day: an etcd that is away, and garbage in it.
+pytestmark = pytest.mark.long
+
 #: A new etcd leader within a second; a call that finds its member gone goes to the next one; a session or two.
 WITHOUT_A_MEMBER_S = 10.0
 HOSTS = 4

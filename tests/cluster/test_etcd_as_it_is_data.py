@@ -35,6 +35,9 @@ from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import OnError, OnEvents, Watch
 from torchelastic.rendezvous.view import COME_BACK_S, Settings
 
+#: Others of this class run every day: an etcd that is away, and garbage in it.
+pytestmark = pytest.mark.long
+
 #: Until every host has found out and has registered again: pauses between two sessions grow up to 1.5 s.
 BACK_S = 5.0
 #: After a loss of the data nobody counts as lost for so long.

@@ -11,12 +11,17 @@ import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import pytest
+
 from tests.cluster.harness import RunRecords
 from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until_all_run
 from tests.cluster.proxy import Proxy
 from tests.waiting import until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import Settings
+
+#: Others of this class run every day: an etcd that is away, and garbage in it.
+pytestmark = pytest.mark.long
 
 #: A session that failed is followed by the next one after 50 to 150 ms.
 NEXT_SESSION_S = 5.0

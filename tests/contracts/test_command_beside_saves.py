@@ -93,6 +93,7 @@ def test_a_run_that_moves_on_at_any_moment_is_never_called_damaged(name: str, ve
     assert not [one for one in told if one[0] != 0 or "damaged" in one[1] or "not finished" in one[1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "verb"), [pytest.param("local", "verify", marks=pytest.mark.long), ("memory", "ls")])
 def test_a_save_whose_files_appear_at_any_moment_is_never_called_damaged(name: str, verb: str, tmp_path: Path) -> None:
     facade, base = KINDS[name], tmp_path / "base"

@@ -54,6 +54,7 @@ def test_copies_are_as_rare_as_they_are_wanted_and_the_newer_save_on_the_hosts_i
     assert values(run_ranks(durable_ranks.resume, kind, tmp_path, ranks=2)) == [8, 8]
 
 
+@pytest.mark.long
 def test_what_a_process_of_its_own_has_saved_is_copied_too(tmp_path: Path, kind: str) -> None:
     if kind == "memory" and not HAS_HELPER_PROCESS:
         pytest.skip(NO_HELPER_PROCESS)
@@ -111,6 +112,7 @@ def test_a_job_that_is_killed_in_a_copy_goes_on_with_the_one_before_and_removes_
     assert _copies(tmp_path) == [5, 8]
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer_costs_the_copies_and_is_not_taken_for_an_empty_one(
     tmp_path: Path, kind: str
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_job_that_was_replaced_copies_nothing_any_more(tmp_path: Path, kind: s
     assert _copies(tmp_path) == [5, 7], "the first job has published after the second one"
 
 
+@pytest.mark.long
 def test_a_job_that_begins_while_the_store_is_silent_saves_soon_and_copies_when_it_answers(
     tmp_path: Path, kind: str
 ) -> None:
@@ -147,6 +150,7 @@ def test_a_job_that_begins_while_the_store_is_silent_saves_soon_and_copies_when_
     assert _copies(tmp_path) == [4, 5]
 
 
+@pytest.mark.long
 def test_the_first_save_of_a_new_group_does_not_wait_for_the_store(tmp_path: Path, kind: str) -> None:
     took_s = values(run_ranks(durable_ranks.save_in_a_new_group, kind, tmp_path, ranks=2))
     assert max(took_s) < ANSWER_S, "it has asked the store"

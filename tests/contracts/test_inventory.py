@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,8 @@ def test_attributes_of_any_object_are_put_back() -> None:
         spread=torch.ones(1).expand(3),
     )
 
+    owner.nested.append(owner.nested)
+
     def change(owner: Any) -> None:
         owner.number, owner.more = 2, 3
         owner.nested[0]["a"].append(3)
@@ -192,3 +195,39 @@ def test_copies_that_are_kept_are_not_overwritten_by_later_ones() -> None:
     assert layer.running.tolist() == [0.0] * 4
     third.put()
     assert layer.running.tolist() == [2.0] * 4
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "read-only array": lambda: np.broadcast_to(np.zeros(1), 3),
+    "array of objects": lambda: np.array([1, None], dtype=object),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "spread": lambda: torch.ones(1).expand(4),
+    "8 bit": lambda: torch.ones(2).to(torch.float8_e4m3fn),
+    "of inference": of_inference,
+    "of a graph": lambda: torch.ones(2, requires_grad=True) * 2,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_values_of_any_kind_end_no_step(kind: str) -> None:
+    value = ODD[kind]()
+    module: Any = torch.nn.Module()
+    module.attribute = value
+    if isinstance(value, torch.Tensor):
+        module.register_buffer("buffer", value)
+    structure = ModuleStructure(module)
+    for _ in range(2):
+        kept = structure.copy()
+        module.added = 1
+        kept.put()
+        assert module.attribute is value
+        assert not hasattr(module, "added")

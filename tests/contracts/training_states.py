@@ -137,6 +137,13 @@ def _other_parameter(one: World) -> None:
     one.layer.frozen.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
 
 
+def _other_parameter_trained(one: World) -> None:
+    new = nn.Parameter(torch.ones(4))
+    group = one.optimizer.param_groups[0]
+    group["params"] = [new if old is one.layer.linear.bias else old for old in group["params"]]
+    one.layer.linear.bias = new
+
+
 def _replace_buffer(one: World) -> None:
     one.layer.running = one.layer.running * 0.9 + 1
 
@@ -165,6 +172,7 @@ CHANGES: dict[str, Change] = {
     "weights in place": _scale_in_place,
     "weights through .data": _swap_data,
     "another parameter": _other_parameter,
+    "another parameter, which is trained": _other_parameter_trained,
     "buffer in place": lambda one: one.layer.running.add_(1),
     "buffer replaced": _replace_buffer,
     "buffer that was None": lambda one: setattr(one.layer, "late", torch.ones(3)),

@@ -172,6 +172,7 @@ def test_abort_kills_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
     assert queue.get_num_unfinalized_calls() == 0
 
 
+@pytest.mark.long
 def test_a_warm_worker_is_taken_and_ends_with_its_queue(tmp_path: Path) -> None:
     before = psutil.Process().children()
     AsyncCallsQueue.warmup_persistent_caller(0)
@@ -245,6 +246,7 @@ def test_a_script_that_forgets_to_close_its_queue_ends_without_a_word() -> None:
     assert (done.stdout, done.stderr) == ("saved\n", "")
 
 
+@pytest.mark.long
 def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
     script = TRAINER.replace('if __name__ == "__main__":', "if True:").replace(
         "    async_work.wait_for", "    queue.close() #"
@@ -257,6 +259,7 @@ def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
     assert "ended with exit code 1 before the call was done, before it was ready" in done.stderr
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_before_it_is_ready_is_named_with_the_likely_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -335,6 +338,7 @@ def test_a_worker_that_is_not_ready_in_time_is_ended_and_named(persistent: bool)
         AsyncCallsQueue(start_timeout_s=0)
 
 
+@pytest.mark.long
 def test_staging_that_waits_for_too_long_behind_a_call_leaves_that_call_alone(tmp_path: Path) -> None:
     with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
         args = (torch.ones(2), tmp_path / "sum", tmp_path / "go")

@@ -278,6 +278,7 @@ def test_after_a_sync_that_brought_somebody_level_every_byte_was_compared(result
         assert result["first"]["level"] == ReplicaComparison(True, {}, {})
 
 
+@pytest.mark.long
 def test_where_nothing_was_sent_a_sample_is_compared(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["again"]["level"] == ReplicaComparison(False, {}, {})

@@ -65,6 +65,7 @@ def random_host(dice: random.Random) -> tuple[list[int], dict[int, tuple[int, in
     return [dice.randrange(nodes) for _ in range(dice.randint(1, 4))], cpus
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cpus_are_those_that_torchrun_would_choose(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def test_a_job_whose_grace_nobody_has_told_saves_at_once(way: str, tmp_path: Pat
     assert "SIGTERM, 30 s of grace are a guess" in log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["managed", "train"])
 def test_a_job_that_was_told_its_grace_saves_once_at_the_end_of_it(way: str, tmp_path: Path) -> None:
     came_at, step, code = stopped(way, tmp_path, 20.0, TORCHELASTIC_TERM_GRACE_S="9")

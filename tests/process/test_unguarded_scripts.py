@@ -72,6 +72,7 @@ class ServerGone(DataLoader[Any]):
         raise ConnectionResetError("Connection reset by peer")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_a_fork_server_that_has_ended_is_the_same_error(start_method: str) -> None:
     processes = WorkerProcesses("this loader")

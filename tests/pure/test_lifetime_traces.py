@@ -35,12 +35,14 @@ def test_no_trace_is_missed_more_often_than_by_the_peers(trace: str) -> None:
     assert ours.missed == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trace", [name for name in TRACES if name != "outliers"])
 def test_no_more_is_wasted_than_by_velastic(trace: str) -> None:
     """But for steps of which few are known: its margin is the longest of them, and so it misses more of many jobs."""
     assert of(trace, "torchelastic").wasted_share <= of(trace, "velastic").wasted_share + 0.002
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trace", ["slower", "outliers", "steady", "heavy tail", "evaluations", "stalls", "compiling"])
 def test_less_is_wasted_than_by_the_peer_that_misses_as_seldom(trace: str) -> None:
     """PyRecover stops six of the longest steps before the end."""

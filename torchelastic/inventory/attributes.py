@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 #: Tensors and arrays with more bytes than this are not copied before each step.
 SMALL_BYTES = 64 * 1024
-#: As many values are copied of one container, with what is in it: about 30 us.
-MOST_VALUES = 1000
+#: As much is copied of one container, with what is in it: about 30 us.
+MOST_VALUES, MOST_BYTES = 1000, 4 * SMALL_BYTES
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
@@ -28,11 +28,12 @@ _OTHERS = (set, bytearray)
 CHANGEABLE = frozenset({*_MAPPINGS, *_SEQUENCES, *_OTHERS, torch.Tensor, torch.nn.Parameter, np.ndarray})
 
 Restore = Callable[[], object]
+_IS_TOO_LARGE = "is too large to be copied before each step"
 _MISSING = object()
 
 
-class TooLargeError(Exception):
-    """A value is not copied before each step."""
+class NotCopiedError(Exception):
+    """A value is not copied before each step; the message says why, after "it"."""
 
 
 def kept_value(value: Any) -> list[Restore]:
@@ -42,52 +43,75 @@ def kept_value(value: Any) -> list[Restore]:
         value: of a class in `CHANGEABLE`.
 
     Raises:
-        TooLargeError: it is too large to be copied before each step.
+        NotCopiedError: it is not copied before each step.
     """
-    restores: list[Restore] = []
-    _keep(value, restores, [MOST_VALUES])
-    return restores
+    copier = _Copier()
+    copier.copy(value)
+    return copier.restores
 
 
-def _keep(value: Any, restores: list[Restore], left: list[int]) -> None:
-    kind = type(value)
-    if kind in _MAPPINGS:
-        before: Any = dict(value)
-        inside: Iterable[Any] = before.values()
-        restores.append(lambda: put_mapping(value, before))
-    elif kind in _SEQUENCES:
-        before = inside = list(value)
-        restores.append(lambda: _put_sequence(value, before))
-    elif kind is set:
-        before, inside = set(value), ()
-        restores.append(lambda: (value.clear(), value.update(before)))
-    elif kind is bytearray:
-        before, inside = bytes(value), ()
-        restores.append(lambda: value.__setitem__(slice(None), before))
-    else:
-        _keep_numbers(value, restores)
-        return
-    left[0] -= len(value)
-    if left[0] < 0:
-        raise TooLargeError
-    for inner in inside:
-        if type(inner) in CHANGEABLE:
-            _keep(inner, restores, left)
+class _Copier:
+    """Copies one value with all that is in it, each thing once.
 
+    Attributes:
+        restores: what puts all of it back.
+    """
 
-def _keep_numbers(value: Any, restores: list[Restore]) -> None:
-    if isinstance(value, torch.nn.Parameter):
-        return  # a weight: not a matter of attributes
-    if value.nbytes > SMALL_BYTES:
-        raise TooLargeError
-    if isinstance(value, torch.Tensor):
-        if value.is_inference():
-            return  # cannot be changed in a train step
-        copied = value.detach().clone()
-        restores.append(lambda: put_tensor(value, copied))
-    else:
-        before = value.copy()
-        restores.append(lambda: np.copyto(value, before))
+    def __init__(self) -> None:
+        self.restores: list[Restore] = []
+        self._seen: set[int] = set()
+        self._values_left, self._bytes_left = MOST_VALUES, MOST_BYTES
+
+    def copy(self, value: Any) -> None:
+        """See `kept_value`. A value may contain itself."""
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if id(one) not in self._seen:
+                self._seen.add(id(one))
+                waiting += [inner for inner in self._copied(one) if type(inner) in CHANGEABLE]
+
+    def _copied(self, value: Any) -> Iterable[Any]:
+        """Copies one thing; returns what is in it."""
+        kind = type(value)
+        if kind in _MAPPINGS:
+            before: Any = dict(value)
+            self.restores.append(lambda: put_mapping(value, before))
+            inside: Iterable[Any] = before.values()
+        elif kind in _SEQUENCES:
+            before = inside = list(value)
+            self.restores.append(lambda: _put_sequence(value, before))
+        elif kind is set:
+            before, inside = set(value), ()
+            self.restores.append(lambda: (value.clear(), value.update(before)))
+        elif kind is bytearray:
+            before, inside = bytes(value), ()
+            self.restores.append(lambda: value.__setitem__(slice(None), before))
+        else:
+            self._copy_numbers(value)
+            return ()
+        self._values_left -= len(value)
+        if self._values_left < 0:
+            raise NotCopiedError(_IS_TOO_LARGE)
+        return inside
+
+    def _copy_numbers(self, value: Any) -> None:
+        is_array = isinstance(value, np.ndarray)
+        if isinstance(value, torch.nn.Parameter) or not (
+            value.flags.writeable if is_array else not value.is_inference()
+        ):
+            return  # a weight, which is no matter of attributes; or what no train step can change
+        if not is_array and (value.layout is not torch.strided or value.is_nested or value.is_quantized):
+            raise NotCopiedError("is a tensor of a kind that is not copied")
+        self._bytes_left -= value.nbytes
+        if value.nbytes > SMALL_BYTES or self._bytes_left < 0:
+            raise NotCopiedError(_IS_TOO_LARGE)
+        if is_array:
+            before = value.copy()
+            self.restores.append(lambda: np.copyto(value, before))
+        else:
+            copied = value.detach().clone()
+            self.restores.append(lambda: put_tensor(value, copied))
 
 
 def put_mapping(mapping: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
@@ -108,12 +132,13 @@ def _put_sequence(sequence: Any, before: list[Any]) -> None:
 @torch.no_grad()
 def put_tensor(tensor: torch.Tensor, before: torch.Tensor) -> None:
     """Has the shape, the type and the bytes that a copy of it has."""
-    if (tensor.shape, tensor.dtype, tensor.device) == (before.shape, before.dtype, before.device):
+    is_nested = tensor.is_nested and tensor.layout is torch.strided  # such a one has no shape
+    if is_nested or (tensor.shape, tensor.dtype, tensor.device) == (before.shape, before.dtype, before.device):
         try:
             tensor.copy_(before)
             return
-        except RuntimeError:  # several of its elements are one in memory, or it is of inference mode
-            if torch.equal(tensor, before):
+        except (RuntimeError, NotImplementedError):  # several of its elements are one in memory, or it is of inference
+            if before.layout is torch.strided and not is_nested and torch.equal(tensor, before):
                 return
     tensor.data = before.clone()  # not `resize_`: memory that is shared with numpy cannot be resized
 
@@ -141,11 +166,11 @@ def kept_or_logged(value: Any, name: str) -> list[Restore]:
     """As `kept_value`; for what is too large nothing, and the log says so once."""
     try:
         return kept_value(value)
-    except TooLargeError:
+    except NotCopiedError as error:
         if name not in _logged:
             _logged.add(name)
             log.warning(
-                "%s is too large to be copied before each step: what a failed step has changed in it stays. Keep it "
-                "in an object with state_dict and load_state_dict in ModelState's `extra`, or make it a buffer", name,
+                "%s %s: what a failed step has changed in it stays. Keep it in an object with state_dict and "
+                "load_state_dict in ModelState's `extra`, or make it a buffer", name, error,
             )  # fmt: skip
         return []

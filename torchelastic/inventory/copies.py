@@ -33,7 +33,7 @@ class _Memory:
 
     def take(self, sources: Sequence[torch.Tensor]) -> bool:
         """Copy these into it; False: they are others, or there is no quick way to copy them."""
-        if _kinds(sources) != self._kinds:
+        if self._kinds is None or _kinds(sources) != self._kinds:
             return False
         try:
             return copy_each(self.tensors, sources)
@@ -66,6 +66,14 @@ class CopyMemory:
         return free.hold()
 
 
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype], list[torch.device]]:
-    """A memory fits tensors of the same shapes and types alone: a copy would be converted without a word."""
-    return [one.shape for one in tensors], [one.dtype for one in tensors], [one.device for one in tensors]
+def _kinds(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[torch.Size], list[torch.dtype], list[torch.device]] | None:
+    """A memory fits tensors of the same shapes and types alone: a copy would be converted without a word.
+
+    None: there are nested tensors among them, which have no shape.
+    """
+    try:
+        return [one.shape for one in tensors], [one.dtype for one in tensors], [one.device for one in tensors]
+    except RuntimeError:
+        return None

@@ -54,6 +54,7 @@ class Snapshot(NamedTuple):
     epoch: int
     buffers: tuple[torch.Tensor, ...]
     structure: KeptStructure | None
+    members: tuple[tuple[list[Any], ...], ...]
     random: Generators
     groups: Settings
     scheduler: Any
@@ -136,6 +137,7 @@ class Companions:
             epoch=self.epoch,
             buffers=() if trained is None else tuple(buffer.clone() for buffer in trained.buffers),
             structure=None if trained is None or trained.structure is None else trained.structure.copy(),
+            members=() if trained is None else trained.optimizers.members(),
             random=generators(),
             groups=() if trained is None else trained.optimizers.settings(),
             scheduler=None if trained is None else copied(trained.schedulers.state_dict()),
@@ -151,6 +153,8 @@ class Companions:
         snapshot.random.put()
         if snapshot.structure is not None:
             snapshot.structure.put()
+            if trained is not None:
+                trained.optimizers.put_members(snapshot.members)
         if trained is not None:
             with torch.no_grad():
                 for buffer, value in zip(trained.buffers, snapshot.buffers, strict=True):

@@ -221,6 +221,17 @@ class Optimizers:
             for group, values in zip(optimizer.param_groups, groups, strict=not undoes):
                 group.update(_settings(values))
 
+    def members(self) -> tuple[tuple[list[Any], ...], ...]:
+        """The parameters of each group of each optimizer."""
+        return tuple(tuple(list(group["params"]) for group in one.param_groups) for one in self.objects)
+
+    def put_members(self, members: Sequence[Sequence[list[Any]]]) -> None:
+        """Groups have the parameters that `members` returned; others, which were added since, keep theirs."""
+        for optimizer, groups in zip(self.objects, members, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=False):
+                if list(map(id, group["params"])) != list(map(id, parameters)):
+                    group["params"][:] = parameters
+
     def forget_added(self, settings: Settings) -> None:
         """Drop the parameter groups that were added since `settings` returned these: their step is undone."""
         for optimizer, groups in zip(self.objects, settings, strict=True):

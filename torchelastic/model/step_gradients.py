@@ -199,9 +199,11 @@ class StepGradients:
         self._source.commit()
         if kept is None or not is_brought or isinstance(self._source, LogicalShards):
             return
-        with torch.no_grad():
-            for buffer, value in zip(buffers(), kept.buffers, strict=True):
-                buffer.copy_(value)
+        present = buffers()
+        if [buffer.shape for buffer in present] == [value.shape for value in kept.buffers]:  # else they are others now
+            with torch.no_grad():
+                for buffer, value in zip(present, kept.buffers, strict=True):
+                    buffer.copy_(value)
         kept.random.put()
 
     # --- a group ----------------------------------------------------------------------------------
