@@ -118,6 +118,8 @@ class Extras:
         if isinstance(value, torch.nn.Module):
             structure = self._structures.get(id(value))
             if structure is None:
+                if len(self._structures) > len(self.values):
+                    self._structures.clear()  # of objects that were replaced
                 structure = self._structures[id(value)] = ModuleStructure(value, f"extra[{name!r}]")
             return [structure.copy().put]
         return attributes_of(value, f"extra[{name!r}]") if hasattr(value, "__dict__") else []
