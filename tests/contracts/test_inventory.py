@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import torchelastic
 from tests.contracts.census import census_of, differences
-from tests.contracts.training_states import CHANGES, Layer, world
+from tests.contracts.training_states import CHANGES, Layer, Metric, world
 from torchelastic.inventory.attributes import MOST_VALUES, SMALL_BYTES, attributes_of
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.rendezvous.records import StateStatus
@@ -231,3 +232,14 @@ def test_values_of_any_kind_end_no_step(kind: str) -> None:
         kept.put()
         assert module.attribute is value
         assert not hasattr(module, "added")
+
+
+def test_an_object_that_is_undone_but_neither_sent_nor_saved_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(2, 1)
+    extra = {"metric": Metric(), "scaler": torch.amp.GradScaler(enabled=False), "count": 1}
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1), extra=extra)
+    for _ in range(2):
+        state.sync(1, 0)
+    told = [record.getMessage() for record in caplog.records if "empty state_dict" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("extra['metric'], a Metric, has an empty state_dict")

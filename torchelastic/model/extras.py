@@ -78,7 +78,8 @@ class Extras:
         states = {name: (value, value.state_dict()) for name, value in self.objects().items()}
         self._large = {id(value) for value, state in states.values() if tensor_bytes(state) > SMALL_BYTES}
         for name, (value, state) in states.items():
-            if isinstance(state, Mapping) and not state and id(value) not in self._has_told:
+            has_nothing = isinstance(state, Mapping) and not state and bool(getattr(value, "__dict__", None))
+            if has_nothing and id(value) not in self._has_told and not isinstance(value, torch.amp.GradScaler):
                 self._has_told.add(id(value))
                 log.warning(
                     "extra[%r], a %s, has an empty state_dict: a failed step is undone in it, but a worker that joins, "
