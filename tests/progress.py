@@ -59,7 +59,7 @@ class Progress:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        cache = config.cache
+        self._cache = cache = getattr(config, "cache", None)  # not there with `-p no:cacheprovider`
         self._durations_s: dict[str, float] = {} if cache is None else cache.get(_CACHE, {})
         self._waiting_s: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
@@ -105,9 +105,9 @@ class Progress:
             self._say(now_s - self._started_s)
 
     def pytest_sessionfinish(self) -> None:
-        if self._config.cache is not None:
+        if self._cache is not None:
             took_s = {name: round(seconds, 3) for name, seconds in self._took_s.items()}
-            self._config.cache.set(_CACHE, self._durations_s | took_s)
+            self._cache.set(_CACHE, self._durations_s | took_s)
 
     def _say(self, elapsed_s: float) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
