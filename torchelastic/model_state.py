@@ -187,6 +187,8 @@ class ModelState(WithCompanions, State):
                 self._gradients.keep(snapshot.step, self._structure.buffers())
             self._judge_weights(snapshot)
             self._optimizers.zero_grad()
+            self._optimizers.put_members(snapshot.members)
+            self._optimizers.zero_grad()  # of those that the step had taken from its optimizer, too
         self._own.restore(snapshot, self._trained)
 
     def commit(self) -> None:

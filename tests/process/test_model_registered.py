@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchelastic
 from tests.process.test_model_state import assert_same, picture
-from torchelastic.model.extras import SMALL_BYTES
+from torchelastic.inventory.attributes import SMALL_BYTES
 from torchelastic.rendezvous.records import StateStatus
 
 

@@ -29,7 +29,6 @@ CHANGEABLE = frozenset({*_MAPPINGS, *_SEQUENCES, *_OTHERS, torch.Tensor, torch.n
 
 Restore = Callable[[], object]
 _IS_TOO_LARGE = "is too large to be copied before each step"
-_MISSING = object()
 
 
 class NotCopiedError(Exception):
@@ -101,6 +100,8 @@ class _Copier:
             value.flags.writeable if is_array else not value.is_inference()
         ):
             return  # a weight, which is no matter of attributes; or what no train step can change
+        if not is_array and value.grad_fn is not None:
+            return  # the result of a forward pass, such as the weight of an old weight_norm: the next one makes it anew
         if not is_array and (value.layout is not torch.strided or value.is_nested or value.is_quantized):
             raise NotCopiedError("is a tensor of a kind that is not copied")
         self._bytes_left -= value.nbytes

@@ -1,4 +1,4 @@
-"""Copies of tensors in memory that is used again, once nobody holds the copies that are in it any more."""
+"""TensorCopies of tensors in memory that is used again, once nobody holds the copies that are in it any more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torchelastic.torch_internals.tensors import copy_each
 
 
-class Copies:
-    """Copies of some tensors, in their order; valid as long as this object is kept."""
+class TensorCopies:
+    """TensorCopies of some tensors, in their order; valid as long as this object is kept."""
 
     __slots__ = ("__weakref__", "tensors")
 
@@ -25,7 +25,7 @@ class _Memory:
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         self.tensors = [source.clone() for source in sources]
         self._kinds = _kinds(sources)
-        self._holder: weakref.ref[Copies] | None = None
+        self._holder: weakref.ref[TensorCopies] | None = None
 
     @property
     def is_free(self) -> bool:
@@ -40,8 +40,8 @@ class _Memory:
         except (RuntimeError, NotImplementedError):  # a type without such a kernel is among them
             return False
 
-    def hold(self) -> Copies:
-        copies = Copies(self.tensors)
+    def hold(self) -> TensorCopies:
+        copies = TensorCopies(self.tensors)
         self._holder = weakref.ref(copies)
         return copies
 
@@ -53,10 +53,10 @@ class CopyMemory:
         self._all: list[_Memory] = []
 
     @torch.no_grad()
-    def of(self, sources: Sequence[torch.Tensor]) -> Copies:
-        """Copies of these, with their shapes and types."""
+    def of(self, sources: Sequence[torch.Tensor]) -> TensorCopies:
+        """TensorCopies of these, with their shapes and types."""
         if not sources:
-            return Copies([])
+            return TensorCopies([])
         free = next((memory for memory in self._all if memory.is_free), None)
         if free is None or not free.take(sources):
             if free is not None:

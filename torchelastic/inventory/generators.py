@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,24 +25,43 @@ class Generators(NamedTuple):
 
     def put(self) -> None:
         """They draw the same numbers again."""
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda:
-            torch.cuda.set_rng_state_all(self.torch_cuda)
+        _put_torch(self.torch_cpu, self.torch_cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 def generators() -> Generators:
     """As they are now; some ten microseconds, most of them for Python's."""
+    return Generators(*_torchs(), random.getstate(), _numpys.state())
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within it torch draws from this seed; after it, as if nothing had been drawn. The others go on as they are."""
+    before = _torchs()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _put_torch(*before)
+
+
+def _torchs() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch has no types here
-    return Generators(torch.get_rng_state(), cuda, random.getstate(), _numpys.state())
+    return torch.get_rng_state(), cuda
+
+
+def _put_torch(cpu: torch.Tensor, cuda: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
 
 
 class _NumpyState:
     """The state of numpy's global generator, copied only where it has changed: numpy takes 30 us for a copy.
 
     Whether it has changed is seen in its memory (`BitGenerator.ctypes`, a public interface). A normal number that is
-    drawn already and waits is not in there: while one waits, the state is copied each time.
+    drawn already and waits is not in there: once one was seen to wait, the state is copied each time.
     """
 
     def __init__(self) -> None:
@@ -48,6 +69,7 @@ class _NumpyState:
         self._address = 0
         self._seen = b""
         self._copied: Any = None
+        self._draws_pairs = False
 
     def state(self) -> Any:
         """What `numpy.random.set_state` takes."""
@@ -56,8 +78,9 @@ class _NumpyState:
             self._of, self._seen = source, b""
             self._address = source.ctypes.state_address if isinstance(source, np.random.MT19937) else 0
         seen = ctypes.string_at(self._address, _TWISTER_BYTES) if self._address else b""
-        if not seen or seen != self._seen or self._copied["has_gauss"]:
+        if not seen or seen != self._seen or self._draws_pairs:
             self._copied = np.random.get_state(legacy=False)
+            self._draws_pairs |= bool(self._copied["has_gauss"])
             if seen and self._copied["state"]["key"].tobytes() != seen[:-4]:
                 seen = b""  # this numpy keeps it in another form
             self._seen = seen

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_or_logged, put_mapping, put_tensor
-from torchelastic.inventory.copies import Copies, CopyMemory
+from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.torch_internals.tensors import slots_of
 
 #: What every module has of its own: flags, and dicts and sets of parameters, buffers, children and hooks.
@@ -44,7 +44,7 @@ class KeptStructure(NamedTuple):
     parameters: list[torch.nn.Parameter]
     flags: list[bool]
     buffers: list[torch.Tensor]
-    bytes_of_buffers: Copies
+    bytes_of_buffers: TensorCopies
     attributes: list[Restore]
 
     def put(self) -> None:

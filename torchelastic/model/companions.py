@@ -12,11 +12,9 @@ import torch
 from torchelastic.data.shares import RankBatches
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import KeptStructure, ModuleStructure
-from torchelastic.model import random_state
 from torchelastic.model.extras import Copied, Extras
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
 from torchelastic.model.optimizers import Optimizers, Settings
-from torchelastic.model.random_state import RandomState
 from torchelastic.model.transfer import Packed
 from torchelastic.model.world_change import WorldChange, WorldWatch
 
@@ -200,7 +198,7 @@ class Companions:
         self.extras.load_state_dict(tree["extra"], is_own=with_random or is_stored)
         self.step, self.epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
-            random_state.restore(RandomState(tree["random"].cpu(), ()))
+            torch.set_rng_state(tree["random"].cpu())
 
     def synchronize(self, trained: Trained, equals: Sequence[int], move: Callable[..., Any]) -> None:
         """Synchronize settings, schedulers and objects after a failed step whose weights are final, on every rank.

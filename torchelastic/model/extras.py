@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchelastic.checkpoint.errors import torch_reason
-from torchelastic.inventory.attributes import attributes_of
+from torchelastic.inventory.attributes import SMALL_BYTES, attributes_of
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.model.one_or_many import is_stateful
 from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
@@ -26,8 +26,6 @@ from torchelastic.torch_internals.tensors import tree_map_only
 
 log = logging.getLogger(__name__)
 
-#: States with more bytes of tensors than this are not copied before each step.
-SMALL_BYTES = 64 * 1024
 _NO_DATA = torch.empty(0)
 
 

@@ -15,7 +15,7 @@ from torchelastic.checkpoint.format.header import Entry
 from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named, region_of
 from torchelastic.errors import NonRetryableException, UnfitError
-from torchelastic.model import random_state
+from torchelastic.inventory.generators import seeded
 from torchelastic.model.companions import Trained
 from torchelastic.model.module_state import plain_name
 from torchelastic.model.one_or_many import OneOrMany
@@ -57,7 +57,7 @@ class Built:
     def __init__(self, build: Build, mesh: DeviceMesh, *, seed: int, before_first: Callable[[], None]) -> None:
         check_device(mesh.device_type)
         self.mesh = mesh
-        with random_state.seeded(seed):
+        with seeded(seed):
             self.model, self.optimizer, self.scheduler = _taken_apart(build(mesh))
         # a name of DDP's or FSDP1's wrapper would not fit any other layout, and neither can be cut at will
         self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}

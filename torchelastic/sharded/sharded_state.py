@@ -22,8 +22,9 @@ from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.group.communicators import wait_for_collectives
+from torchelastic.inventory.generators import seeded
 from torchelastic.metrics import publish_metric
-from torchelastic.model import random_state, wrapping
+from torchelastic.model import wrapping
 from torchelastic.model.companions import Companions, Snapshot, WithCompanions
 from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldWatch
@@ -321,7 +322,7 @@ class ShardedState(WithCompanions, State):
             self._lost_step = lost_step
             raise RetryableException(f"{why}: trying to load a checkpoint")
         if built.was_on_meta:
-            with random_state.seeded(self._seed):
+            with seeded(self._seed):
                 initialize_model(built.model, self._initialize)
         return Version(STORED, 0, 0)
 
