@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, BinaryIO
 
 import torch
@@ -14,14 +16,16 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
-from torchelastic.model.extras import check_loadable, numpy_globals
+from torchelastic.model.extras import CopiedStates, check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
 from torchelastic.model.transfer import all_gathered, message_device, pack, synchronize, unpack
+from torchelastic.model.weight_undo import Trial, Undo, free_memory_bytes, time_when_done_s
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
@@ -29,8 +33,15 @@ from torchelastic.state import State
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT_MODES = ("commit", "full")
+#: How the weights are undone with each at first.
+SNAPSHOT_MODES = {"auto": Undo.TRIAL, "commit": Undo.RULE, "full": Undo.COPIES}
 OUT_OF_SYNC_MODES = ("log", "raise")
+
+
+_STRAYS = (
+    "the train step changes weights itself, beside the optimizer: so that a step can be undone, weights and optimizer "
+    "are copied before each one from now on. Say ModelState(..., snapshot='full') to have that from the first step on"
+)
 
 
 class ModelState(WithCompanions, State):
@@ -40,11 +51,11 @@ class ModelState(WithCompanions, State):
     averaged over the global batch: with an `ElasticBatchSampler` or an `ElasticStream` each rank counts by its share of
     the samples, else all alike.
 
-    The step may fail anywhere. Before the optimizer has stepped nothing large has changed, and undoing costs no copy of
-    the weights. After that the weights come from a peer; where every survivor had stepped already, it is committed.
-    Only if the optimizer itself fails half-way on the only worker is nothing left: `snapshot="full"` copies weights
-    and optimizer state before each step for that case. Accumulate gradients within one step: those kept from one step
-    to the next survive a rollback only with `snapshot="full"`.
+    The step may fail anywhere. Where that is cheap, weights and optimizers are copied before each step, and all that it
+    has done is undone. Else it is undone by a rule: before the optimizer has stepped no weight has changed; after that
+    the weights come from a peer, and where every survivor had stepped already, the step is committed. Then only an
+    optimizer that fails half-way on the only worker leaves nothing, and gradients that are kept from one step to the
+    next do not survive a rollback: `snapshot="full"` always copies.
 
     Every rank builds it with the same arguments, on the training thread, and uses it there.
 
@@ -56,7 +67,9 @@ class ModelState(WithCompanions, State):
             set_world, commit, weight).
         extra: your own values: rolled back, sent to newcomers, saved. Plain ones, tensors, and objects with
             state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/state.md.
-        snapshot: "commit" or "full", see above.
+        snapshot: "auto" measures in the first ten steps what a copy costs, and goes on with copies if that is at most
+            3 percent of a step (or 0.1 ms) and a quarter of the memory that is free. "full" always copies, "commit"
+            never.
         on_out_of_sync: after each sync digests are compared; if members differ where they must not, "log" an error or
             "raise" a NonRetryableException on every rank.
         find_unused_parameters: as for DDP; for steps whose backward passes do not reach every parameter (a GAN).
@@ -86,7 +99,7 @@ class ModelState(WithCompanions, State):
         scheduler: Any = None,
         sampler: Any = None,
         extra: dict[str, Any] | None = None,
-        snapshot: str = "commit",
+        snapshot: str = "auto",
         on_out_of_sync: str = "log",
         find_unused_parameters: bool = False,
         logical_shards: int | None = None,
@@ -104,15 +117,19 @@ class ModelState(WithCompanions, State):
         self.replica_comparison: digest.ReplicaComparison | None = None
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
-        copies = self._own.extras.keep_large if snapshot == "commit" else None
-        self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
+        self._optimizers = Optimizers(optimizer, self._keep_large, self._gradients.check_reduced)
+        self._kept_large: CopiedStates | None = None  # of this step, before its first optimizer
         say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
-        self._mode = snapshot
+        self._structure = ModuleStructure(model)
+        self._copier = WeightCopier()
+        self._undo = SNAPSHOT_MODES[snapshot]
+        self._trial = Trial(partial(time_when_done_s, model), partial(free_memory_bytes, model))
         self._watch_weights()
         self._status = StateStatus.INITIAL
-        self._structure = ModuleStructure(model)
+        self._has_strayed = self._has_kept_gradients = False  # in the trial
+        self._copied: weakref.ref[KeptWeights] | None = None  # before this step
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
@@ -161,10 +178,14 @@ class ModelState(WithCompanions, State):
     # --- undoing a step ---------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """What `apply` needs; in the "commit" mode its cost does not depend on the size of the weights."""
-        self._optimizers.begin()
+        """What `apply` needs; where weights are not copied its cost does not depend on their size.
+
+        Copies are valid as long as the snapshot is kept, and their memory is used again after that.
+        """
+        self._optimizers.begin(is_copied_whole=self._undo.copies)
+        self._kept_large = None
         self._gradients.begin_step()
-        return self._capture(self._large() if self._mode == "full" else None)
+        return self._capture(self._copy_large)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
@@ -174,17 +195,13 @@ class ModelState(WithCompanions, State):
             self._random_when_failed = (snapshot.step + 1, generators())
         if self._gradients.has_thawed and snapshot.structure is not None:  # the next group is to average these, too
             snapshot = snapshot._replace(structure=snapshot.structure.without_gradient_flags())
-        if snapshot.full is not None:
-            if snapshot.structure is not None:
-                snapshot.structure.put()  # weights are loaded into the slots that there were
-            self._optimizers.put_members(snapshot.members)
-            self._optimizers.forget_added(snapshot.groups)
-            self._load_weights(unpack(snapshot.full.weights))
-            for parameter, gradient in zip(self.module.parameters(), snapshot.full.gradients, strict=True):
-                parameter.grad = gradient
+        is_untouched = self._optimizers.progress is OptimizerProgress.UNTOUCHED
+        if is_untouched:
+            self._gradients.keep(snapshot.step, self._structure.buffers())
+        if snapshot.large is not None:
+            if not is_untouched:
+                self._gradients.forget()
         else:
-            if self._optimizers.progress is OptimizerProgress.UNTOUCHED:
-                self._gradients.keep(snapshot.step, self._structure.buffers())
             self._judge_weights(snapshot)
             self._optimizers.zero_grad()
             self._optimizers.put_members(snapshot.members)
@@ -196,14 +213,10 @@ class ModelState(WithCompanions, State):
         self._own.count_step()
         self._gradients.commit(self._structure.buffers)
         self._optimizers.commit()
-        if self._mode == "commit" and self._optimizers.has_strayed:
-            self._mode = "full"
-            self._watch_weights()
-            log.warning(
-                "the train step changes weights itself, beside the optimizer: so that a step can be undone, weights "
-                "and optimizer are copied before each one from now on. Say ModelState(..., snapshot='full') to have "
-                "that from the first step on"
-            )
+        if self._undo is not Undo.COPIES:
+            self._choose_undo()
+        elif not self._copier.with_gradients and self._has_changed_gradients():
+            self._copier.with_gradients = True
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
@@ -215,28 +228,95 @@ class ModelState(WithCompanions, State):
             return
         if progress is OptimizerProgress.UNDOABLE:
             self._optimizers.undo()
-            self._own.extras.restore_large()
+            if self._kept_large is not None:
+                self._own.extras.restore_large(self._kept_large)
         elif progress is OptimizerProgress.COMPLETE and was_complete:
             self.commit()
-            self._ahead = self._capture(None).with_flags_of(snapshot)
+            self._ahead = self._capture(lambda: None).with_flags_of(snapshot)
             self._status = StateStatus.UNCOMMITTED
         else:
             self._status = StateStatus.PARTIAL
         self._gradients.forget()
 
+    def _choose_undo(self) -> None:
+        """A step has succeeded: how the next ones are undone."""
+        strays = self._optimizers.has_strayed
+        if self._undo is Undo.RULE:
+            if strays:
+                self._set_undo(Undo.COPIES, _STRAYS)
+            return
+        self._has_strayed |= strays
+        self._has_kept_gradients |= self._has_changed_gradients()
+        choice = self._trial.step_ends()
+        if choice.undo is Undo.RULE:
+            self._leave_trial(choice.why)
+        elif choice.undo is Undo.COPIES:
+            self._set_undo(Undo.COPIES)
+            self._copier.with_gradients = self._has_kept_gradients
+
+    def _has_changed_gradients(self) -> bool:
+        """Whether this step has added to gradients of the step before, as far as is known."""
+        weights = None if self._copied is None else self._copied()
+        return weights is None or weights.have_changed_gradients
+
+    def _leave_trial(self, why: str) -> None:
+        """Copies are dear."""
+        if self._has_strayed:
+            self._set_undo(Undo.COPIES, f"{_STRAYS}; {why}")
+        else:
+            self._set_undo(Undo.RULE)
+            log.info(
+                "weights are not copied before each step (%s): a step that fails is undone as long as only the "
+                "optimizer changes weights. Where the step changes them itself, through .data, say ModelState(..., "
+                "snapshot='full')", why,
+            )  # fmt: skip
+
+    def _set_undo(self, undo: Undo, warning: str = "") -> None:
+        self._undo = undo
+        if warning:
+            log.warning("%s", warning)
+        self._watch_weights()
+
     def _watch_weights(self) -> None:
-        self._optimizers.watch(self.module.parameters() if self._mode == "commit" else ())  # else all can be undone
+        """Where weights are copied, it counts only for gradients that are kept whether something has changed them."""
+        is_needed = self._undo is not Undo.COPIES or self._gradients.are_salvaged
+        watched = self.module.parameters() if is_needed else ()
+        self._optimizers.watch(watched, by_bytes=self._undo is Undo.TRIAL)
 
     @property
     def _trained(self) -> Trained:
         return Trained((), self._optimizers, self._schedulers, self._structure)
 
-    def _large(self) -> Large:
-        gradients = (parameter.grad for parameter in self.module.parameters())
-        return Large(pack(self._weights()).cloned(), tuple(None if one is None else one.clone() for one in gradients))
+    def _copy_large(self) -> Large | None:
+        if self._undo is Undo.RULE:
+            return None
+        parameters = list(chain(self._structure.parameters(), self._optimizers.parameters()))
+        if self._undo is Undo.COPIES:
+            return self._copied_large(parameters)
+        try:
+            needed_bytes = self._copier.needed_bytes(parameters, self._optimizers.objects)
+            no_room = self._trial.why_no_room(needed_bytes + self._own.extras.large_bytes())
+            if no_room is not None:
+                self._leave_trial(no_room)
+                return self._copy_large()
+            self._trial.copy_begins()
+            large = self._copied_large(parameters)
+            self._trial.copy_ends()
+        except Exception as error:  # noqa: BLE001 - a tensor of a class of its own may raise anything
+            self._leave_trial(f"they cannot be copied: {type(error).__name__}: {error}")
+            return None
+        return large
 
-    def _capture(self, full: Large | None) -> Snapshot:
-        return self._own.snapshot(self._trained, full=full, replaced=self._replaced)
+    def _copied_large(self, parameters: list[torch.Tensor]) -> Large:
+        weights = self._copier.copy(parameters, self._optimizers.objects)
+        self._copied = weakref.ref(weights)
+        return Large(weights, self._own.extras.copy_large())
+
+    def _keep_large(self) -> None:
+        self._kept_large = self._own.extras.copy_large()
+
+    def _capture(self, copy_large: Callable[[], Large | None]) -> Snapshot:
+        return self._own.snapshot(self._trained, copy_large=copy_large, replaced=self._replaced)
 
     # --- synchronizing members --------------------------------------------------------------------
 
@@ -396,7 +476,7 @@ class ModelState(WithCompanions, State):
 
     def __getstate__(self) -> dict[str, Any]:
         # a half-made step belongs to this process alone
-        return {**self.__dict__, "_ahead": None, "_random_when_failed": None}
+        return {**self.__dict__, "_ahead": None, "_random_when_failed": None, "_kept_large": None, "_copied": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -66,8 +66,9 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False] | bool:
         self._loop.observer.step_ends()
+        snapshot, self._snapshot = self._snapshot, None  # its memory is free for the next one, once this returns
         if error is None:
-            self.committed = self._loop.commit(self._snapshot)
+            self.committed = self._loop.commit(snapshot)
             if self.is_last:
                 self.stop_training()
             return False
@@ -82,5 +83,5 @@ class Step:
             self._loop.ends_with(error)
             self._loop.observer.step_undone(f"{type(error).__name__}: {error}")
             return False
-        self._loop.undo(error, self._snapshot)
+        self._loop.undo(error, snapshot)
         return True

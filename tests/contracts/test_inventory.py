@@ -20,7 +20,7 @@ from torchelastic.inventory.generators import generators
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.rendezvous.records import StateStatus
 
-MODES = ("commit", "full")
+MODES = ("commit", "full", "auto")
 #: Not undone yet. Each of these fails when it is, so that it is taken from this list.
 HOLES = {
     ("commit", "weights in place"): "weights are not copied in this mode: the rank asks a peer for them",

@@ -109,6 +109,7 @@ def make_state(seed: int, **options: Any) -> torchelastic.ModelState:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     extra = {"ema": AveragedModel(module), "own": seed}
+    options = {"snapshot": "commit", **options}  # with copies of all a step that has failed is always undone
     return torchelastic.ModelState(module, optimizer, scheduler=scheduler, extra=extra, **options)
 
 

@@ -47,7 +47,8 @@ def make_state(as_a: type = dict, make: OptimizerOf = sgd, **options: Any) -> to
     module = Pair()
     first, second = make(module.first.parameters()), make(module.second.parameters())
     optimizers: Any = {"first": first, "second": second} if as_a is dict else as_a([first, second])
-    state = torchelastic.ModelState(module, optimizers, **options)
+    # without copies of all: what several optimizers do is undone by the rule
+    state = torchelastic.ModelState(module, optimizers, **{"snapshot": "commit", **options})
     state.sync()
     return state
 
@@ -170,7 +171,7 @@ def lost_behind_more_steps(passes_before: list[int]) -> tuple[StateStatus, int, 
     """The train step is as long as the one before, and goes on: the peer is lost in a further pass."""
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 2)
-    state = torchelastic.ModelState(module, sgd(module.parameters()))
+    state = torchelastic.ModelState(module, sgd(module.parameters()), snapshot="commit")
     state.sync()
 
     def one_pass() -> None:
@@ -360,7 +361,7 @@ def test_a_sync_that_fails_after_a_step_was_found_to_stand_does_not_bring_its_nu
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_step_that_adds_a_parameter_group_is_undone_or_committed_as_a_whole(has_stepped: bool) -> None:
     module = Pair()
-    state = torchelastic.ModelState(module, sgd(module.first.parameters()))
+    state = torchelastic.ModelState(module, sgd(module.first.parameters()), snapshot="commit")
     state.sync()
     before = state.snapshot()
     state.optimizer.add_param_group({"params": list(module.second.parameters()), "lr": 0.5})
@@ -459,7 +460,7 @@ def first_alone() -> torchelastic.ModelState:
     torch.manual_seed(0)
     module = Pair()
     module.second.requires_grad_(False)
-    state = torchelastic.ModelState(module, sgd(module.first.parameters()))
+    state = torchelastic.ModelState(module, sgd(module.first.parameters()), snapshot="commit")
     state.sync()
     return state
 

@@ -146,11 +146,11 @@ def test_a_full_snapshot_undoes_what_a_failed_backward_pass_has_added_to_the_gra
 def test_a_snapshot_holds_nothing_that_grows_with_the_weights() -> None:
     def size_bytes(width: int) -> int:
         model = torch.nn.Linear(width, width)
-        state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), snapshot="commit")
         snapshot = state.snapshot()
         assert snapshot.structure is not None
         tensors = [snapshot.random.torch_cpu, *snapshot.structure.bytes_of_buffers.tensors]
-        assert snapshot.full is None
+        assert snapshot.large is None
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     assert size_bytes(4) == size_bytes(512)

@@ -54,7 +54,7 @@ PROMISED = {
 PROMISED_PARTS = [
     ("class CoordinatorP2P(", ["c10d_backend:", "init_method:", "max_num_trainers:",
                                "process_group_timeout: int=10000"]),
-    ("class ModelState(", ["*,", "scheduler:", "sampler:", "extra:", "snapshot: str='commit'", "logical_shards:"]),
+    ("class ModelState(", ["*,", "scheduler:", "sampler:", "extra:", "snapshot: str='auto'", "logical_shards:"]),
     ("def train(", ["coordinator:", "train_step:", "state:", "*,", "checkpoint:", "lifetime:", "max_failures:"]),
     ("def steps(", ["coordinator:", "state:"]),
     ("class State(", ["sync(", "snapshot(", "apply(", "save(", "load(", "should_save_checkpoint(self, rank: int)"]),

@@ -35,16 +35,17 @@ class NotCopiedError(Exception):
     """A value is not copied before each step; the message says why, after "it"."""
 
 
-def kept_value(value: Any) -> list[Restore]:
+def kept_value(value: Any, *, is_limited: bool = True) -> list[Restore]:
     """What has to be called, in this order, so that a value is again what it is now.
 
     Args:
         value: of a class in `CHANGEABLE`.
+        is_limited: whether what is large is refused.
 
     Raises:
         NotCopiedError: it is not copied before each step.
     """
-    copier = _Copier()
+    copier = _Copier(is_limited=is_limited)
     copier.copy(value)
     return copier.restores
 
@@ -56,9 +57,10 @@ class _Copier:
         restores: what puts all of it back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_limited: bool) -> None:
         self.restores: list[Restore] = []
         self._seen: set[int] = set()
+        self._is_limited = is_limited
         self._values_left, self._bytes_left = MOST_VALUES, MOST_BYTES
 
     def copy(self, value: Any) -> None:
@@ -90,7 +92,7 @@ class _Copier:
             self._copy_numbers(value)
             return ()
         self._values_left -= len(value)
-        if self._values_left < 0:
+        if self._values_left < 0 and self._is_limited:
             raise NotCopiedError(_IS_TOO_LARGE)
         return inside
 
@@ -105,7 +107,7 @@ class _Copier:
         if not is_array and (value.layout is not torch.strided or value.is_nested or value.is_quantized):
             raise NotCopiedError("is a tensor of a kind that is not copied")
         self._bytes_left -= value.nbytes
-        if value.nbytes > SMALL_BYTES or self._bytes_left < 0:
+        if (value.nbytes > SMALL_BYTES or self._bytes_left < 0) and self._is_limited:
             raise NotCopiedError(_IS_TOO_LARGE)
         if is_array:
             before = value.copy()

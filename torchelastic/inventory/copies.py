@@ -1,4 +1,4 @@
-"""TensorCopies of tensors in memory that is used again, once nobody holds the copies that are in it any more."""
+"""Copies of tensors in memory that is used again, once nobody holds the copies that are in it any more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchelastic.torch_internals.tensors import copy_each
 
 
 class TensorCopies:
-    """TensorCopies of some tensors, in their order; valid as long as this object is kept."""
+    """Copies of some tensors, in their order; valid as long as this object is kept."""
 
     __slots__ = ("__weakref__", "tensors")
 
@@ -32,13 +32,20 @@ class _Memory:
         return self._holder is None or self._holder() is None
 
     def take(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Copy these into it; False: they are others, or there is no quick way to copy them."""
+        """Copy these into it; False: they are others, or cannot be copied so."""
         if self._kinds is None or _kinds(sources) != self._kinds:
             return False
         try:
-            return copy_each(self.tensors, sources)
-        except (RuntimeError, NotImplementedError):  # a type without such a kernel is among them
+            if copy_each(self.tensors, sources):
+                return True
+        except (RuntimeError, NotImplementedError):  # a type without such a kernel is among them, or a DTensor
+            pass
+        try:
+            for place, source in zip(self.tensors, sources, strict=True):
+                place.copy_(source)
+        except (RuntimeError, NotImplementedError):
             return False
+        return True
 
     def hold(self) -> TensorCopies:
         copies = TensorCopies(self.tensors)
@@ -54,7 +61,7 @@ class CopyMemory:
 
     @torch.no_grad()
     def of(self, sources: Sequence[torch.Tensor]) -> TensorCopies:
-        """TensorCopies of these, with their shapes and types."""
+        """Copies of these, with their shapes and types."""
         if not sources:
             return TensorCopies([])
         free = next((memory for memory in self._all if memory.is_free), None)

@@ -109,6 +109,7 @@ class ModuleStructure:
         self._parameters: list[dict[str, Any]] = []
         self._buffers: list[dict[str, Any]] = []
         self._loose: list[torch.Tensor] = []  # buffers of modules that have no slots
+        self._loose_parameters: list[torch.Tensor] = []  # and parameters of such
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._others: list[tuple[dict[str, Any], str, str]] = []
         self._is_whole = False
@@ -142,6 +143,11 @@ class ModuleStructure:
         slotted = [buffer for slots in self._buffers for buffer in slots.values() if buffer is not None]
         return slotted + self._loose
 
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that are there, once for each slot, as of the last copy's modules."""
+        slotted = [one for slots in self._parameters for one in slots.values() if one is not None]
+        return slotted + self._loose_parameters
+
     def _is_bound(self) -> bool:
         return (
             self._is_whole
@@ -157,6 +163,7 @@ class ModuleStructure:
             values, slots = vars(module), slots_of(module)
             if slots is None:
                 self._loose += module.buffers(recurse=False)
+                self._loose_parameters += module.parameters(recurse=False)
                 continue
             if any(one is not None and is_lazy(one) for one in (*slots.parameters.values(), *slots.buffers.values())):
                 self._is_whole = False

@@ -12,10 +12,10 @@ import torch
 from torchelastic.data.shares import RankBatches
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import KeptStructure, ModuleStructure
-from torchelastic.model.extras import Copied, Extras
+from torchelastic.inventory.weights import KeptWeights
+from torchelastic.model.extras import Copied, CopiedStates, Extras
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
 from torchelastic.model.optimizers import Optimizers, Settings
-from torchelastic.model.transfer import Packed
 from torchelastic.model.world_change import WorldChange, WorldWatch
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ class Trained(NamedTuple):
 
 
 class Large(NamedTuple):
-    """What else undoes a step where whole snapshots are taken: the weights, and the gradient of each parameter."""
+    """What else undoes a step where weights are copied before it: these, and the states of large objects of `extra`."""
 
-    weights: Packed
-    gradients: tuple[torch.Tensor | None, ...]
+    weights: KeptWeights
+    states: CopiedStates
 
 
 class Snapshot(NamedTuple):
-    """What undoes a step. Its size does not grow with the weights, except for `full`."""
+    """What undoes a step. Its size does not grow with the weights, except for `large`."""
 
     step: int
     epoch: int
@@ -58,8 +58,8 @@ class Snapshot(NamedTuple):
     scheduler: Any
     sampler: Any
     extra: Copied
-    full: Large | None
     replaced: int
+    large: Large | None
 
     def with_flags_of(self, earlier: Snapshot) -> Snapshot:
         """See `KeptStructure.with_flags_of`."""
@@ -128,8 +128,10 @@ class Companions:
 
     # --- undoing a step -------------------------------------------------------------------------------------------
 
-    def snapshot(self, trained: Trained | None, *, full: Large | None = None, replaced: int = 0) -> Snapshot:
-        """What undoes a step, but for large tensors: those are in `full`, or undone otherwise."""
+    def snapshot(
+        self, trained: Trained | None, *, copy_large: Callable[[], Large | None] = lambda: None, replaced: int = 0
+    ) -> Snapshot:
+        """What undoes a step, but for large tensors: `copy_large` copies those, or they are undone otherwise."""
         return Snapshot(
             step=self.step,
             epoch=self.epoch,
@@ -140,19 +142,28 @@ class Companions:
             groups=() if trained is None else trained.optimizers.settings(),
             scheduler=None if trained is None else copied(trained.schedulers.state_dict()),
             sampler=copied(self.sampler_state()),
-            extra=self.extras.capture(everything=full is not None),
-            full=full,
+            extra=self.extras.capture(),
             replaced=replaced,
+            large=copy_large(),
         )
 
     def restore(self, snapshot: Snapshot, trained: Trained | None) -> None:
         """The inverse."""
         self.step, self.epoch = snapshot.step, snapshot.epoch
         snapshot.random.put()
+        large = snapshot.large
         if snapshot.structure is not None:
             snapshot.structure.put()
             if trained is not None:
                 trained.optimizers.put_members(snapshot.members)
+        if trained is not None and large is not None:
+            trained.optimizers.forget_added(snapshot.groups)
+        if large is not None and not large.weights.put():
+            log.error(
+                "step %d: gradients that were kept from the step before were changed in place by this one, for the "
+                "first time in this run, and are dropped: give ModelState snapshot='full' where gradients are "
+                "accumulated over several steps", snapshot.step + 1,
+            )  # fmt: skip
         if trained is not None:
             with torch.no_grad():
                 for buffer, value in zip(trained.buffers, snapshot.buffers, strict=True):
@@ -162,6 +173,8 @@ class Companions:
         if self.sampler is not None:
             self.sampler.load_state_dict(copied(snapshot.sampler))
         self.extras.restore(snapshot.extra)
+        if large is not None:
+            self.extras.restore_large(large.states)
 
     # --- for other ranks, and for later ---------------------------------------------------------------------------
 

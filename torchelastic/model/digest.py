@@ -90,7 +90,7 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
         return ReplicaComparison(thorough, {}, {})
     leaves = {part: list(leaves_of(parts.get(part))) for part in PARTS}
     tensors = sum(isinstance(leaf, torch.Tensor) for part in leaves.values() for _, leaf in part)
-    piece_bytes = None if thorough else max(PIECE_BYTES, SAMPLE_BYTES // max(tensors, 1))
+    piece_bytes = None if thorough else _bytes_of_each(tensors)
     mine = [value for part in PARTS for value in (len(leaves[part]), digest(leaves[part], piece_bytes))]
     gathered = _gather(mine, world_size, device)
     differing: dict[str, tuple[int, ...]] = {}
@@ -104,6 +104,15 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
         if part not in OWN and len({size for size, _ in of_ranks}) == 1:
             names[part] = _differing_names(leaves[part], piece_bytes, world_size, device)
     return ReplicaComparison(thorough, differing, names)
+
+
+def sample_digest(tensors: Sequence[torch.Tensor]) -> int:
+    """A `digest` of a sample of these, of at most SAMPLE_BYTES."""
+    return digest([("", tensor) for tensor in tensors], _bytes_of_each(len(tensors)))
+
+
+def _bytes_of_each(tensors: int) -> int:
+    return max(PIECE_BYTES, SAMPLE_BYTES // max(tensors, 1))
 
 
 def _differing_names(

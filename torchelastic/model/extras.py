@@ -19,10 +19,11 @@ import torch
 
 from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.inventory.attributes import SMALL_BYTES, attributes_of
+from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.model.one_or_many import is_stateful
 from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
-from torchelastic.torch_internals.tensors import tree_map_only
+from torchelastic.torch_internals.tensors import tree_flatten, tree_map_only, tree_unflatten
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,13 @@ class Copied(NamedTuple):
     attributes: tuple[Callable[[], object], ...] = ()
 
 
+class CopiedStates(NamedTuple):
+    """The states of large objects, by name, in memory that is theirs as long as this is kept."""
+
+    states: dict[str, Any]
+    memory: tuple[TensorCopies, ...]
+
+
 class Extras:
     """The values of `ModelState.extra`, plain ones and objects with a state of their own.
 
@@ -63,7 +71,7 @@ class Extras:
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
         self._large: set[int] = set()
-        self._kept: dict[str, Any] = {}
+        self._memories: dict[str, CopyMemory] = {}
         self._structures: dict[int, ModuleStructure] = {}
         self._has_told: set[int] = set()
 
@@ -88,24 +96,20 @@ class Extras:
 
     # --- undoing a step ---------------------------------------------------------------------------
 
-    def capture(self, *, everything: bool = False) -> Copied:
-        """Copy what undoes a step.
-
-        Args:
-            everything: the states of large objects too.
-        """
+    def capture(self) -> Copied:
+        """Copy what undoes a step, but for the states of large objects."""
         if not self.values:
             return Copied({}, {}, {}, ())
         objects = self.objects()
         states, attributes = {}, []
         for name, value in objects.items():
-            if not everything and id(value) in self._large:
+            if id(value) in self._large:
                 continue
             state = value.state_dict()
             if isinstance(state, Mapping) and not state:
                 attributes += self._structure_of(name, value)
                 continue
-            if not everything and tensor_bytes(state) > SMALL_BYTES:
+            if tensor_bytes(state) > SMALL_BYTES:
                 self._large.add(id(value))  # it was empty when the group formed, and has grown
                 continue
             states[name] = copy.deepcopy(state)
@@ -135,19 +139,30 @@ class Extras:
         for restore in copied.attributes:
             restore()
 
-    def keep_large(self) -> None:
-        """Copy the large states: an optimizer is going to step, and another one later in the same train step."""
-        objects = self.objects()
-        self._kept = {
-            name: copied_into(value.state_dict(), self._kept.get(name))
-            for name, value in objects.items()
-            if id(value) in self._large
-        }
+    def copy_large(self) -> CopiedStates:
+        """Copy the states of large objects, into memory of earlier copies that nobody holds any more."""
+        states, memory = {}, []
+        for name, value in self.objects().items() if self._large else ():
+            if id(value) in self._large:
+                leaves, form = tree_flatten(value.state_dict())
+                copies = self._memories.setdefault(name, CopyMemory()).of(
+                    [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                )
+                tensors = iter(copies.tensors)
+                copied = [next(tensors) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf) for leaf in leaves]
+                states[name] = tree_unflatten(copied, form)
+                memory.append(copies)
+        return CopiedStates(states, tuple(memory))
 
-    def restore_large(self) -> None:
-        """Undo what has happened to the large states since `keep_large`."""
+    def large_bytes(self) -> int:
+        """How much memory a copy of the large states takes."""
+        large = (value for value in self.objects().values() if id(value) in self._large) if self._large else ()
+        return sum(tensor_bytes(value.state_dict()) for value in large)
+
+    def restore_large(self, copied: CopiedStates) -> None:
+        """Undo what has happened to the large states since they were copied."""
         objects = self.objects()
-        for name, state in self._kept.items():
+        for name, state in copied.states.items():
             _load(objects[name], copy.deepcopy(state))
 
     # --- as part of a state -----------------------------------------------------------------------
@@ -249,14 +264,3 @@ def _load(value: Any, state: Any) -> None:
         forget_unfinished_step(value)
         # its scale is made by the first loss; a rank that has no logical shard of its first batch steps without one
         value.scale(torch.zeros((), device=device_of_scaler(value)))
-
-
-def copied_into(tree: Any, earlier: Any) -> Any:
-    """A copy of a state, in the tensors of an earlier copy where they fit."""
-    if isinstance(tree, torch.Tensor):
-        fits = isinstance(earlier, torch.Tensor) and (earlier.shape, earlier.dtype) == (tree.shape, tree.dtype)
-        return earlier.copy_(tree.detach()) if fits and earlier is not tree else tree.detach().clone()
-    if isinstance(tree, Mapping):
-        parts = earlier if isinstance(earlier, Mapping) else {}
-        return {key: copied_into(value, parts.get(key)) for key, value in tree.items()}
-    return copy.deepcopy(tree)

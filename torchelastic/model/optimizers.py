@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
-from torchelastic.model.extras import copied_into
+from torchelastic.inventory.weights import KeptWeights, WeightCopier
+from torchelastic.model.digest import sample_digest
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.torch_internals.tensors import version_of
 
@@ -70,14 +71,6 @@ class StepCounts:
         return any(count < usual for count, usual in zip(following, self.usual, strict=True))
 
 
-@dataclass
-class _UndoCopy:
-    """What one optimizer changes, as it was; tensors are reused from step to step."""
-
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
-
-
 def say_if_strange(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
     """Warn of parameters that are not the model's: nobody averages them, sends them to a newcomer or saves them."""
     own = {id(parameter) for parameter in model.parameters()}
@@ -98,7 +91,7 @@ class Optimizers:
     Args:
         given: one `torch.optim.Optimizer`, or a list, a tuple or a dict of them.
         copy_others: called before the first step that is copied; copies what else the user's code may change between
-            two optimizers. None: nothing is ever copied, because whole snapshots are taken.
+            two optimizers.
         before_step: called before each step, or when its closure has computed gradients, with whether it is the train
             step's first: what it raises fails that.
 
@@ -107,7 +100,7 @@ class Optimizers:
     """
 
     def __init__(
-        self, given: Any, copy_others: Callable[[], None] | None, before_step: Callable[[bool], None] | None = None
+        self, given: Any, copy_others: Callable[[], None], before_step: Callable[[bool], None] | None = None
     ) -> None:
         self._all = OneOrMany("optimizer", given)
         self.objects: Sequence[torch.optim.Optimizer] = self._all.objects
@@ -115,16 +108,23 @@ class Optimizers:
         self._copy_others, self._before_step = copy_others, before_step
         size = len(self.objects)
         self._begun, self._done, self._usual = [0] * size, [0] * size, [0] * size
-        self._kept: dict[int, _UndoCopy] = {}
-        self._copied: set[int] = set()
-        self._is_uncovered = self._has_more = self._has_strayed = False
+        self._copiers = [WeightCopier() for _ in self.objects]
+        self._kept: dict[int, KeptWeights] = {}
+        self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = False
         self._watched: list[torch.Tensor] = []
         self._in_own_memory: list[torch.Tensor] = []
         self._marks: list[int] = []
+        self._looks_at_bytes = False
         self._watch()
 
-    def watch(self, weights: Iterable[torch.Tensor]) -> None:
-        """See from now on whether something else changes these."""
+    def watch(self, weights: Iterable[torch.Tensor], *, by_bytes: bool = False) -> None:
+        """See from now on whether something else changes these.
+
+        Args:
+            weights: none: nothing is watched.
+            by_bytes: look at a sample of their bytes, too, which shows changes through `.data`; takes milliseconds.
+        """
+        self._looks_at_bytes = by_bytes
         self._watched = [weight for weight in weights if not (is_lazy(weight) or weight.is_inference())]
         # a DTensor's is another one from the first forward pass of FSDP2 on
         self._in_own_memory = [weight for weight in self._watched if not hasattr(weight, "device_mesh")]
@@ -132,11 +132,16 @@ class Optimizers:
 
     # --- a train step -----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A train step begins."""
+    def begin(self, *, is_copied_whole: bool = False) -> None:
+        """A train step begins.
+
+        Args:
+            is_copied_whole: whoever calls this copies all that the step can change, so nothing needs to be copied here.
+        """
         size = len(self.objects)
         self._begun, self._done = [0] * size, [0] * size
-        self._copied = set()
+        self._kept = {}
+        self._is_copied_whole = is_copied_whole
         self._is_uncovered = self._has_more = self._has_strayed = False
         self._marks = self._marked()
 
@@ -178,8 +183,8 @@ class Optimizers:
     def undo(self) -> None:
         """Put back what was copied; only in the state UNDOABLE."""
         assert self.progress is OptimizerProgress.UNDOABLE
-        for number in self._copied:
-            _put_back(self.objects[number], self._kept[number])
+        for kept in self._kept.values():
+            kept.put()
         self.begin()
 
     def zero_grad(self) -> None:
@@ -220,6 +225,10 @@ class Optimizers:
                 del optimizer.param_groups[len(groups) :]
             for group, values in zip(optimizer.param_groups, groups, strict=not undoes):
                 group.update(_settings(values))
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all groups of all optimizers."""
+        return [parameter for one in self.objects for parameter in _parameters(one)]
 
     def members(self) -> tuple[tuple[list[Any], ...], ...]:
         """The parameters of each group of each optimizer."""
@@ -301,12 +310,12 @@ class Optimizers:
         return (optimizer, evaluated, *rest), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _copy(self, number: int, *, anyway: bool) -> None:
-        if number not in self._copied:
-            if self._copy_others is not None and (anyway or self.counts.more_to_come(number)):
-                if not self._copied:
+        if number not in self._kept and not self._is_copied_whole:
+            if anyway or self.counts.more_to_come(number):
+                if not self._kept:
                     self._copy_others()
-                _copy_into(self.objects[number], self._kept.setdefault(number, _UndoCopy()))
-                self._copied.add(number)
+                one = self.objects[number]
+                self._kept[number] = self._copiers[number].copy(_parameters(one), [one], leaves_gradients=True)
             else:
                 self._is_uncovered = True
 
@@ -316,10 +325,13 @@ class Optimizers:
 
     def _marked(self) -> list[int]:
         """What is another where a weight was changed in place, except through its `.data`, or has other memory."""
-        return [version_of(weight) for weight in self._watched] + [weight.data_ptr() for weight in self._in_own_memory]
+        marks = [version_of(weight) for weight in self._watched] + [weight.data_ptr() for weight in self._in_own_memory]
+        if self._looks_at_bytes:
+            marks.append(sample_digest(self._in_own_memory))
+        return marks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}, "_copied": set()}
+        return {**self.__dict__, "_kept": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -359,24 +371,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@torch.no_grad()
-def _copy_into(optimizer: torch.optim.Optimizer, kept: _UndoCopy) -> None:
-    present = _parameters(optimizer)
-    if len(kept.parameters) != len(present):
-        kept.parameters = [torch.empty_like(parameter) for parameter in present]
-    for copied, parameter in zip(kept.parameters, present, strict=True):
-        copied.copy_(parameter)
-    before, kept.state = kept.state, {}
-    for parameter, values in optimizer.state.items():
-        kept.state[parameter] = copied_into(values, before.get(parameter))
-
-
-@torch.no_grad()
-def _put_back(optimizer: torch.optim.Optimizer, kept: _UndoCopy) -> None:
-    for copied, parameter in zip(kept.parameters, _parameters(optimizer), strict=True):
-        parameter.copy_(copied)
-    state = {key: copied_into(values, optimizer.state.get(key)) for key, values in kept.state.items()}
-    optimizer.state.clear()
-    optimizer.state.update(state)

@@ -134,6 +134,11 @@ class StepGradients:
         self._source.begin_step()
 
     @property
+    def are_salvaged(self) -> bool:
+        """Whether what a failed step has computed may count in the next attempt."""
+        return self._mode != "discard"
+
+    @property
     def have_gone_on(self) -> bool:
         """Whether more of them were reduced since an optimizer last began in this step."""
         return isinstance(self._source, Reduction) and self._source.has_gone_on
