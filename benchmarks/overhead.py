@@ -1,6 +1,7 @@
 """What the train loop costs per step over bare DDP with a DataLoader: microseconds, and percent of the step.
 
-    python -m benchmarks.overhead [--pairs 20] [--workers 1,2] [--variants plain,discard,drop,shards] [--steps-ms 1,20]
+    python -m benchmarks.overhead [--pairs 20] [--workers 1,2] [--variants plain,discard,drop,shards,layers]
+        [--steps-ms 1,20] [--snapshots auto,commit,full] [--hidden 64]
 
 Blocks of both loops follow each other in the same processes, so that a noisy machine hits both alike; each pair of
 blocks is one run. A step computes a small perceptron (4,225 parameters) and sleeps so that the bare one takes about
@@ -13,13 +14,16 @@ blocks is one run. A step computes a small perceptron (4,225 parameters) and sle
 Variants: `plain` has no sampler on either side; `discard` and `drop` are `ModelState(salvage=..)` with an
 `ElasticLoader`, beside a plain DataLoader; `shards` has `logical_shards=8`, which is another computation: eight forward
 and backward passes over all workers, and an exchange of their gradients' partial sums. Its price is not judged:
-`received_bytes` is what a worker receives in a step beside bare DDP's all-reduce, `ratio` the time.
+`received_bytes` is what a worker receives in a step beside bare DDP's all-reduce, `ratio` the time. `layers` is `plain`
+with a model of 75 linear and 75 BatchNorm layers of 16 features: 300 parameters and 225 buffers, so that each cost per
+tensor shows. `--snapshots` are `ModelState`'s: how weights are undone.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import statistics
@@ -34,6 +38,7 @@ from benchmarks.environment import print_result, summary
 from torchelastic.rendezvous.server import EtcdServer
 
 VARIANTS = ("plain", "discard", "drop", "shards")
+LAYERS, FEATURES = 75, 16
 LOGICAL_SHARDS = 8
 SAMPLES_PER_WORKER = 32
 DATASET = 4096
@@ -47,6 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="runs")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--snapshots", default="auto")
     parser.add_argument("--steps-ms", default="1,20", help="0: no sleep")
     parser.add_argument("--hidden", type=int, default=64, help="width of the model")
     parser.add_argument("--worker", metavar="URL", help="internal: be one worker of this run")
@@ -56,17 +62,20 @@ def main() -> None:
         return
     with EtcdServer() as etcd:
         for world_size in map(int, options.workers.split(",")):
-            for variant in options.variants.split(","):
-                for result in run_workers(etcd.endpoint, world_size, variant, options):
-                    print_result("overhead", workers=world_size, variant=variant, **result, targets=TARGETS)
+            for variant, snapshot in itertools.product(options.variants.split(","), options.snapshots.split(",")):
+                for result in run_workers(etcd.endpoint, world_size, variant, snapshot, options):
+                    about = {"workers": world_size, "variant": variant, "snapshot": snapshot}
+                    print_result("overhead", **about, **result, targets=TARGETS)
 
 
-def run_workers(endpoint: str, world_size: int, variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_workers(
+    endpoint: str, world_size: int, variant: str, snapshot: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One job; for each step length the figures of the slowest worker of each run."""
     url = f"etcd://{endpoint}/{uuid.uuid4().hex}?min_workers={world_size}&max_workers={world_size}"
     command = [sys.executable, "-m", "benchmarks.overhead", "--worker", url, "--variants", variant]
     command += ["--pairs", str(options.pairs), "--steps-ms", options.steps_ms, "--hidden", str(options.hidden)]
-    command += ["--workers", str(world_size)]
+    command += ["--workers", str(world_size), "--snapshots", snapshot]
     environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(world_size)]
     answers: list[list[dict[str, Any]]] = []
@@ -97,14 +106,14 @@ class _Worker:
         self.options, self.variant = options, options.variants
         self.world_size = int(options.workers)
         torch.manual_seed(0)
-        width = options.hidden
-        model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+        model = _layers() if self.variant == "layers" else _perceptron(options.hidden)
         self.model, self.bare_model = model, copy.deepcopy(model)  # `ModelState` hangs hooks on what it is given
         self.optimizer, self.bare_optimizer = (
             torch.optim.SGD(one.parameters(), lr=1e-4, momentum=0.9) for one in (self.model, self.bare_model)
         )
         self.data = TensorDataset(torch.randn(DATASET, 64), torch.randn(DATASET, 1))
         self.batch = self.data[:SAMPLES_PER_WORKER]
+        self.has_sampler = self.variant not in ("plain", "layers")
         self.bare: Any = None  # the bare model, wrapped
         self.plain_batches = self._plain_batches()
         self.sleep_s = 0.0
@@ -146,7 +155,7 @@ class _Worker:
     def _plain_batches(self) -> Iterator[Any]:
         from torch.utils.data import DataLoader
 
-        if self.variant == "plain":
+        if not self.has_sampler:
             while True:
                 yield self.batch
         while True:
@@ -167,10 +176,10 @@ class _Worker:
         from torchelastic.data import ElasticBatchSampler, ElasticLoader
         from torchelastic.p2p import CoordinatorP2P
 
-        has_sampler = self.variant != "plain"
         sampler = ElasticBatchSampler(DATASET, SAMPLES_PER_WORKER * self.world_size, epochs=10**6)
         state = torchelastic.ModelState(
-            self.model, self.optimizer, sampler=sampler if has_sampler else None,
+            self.model, self.optimizer, sampler=sampler if self.has_sampler else None,
+            snapshot=self.options.snapshots,
             salvage="drop" if self.variant == "drop" else "discard",
             logical_shards=LOGICAL_SHARDS if self.variant == "shards" else None,
         )  # fmt: skip
@@ -180,7 +189,7 @@ class _Worker:
             if self.variant == "shards":
                 batches = state.shards(loader)
             else:
-                batches = (next(loader) if has_sampler else self.batch,)
+                batches = (next(loader) if self.has_sampler else self.batch,)
             self.compute(state.model, self.optimizer, batches)
 
         schedule = self._schedule()
@@ -260,6 +269,19 @@ class _Worker:
             step()
         finally:
             vars(dist).update(all_gather=gather, all_gather_into_tensor=gather_into)
+
+
+def _perceptron(width: int) -> Any:
+    from torch.nn import Linear, ReLU, Sequential
+
+    return Sequential(Linear(64, width), ReLU(), Linear(width, 1))
+
+
+def _layers() -> Any:
+    from torch.nn import BatchNorm1d, Linear, Sequential
+
+    layers = [layer for _ in range(LAYERS) for layer in (Linear(FEATURES, FEATURES), BatchNorm1d(FEATURES))]
+    return Sequential(Linear(64, FEATURES), *layers, Linear(FEATURES, 1))
 
 
 def _pair(bare_s: list[float], elastic_s: list[float], loop_s: list[float]) -> dict[str, float]:
