@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import Generators, generators
@@ -29,7 +30,7 @@ from torchelastic.model.weight_undo import Trial, Undo, free_memory_bytes, time_
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
-from torchelastic.state import State
+from torchelastic.state import ReplicaDigests, State
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +347,7 @@ class ModelState(WithCompanions, State):
         was_moved = self._synchronize(all_progress, rank, device)
         self._status = StateStatus.COMPLETE
         self._ahead = self._random_when_failed = None
-        self._compare(world_size, device, thorough=was_moved)
+        self._compare(world_size, device, thorough=was_moved, when="after the sync")
         self._own.extras.measure()
         self._watch_weights()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
@@ -402,15 +403,30 @@ class ModelState(WithCompanions, State):
         log.warning("step %d: every survivor had completed it when it failed, so it is committed", self._ahead.step)
         self._own.restore(self._ahead, self._trained)
 
-    def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
+    def _compare(self, world_size: int, device: torch.device, *, thorough: bool, when: str) -> None:
         """Whether all really are in sync now; a sample is enough where nothing was sent."""
         self.replica_comparison = digest.compare(self._parts(), world_size=world_size, device=device, thorough=thorough)
         publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
         if self.replica_comparison.is_in_sync:
             return
-        log.error("step %d, after the sync: %s", self.step, self.replica_comparison)
+        log.error("step %d, %s: %s", self.step, when, self.replica_comparison)
         if self._on_out_of_sync == "raise":
-            raise NonRetryableException(f"step {self.step}, after the sync: {self.replica_comparison}")
+            raise NonRetryableException(f"step {self.step}, {when}: {self.replica_comparison}")
+
+    def begin_replica_comparison(self) -> Callable[[], ReplicaDigests] | None:
+        """Of the weights, which part wherever anything else has parted. See `State`."""
+        if self.replica_comparison is not None and not self.replica_comparison.is_in_sync:
+            return None  # that was said
+        weights = [("", parameter) for parameter in self.module.parameters() if not is_lazy(parameter)]
+        of_weights = digest.begun_digest(weights, digest.PIECE_BYTES)
+        of_random = generators().torch_digest()
+        return lambda: ReplicaDigests(of_weights() >> 2, of_random)
+
+    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
+        """See `State`. Raises NonRetryableException: they have parted, and `on_out_of_sync` is "raise"."""
+        self._draws_alike = draw_alike
+        if not are_equal:
+            self._compare(dist.get_world_size(), message_device(), thorough=True, when="ranks have parted since the sync")
 
     def _parts(self) -> dict[str, Any]:
         return {

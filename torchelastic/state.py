@@ -6,13 +6,25 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchelastic.errors import NonRetryableException
 from torchelastic.rendezvous.records import StateStatus
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.engine.read_rules import StoredParts
+
+
+class ReplicaDigests(NamedTuple):
+    """Numbers of at most 62 bits that stand for a state; equal where the states are equal.
+
+    Attributes:
+        state: of what has to be equal on all ranks.
+        random: of this rank's random numbers.
+    """
+
+    state: int
+    random: int
 
 
 class State(ABC):
@@ -55,6 +67,22 @@ class State(ABC):
 
         Args:
             leaving: whether a rank is known here to leave the run; another one may know it earlier.
+        """
+
+    def begin_replica_comparison(self) -> Callable[[], ReplicaDigests] | None:
+        """Begin to compute digests of this state; every rank, after the same committed step, now and then.
+
+        Returns:
+            What waits for them, some steps later, when a GPU has had the time. None, the default: nothing is compared.
+        """
+        return None
+
+    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:  # noqa: B027 - as above
+        """Called when all digests are known; on every rank after the same committed step, inside the group.
+
+        Args:
+            are_equal: whether the digests of the states are.
+            draw_alike: whether those of the random numbers are.
         """
 
     def capture_snapshot(self) -> Any:

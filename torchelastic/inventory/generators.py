@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ class Generators(NamedTuple):
     torch_cuda: tuple[torch.Tensor, ...]
     python: Any
     numpy: Any
+
+    def torch_digest(self) -> int:
+        """62 bits that stand for torch's, of the CPU and of the GPU that is used here."""
+        of_gpu = self.torch_cuda[torch.cuda.current_device()].numpy().tobytes() if self.torch_cuda else b""
+        content = self.torch_cpu.numpy().tobytes() + of_gpu
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 2
 
     def put(self) -> None:
         """They draw the same numbers again."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
@@ -155,7 +156,6 @@ def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-@torch.no_grad()
 def digest(leaves: Leaves, sample_bytes: int | None = None) -> int:
     """A 64-bit number for tensors and plain values with their names.
 
@@ -163,6 +163,12 @@ def digest(leaves: Leaves, sample_bytes: int | None = None) -> int:
         leaves: see `leaves_of`. Other things than tensors and plain values count by their type alone.
         sample_bytes: read at most about so much of each tensor; None: all.
     """
+    return begun_digest(leaves, sample_bytes)()
+
+
+@torch.no_grad()
+def begun_digest(leaves: Leaves, sample_bytes: int | None = None) -> Callable[[], int]:
+    """As `digest`; what is returned waits for a GPU, which computes meanwhile."""
     outline = hashlib.blake2b(digest_size=8)
     sums: list[torch.Tensor] = []
     small: list[torch.Tensor] = []
@@ -183,10 +189,13 @@ def digest(leaves: Leaves, sample_bytes: int | None = None) -> int:
         small_bytes += flat.numel()
     if small:
         sums.append(_weighted_sum(torch.cat(small)))
-    total = int.from_bytes(outline.digest(), "little")
-    for number, value in enumerate(_to_host(sums)):
-        total += (2 * number + 1) * _FACTOR * value
-    return total & _MASK
+    of_names = int.from_bytes(outline.digest(), "little")
+
+    def finished() -> int:
+        factors = ((2 * number + 1) * _FACTOR for number in range(len(sums)))
+        return (of_names + sum(map(mul, factors, _to_host(sums)))) & _MASK
+
+    return finished
 
 
 def _outline(name: str, leaf: Any) -> bytes:

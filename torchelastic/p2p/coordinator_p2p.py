@@ -282,7 +282,7 @@ class CoordinatorP2P(Coordinator):
         return self.rendezvous.somebody_leaves()
 
     @profile(group="torchelastic")
-    def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - part of the contract
+    def should_rendezvous(self, state: State) -> bool:
         """Whether all members leave now, after a committed step: a newcomer waits, a member leaves, or one is lost."""
         if self._is_broken.is_set():
             return True
@@ -291,7 +291,7 @@ class CoordinatorP2P(Coordinator):
             return True
         makes_room = self.world_size < self.max_num_trainers and self.rendezvous.num_nodes_waiting() > 0
         try:
-            return self._agreement.leave(makes_room or self.rendezvous.somebody_leaves())
+            return self._agreement.leave(makes_room or self.rendezvous.somebody_leaves(), state)
         except RuntimeError as error:
             # the step is committed: a peer that is lost now costs a new group, and nothing is undone
             log.info("a peer was lost after the step: %s", error)
