@@ -14,6 +14,16 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.inventory.module_values import (
+    attributes_of,
+    buffers_of,
+    changed_attributes,
+    differing_attributes,
+    flags_of,
+    put_buffers,
+    put_flags,
+)
+from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
@@ -26,6 +36,7 @@ from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
 from torchelastic.state import State
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +125,7 @@ class ModelState(WithCompanions, State):
         self._status = StateStatus.INITIAL
         self._structure = ModuleStructure(model)
         self._replaced = 0  # times that this process's state was replaced by another whole one
+        self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
@@ -255,6 +267,8 @@ class ModelState(WithCompanions, State):
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
+        if self._built_with is None:
+            self._built_with = attributes_of(self.module)
         all_progress, offers = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
@@ -284,14 +298,12 @@ class ModelState(WithCompanions, State):
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
         move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
         if stale:
-            tree = {**self.state_dict(), "flags": module_state.flags(self.module)} if rank == source else None
+            tree = self._sent() if rank == source else None
             received = move(tree, stale=stale)
             if fresh and tree is not None:
                 unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
-                # random numbers are each rank's own: a newcomer that copied them would augment like its source
-                self.load_state_dict(received, with_random=False)
-                module_state.put_flags(self.module, received["flags"])  # the source may have changed them in the run
+                self._receive(received, source)
                 if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
                     self._random_when_failed[1].put()  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
@@ -299,6 +311,41 @@ class ModelState(WithCompanions, State):
             self._own.synchronize(self._trained, equals, move)
             self._replaced += 1  # not before: if a peer is lost until here, all this comes again
         return bool(stale)
+
+    def _sent(self) -> dict[str, Any]:
+        """What a rank gets that lacks the state: as `state_dict`, by names, and what is in no state_dict besides."""
+        return {
+            **self._own.state_dict(self._trained),
+            "module": module_state.state_of(self.module),
+            "buffers": buffers_of(self.module),
+            "flags": flags_of(self.module),
+            "attributes": changed_attributes(self.module, self._built_with or {}),
+            "optimizer": self._optimizers.named_state(named_parameters(self.module)),
+        }
+
+    def _receive(self, tree: dict[str, Any], source: int) -> None:
+        """The inverse of `_sent`, on a rank that lacks the state; random numbers are each rank's own."""
+        own = module_state.state_of(self.module)
+        keeps_types = _types(own) == _types(tree["module"])
+        put_buffers(self.module, tree["buffers"], stored=tree["module"].keys(), own=own.keys())
+        module_state.load_into(self.module, tree["module"])
+        put_flags(self.module, tree["flags"])  # the source may have changed them in the run
+        self._optimizers.load_named_state(
+            tree["optimizer"],
+            named_parameters(self.module),
+            keeps_types=keeps_types,
+            may_lose=self._status is not StateStatus.INITIAL,
+        )
+        # a newcomer that copied random numbers would augment like its source
+        self._own.load_state_dict(tree, self._trained, with_random=False)
+        self._status = StateStatus.COMPLETE
+        self._replaced += 1
+        if differing := differing_attributes(self.module, tree["attributes"]):
+            log.warning(
+                "step %d: attributes of the model have changed in the run, and are not sent to a worker that joins: %s "
+                "(there: rank %d). Make what the training depends on a buffer, or return it from get_extra_state",
+                self.step, shortlist(differing), source,
+            )  # fmt: skip
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
@@ -333,10 +380,12 @@ class ModelState(WithCompanions, State):
             raise NonRetryableException(f"step {self.step}, after the sync: {self.replica_comparison}")
 
     def _parts(self) -> dict[str, Any]:
+        parameters = named_parameters(self.module)
         return {
-            "module": dict(self.module.named_parameters()),
-            "buffers": dict(self.module.named_buffers()),
-            "optimizer": self._optimizers.state_dict(),
+            "module": parameters,
+            "flags": {kind: sorted(names) for kind, names in flags_of(self.module).items()},
+            "buffers": buffers_of(self.module),
+            "optimizer": self._optimizers.named_state(parameters),
             "scheduler": self._schedulers.state_dict(),
             "sampler": self._own.sampler_state(),
             "extra": self._own.extras.states(),
@@ -365,7 +414,7 @@ class ModelState(WithCompanions, State):
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """Weights and the optimizer's tensors are equal on all ranks; buffers and `extra` may be each rank's own."""
-        weights = {f"module/{module_state.plain_name(name)}" for name, _ in self.module.named_parameters()}
+        weights = {f"module/{name}" for name in named_parameters(self.module)}
         return {name for name in names if name.startswith("optimizer/") or name in weights}
 
     def save(self, stream: BinaryIO) -> None:
@@ -385,12 +434,9 @@ class ModelState(WithCompanions, State):
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
-        own, given = (
-            [getattr(value, "dtype", None) for value in state.values()]
-            for state in (module_state.state_of(self.module), tree["module"])
-        )
+        keeps_types = _types(module_state.state_of(self.module)) == _types(tree["module"])
         module_state.load_into(self.module, tree["module"])
-        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=own == given)
+        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -400,3 +446,8 @@ class ModelState(WithCompanions, State):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _types(state: Mapping[str, Any]) -> list[Any]:
+    """Of what is in a module's state."""
+    return [getattr(value, "dtype", None) for value in state.values()]
