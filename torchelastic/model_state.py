@@ -15,8 +15,24 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from torchelastic.errors import NonRetryableException, UnfitError
-from torchelastic.inventory.generators import Generators, generators
+from torchelastic.inventory.generators import (
+    Generators,
+    digest_of_drawing_torch,
+    drawing_torch,
+    generators,
+    put_drawing_torch,
+)
 from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.inventory.module_values import (
+    attributes_of,
+    buffers_of,
+    changed_attributes,
+    differing_attributes,
+    flags_of,
+    put_buffers,
+    put_flags,
+)
+from torchelastic.inventory.names import named_parameters
 from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, wrapping
@@ -31,6 +47,7 @@ from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
 from torchelastic.state import ReplicaDigests, State
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +149,8 @@ class ModelState(WithCompanions, State):
         self._has_strayed = self._has_kept_gradients = False  # in the trial
         self._copied: weakref.ref[KeptWeights] | None = None  # before this step
         self._replaced = 0  # times that this process's state was replaced by another whole one
+        self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
+        self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
@@ -336,6 +355,8 @@ class ModelState(WithCompanions, State):
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
+        if self._built_with is None:
+            self._built_with = attributes_of(self.module)
         all_progress, offers = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
@@ -365,15 +386,15 @@ class ModelState(WithCompanions, State):
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
         move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
         if stale:
-            tree = {**self.state_dict(), "flags": module_state.flags(self.module)} if rank == source else None
+            tree = self._sent() if rank == source else None
             received = move(tree, stale=stale)
             if fresh and tree is not None:
                 unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
-                # random numbers are each rank's own: a newcomer that copied them would augment like its source
-                self.load_state_dict(received, with_random=False)
-                module_state.put_flags(self.module, received["flags"])  # the source may have changed them in the run
-                if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
+                self._receive(received, source)
+                if received["draws_alike"]:
+                    put_drawing_torch(received["drawing"])
+                elif self._random_when_failed is not None and self._random_when_failed[0] == self.step:
                     self._random_when_failed[1].put()  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
@@ -381,15 +402,57 @@ class ModelState(WithCompanions, State):
             self._replaced += 1  # not before: if a peer is lost until here, all this comes again
         return bool(stale)
 
+    def _sent(self) -> dict[str, Any]:
+        """What a rank gets that lacks the state: as `state_dict`, by names, and what is in no state_dict besides."""
+        return {
+            **self._own.state_dict(self._trained),
+            "module": module_state.state_of(self.module),
+            "buffers": buffers_of(self.module),
+            "flags": flags_of(self.module),
+            "draws_alike": self._draws_alike,
+            "drawing": drawing_torch(),
+            "attributes": changed_attributes(self.module, self._built_with or {}),
+            "optimizer": self._optimizers.named_state(named_parameters(self.module)),
+        }
+
+    def _receive(self, tree: dict[str, Any], source: int) -> None:
+        """The inverse of `_sent`, on a rank that lacks the state; but for random numbers."""
+        own = module_state.state_of(self.module)
+        keeps_types = _types(own) == _types(tree["module"])
+        put_buffers(self.module, tree["buffers"], stored=tree["module"].keys(), own=own.keys())
+        module_state.load_into(self.module, tree["module"])
+        put_flags(self.module, tree["flags"])  # the source may have changed them in the run
+        self._optimizers.load_named_state(
+            tree["optimizer"],
+            named_parameters(self.module),
+            keeps_types=keeps_types,
+            may_lose=self._status is not StateStatus.INITIAL,
+        )
+        self._own.load_state_dict(tree, self._trained, with_random=False)
+        self._status = StateStatus.COMPLETE
+        self._draws_alike = tree["draws_alike"]
+        self._replaced += 1
+        if differing := differing_attributes(self.module, tree["attributes"]):
+            log.warning(
+                "step %d: attributes of the model have changed in the run, and are not sent to a worker that joins: %s "
+                "(there: rank %d). Make what the training depends on a buffer, or return it from get_extra_state",
+                self.step, shortlist(differing), source,
+            )  # fmt: skip
+
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
     ) -> tuple[list[StateProgress], list[int]]:
         """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
-        mine = [int(self._status), self.step, self._gradients.offer(self.step), *self._gradients.kind]
+        kept = self._gradients.offer(self.step)
+        mine = [int(self._status), self.step, kept, digest_of_drawing_torch(), *self._gradients.kind]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
-        source = progress.index(max(progress))
-        here, there = rows[rank][3:], rows[source][3:]
+        best = max(progress)
+        source = progress.index(best)
+        drawing = [row[3] for row, one in zip(rows, progress, strict=True) if one == best]
+        if len(drawing) > 1:
+            self._draws_alike = len(set(drawing)) == 1
+        here, there = rows[rank][4:], rows[source][4:]
         if here != there:
             raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
@@ -419,20 +482,23 @@ class ModelState(WithCompanions, State):
             return None  # that was said
         weights = [("", parameter) for parameter in self.module.parameters() if not is_lazy(parameter)]
         of_weights = digest.begun_digest(weights, digest.PIECE_BYTES)
-        of_random = generators().torch_digest()
+        of_random = digest_of_drawing_torch()
         return lambda: ReplicaDigests(of_weights() >> 2, of_random)
 
     def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
         """See `State`. Raises NonRetryableException: they have parted, and `on_out_of_sync` is "raise"."""
         self._draws_alike = draw_alike
         if not are_equal:
-            self._compare(dist.get_world_size(), message_device(), thorough=True, when="ranks have parted since the sync")
+            when = "ranks have parted since the last sync"
+            self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)
 
     def _parts(self) -> dict[str, Any]:
+        parameters = named_parameters(self.module)
         return {
-            "module": dict(self.module.named_parameters()),
-            "buffers": dict(self.module.named_buffers()),
-            "optimizer": self._optimizers.state_dict(),
+            "module": parameters,
+            "flags": {kind: sorted(names) for kind, names in flags_of(self.module).items()},
+            "buffers": buffers_of(self.module),
+            "optimizer": self._optimizers.named_state(parameters),
             "scheduler": self._schedulers.state_dict(),
             "sampler": self._own.sampler_state(),
             "extra": self._own.extras.states(),
@@ -461,7 +527,7 @@ class ModelState(WithCompanions, State):
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """Weights and the optimizer's tensors are equal on all ranks; buffers and `extra` may be each rank's own."""
-        weights = {f"module/{module_state.plain_name(name)}" for name, _ in self.module.named_parameters()}
+        weights = {f"module/{name}" for name in named_parameters(self.module)}
         return {name for name in names if name.startswith("optimizer/") or name in weights}
 
     def save(self, stream: BinaryIO) -> None:
@@ -481,12 +547,9 @@ class ModelState(WithCompanions, State):
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
-        own, given = (
-            [getattr(value, "dtype", None) for value in state.values()]
-            for state in (module_state.state_of(self.module), tree["module"])
-        )
+        keeps_types = _types(module_state.state_of(self.module)) == _types(tree["module"])
         module_state.load_into(self.module, tree["module"])
-        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=own == given)
+        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -496,3 +559,8 @@ class ModelState(WithCompanions, State):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _types(state: Mapping[str, Any]) -> list[Any]:
+    """Of what is in a module's state."""
+    return [getattr(value, "dtype", None) for value in state.values()]

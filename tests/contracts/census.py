@@ -67,7 +67,7 @@ class _Walk:
         self._storages: dict[int, tuple[str, Any]] = {}
 
     def add(self, path: str, value: Any) -> None:
-        if isinstance(value, _PLAIN):
+        if _is_plain(value):
             self.found[path] = f"{type(value).__name__} {value!r}"
             return
         if isinstance(value, _FOREIGN) or type(value).__module__.startswith("torchelastic."):
@@ -129,6 +129,11 @@ class _Walk:
         if tensor.is_leaf and tensor.grad is not None:
             yield "grad", tensor.grad
         yield from sorted(getattr(tensor, "__dict__", {}).items())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value cannot change, so that it is no matter whether it is one object in two places."""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(isinstance(each, _PLAIN) for each in value))
 
 
 def _kind(value: Any) -> str:

@@ -100,8 +100,8 @@ class World:
         self.state.model(self.draw()).square().mean().backward()
 
 
-def world(snapshot: str = "commit", *, seed: int = 1) -> World:
-    """As a script builds it, and in sync."""
+def world(snapshot: str = "commit", *, seed: int = 1, is_alone: bool = True) -> World:
+    """As a script builds it; and in sync, if it trains alone."""
     torch.manual_seed(seed)
     layer = Layer()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -115,7 +115,8 @@ def world(snapshot: str = "commit", *, seed: int = 1) -> World:
         "generator": torch.Generator().manual_seed(3),
     }
     state = torchelastic.ModelState(layer, optimizer, scheduler=scheduler, extra=extra, snapshot=snapshot)
-    state.sync(1, 0)
+    if is_alone:
+        state.sync(1, 0)
     return World(state, layer, optimizer, scheduler, extra)
 
 
@@ -161,6 +162,16 @@ def _add_group(one: World) -> None:
     one.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
 
 
+def _add_group_of_model(one: World) -> None:
+    one.layer.frozen.requires_grad_(True)
+    one.optimizer.add_param_group({"params": list(one.layer.frozen.parameters()), "lr": 0.5})
+
+
+def _add_to_group(one: World) -> None:
+    one.layer.frozen.requires_grad_(True)
+    one.optimizer.param_groups[0]["params"].append(one.layer.frozen.weight)
+
+
 #: What a step may do before its optimizer has stepped. Each is undone when the step fails.
 CHANGES: dict[str, Change] = {
     "nothing": lambda _: None,
@@ -179,6 +190,9 @@ CHANGES: dict[str, Change] = {
     "buffer resized": lambda one: one.layer.history.resize_(5).fill_(1.0),
     "buffer of another size": lambda one: setattr(one.layer, "history", torch.ones(8)),
     "buffer that is new": lambda one: one.layer.register_buffer("new", torch.ones(2)),
+    "buffer of another type": lambda one: setattr(one.layer, "running", torch.ones(4, dtype=torch.complex64)),
+    "buffer that becomes None": lambda one: setattr(one.layer, "running", None),
+    "buffer that is gone": lambda one: delattr(one.layer, "hidden"),
     "buffer that is not persistent": lambda one: one.layer.hidden.add_(1),
     "extra state of a module": lambda one: setattr(one.layer, "_version", 2),
     "attribute": lambda one: setattr(one.layer, "temperature", 0.3),
@@ -188,6 +202,9 @@ CHANGES: dict[str, Change] = {
     "learning rate": lambda one: one.optimizer.param_groups[0].update(lr=7.0),
     "state of the optimizer": _state_of_optimizer,
     "a group of parameters": _add_group,
+    "a group of the model's parameters": _add_group_of_model,
+    "a parameter more in a group": _add_to_group,
+    "order of the optimizer's parameters": lambda one: one.optimizer.param_groups[0]["params"].reverse(),
     "scheduler": lambda one: setattr(one.scheduler, "gamma", 0.7),
     "extra: a number": lambda one: one.state.extra.update(count=5),
     "extra: a list": lambda one: one.state.extra["log"].append(3),

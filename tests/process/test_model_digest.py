@@ -289,7 +289,7 @@ def test_where_nothing_was_sent_a_sample_is_compared(results: list[dict[str, Any
     ("name", "part", "told"),
     [
         ("module", "module", ("2.weight",)),
-        ("optimizer", "optimizer", ("state.1.momentum_buffer",)),
+        ("optimizer", "optimizer", ("state.0.bias.momentum_buffer",)),
         ("rate", "optimizer", ("param_groups.0.lr",)),
         ("scheduler", "scheduler", ("gamma",)),
         ("extra", "extra", ("ema.n_averaged",)),

@@ -193,7 +193,7 @@ def tell_of_it_at(steps_of_rank_1: int) -> list[int]:
         own = rank == 1 and steps_of_rank_1 <= step < steps_of_rank_1 + 20
         if said.deadline_is_near(own):
             heard.append(step)
-        said.leave(False)
+        said.leave(False, Counter())
         time.sleep(0.001 * (1 + rank))
     groups.destroy()  # the last agreement may be under way
     return heard

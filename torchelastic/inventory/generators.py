@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,12 +24,6 @@ class Generators(NamedTuple):
     python: Any
     numpy: Any
 
-    def torch_digest(self) -> int:
-        """62 bits that stand for torch's, of the CPU and of the GPU that is used here."""
-        of_gpu = self.torch_cuda[torch.cuda.current_device()].numpy().tobytes() if self.torch_cuda else b""
-        content = self.torch_cpu.numpy().tobytes() + of_gpu
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 2
-
     def put(self) -> None:
         """They draw the same numbers again."""
         _put_torch(self.torch_cpu, self.torch_cuda)
@@ -40,6 +34,26 @@ class Generators(NamedTuple):
 def generators() -> Generators:
     """As they are now; some ten microseconds, most of them for Python's."""
     return Generators(*_torchs(), random.getstate(), _numpys.state())
+
+
+def drawing_torch() -> list[torch.Tensor]:
+    """The states of those of torch's that a rank draws from: of the CPU, and of the GPU that it uses, if it does."""
+    uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if uses_gpu else [])]
+
+
+def put_drawing_torch(states: Sequence[torch.Tensor]) -> None:
+    """Draw what another rank draws, whose `drawing_torch` this was."""
+    cpu, *of_gpu = states
+    torch.set_rng_state(cpu.cpu())
+    if of_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as above
+        torch.cuda.set_rng_state(of_gpu[0].cpu())
+
+
+def digest_of_drawing_torch() -> int:
+    """62 bits that stand for these states."""
+    content = b"".join(state.numpy().tobytes() for state in drawing_torch())
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 2
 
 
 @contextmanager

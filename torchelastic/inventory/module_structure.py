@@ -17,7 +17,7 @@ from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.torch_internals.tensors import slots_of
 
 #: What every module has of its own: flags, and dicts and sets of parameters, buffers, children and hooks.
-_STANDARD = frozenset(vars(torch.nn.Module()))
+STANDARD = frozenset(vars(torch.nn.Module()))
 
 
 class KeptStructure(NamedTuple):
@@ -174,10 +174,10 @@ class ModuleStructure:
             self._buffers.append(slots.buffers)
             if slots.children:
                 self._children.append((slots.children, dict(slots.children)))
-            for container in (values[name] for name in _STANDARD & values.keys()):
+            for container in (values[name] for name in STANDARD & values.keys()):
                 if isinstance(container, (dict, set)):
                     (self._filled if container else self._empty).append(container)
-            plain = _STANDARD.union(
+            plain = STANDARD.union(
                 getattr(type(module), "__constants__", ())
             )  # TorchScript's word for numbers and flags
             self._others += [(values, name, f"{path}.{name}") for name in values.keys() - plain]

@@ -4,10 +4,10 @@ The digest is a sum of the bytes, taken as 64-bit integers, with a weight that d
 element always changes it, a few independent changes do but for one case in 2**60 or so. It finds mistakes and broken
 memory; it is no protection against somebody who wants to be overlooked.
 
-Parts: "module" (parameters), "buffers", "optimizer", "scheduler", "sampler" and "extra" (objects with a state of their
-own). Buffers are compared and never found fault with: DDP makes running statistics rank 0's before each forward pass,
-and then each rank's take in its own batch, unless the module has SyncBatchNorm. Random numbers and plain values of
-`extra` are each rank's own and not compared.
+Parts: "module" (parameters), "flags" (frozen parameters, modules in evaluation mode), "buffers", "optimizer",
+"scheduler", "sampler" and "extra" (objects with a state of their own). Buffers are compared and never found fault with:
+DDP makes running statistics rank 0's before each forward pass, and then each rank's take in its own batch, unless the
+module has SyncBatchNorm. Random numbers and plain values of `extra` are each rank's own and not compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from torchelastic.model.transfer import all_gathered
 
-PARTS = ("module", "buffers", "optimizer", "scheduler", "sampler", "extra")
+PARTS = ("module", "flags", "buffers", "optimizer", "scheduler", "sampler", "extra")
 #: Parts that may differ from rank to rank.
 OWN = ("buffers",)
 #: What a quick comparison reads at most of each member's tensors, all together ..
@@ -193,7 +193,8 @@ def begun_digest(leaves: Leaves, sample_bytes: int | None = None) -> Callable[[]
 
     def finished() -> int:
         factors = ((2 * number + 1) * _FACTOR for number in range(len(sums)))
-        return (of_names + sum(map(mul, factors, _to_host(sums)))) & _MASK
+        total: int = of_names + sum(map(mul, factors, _to_host(sums)))
+        return total & _MASK
 
     return finished
 

@@ -1,26 +1,22 @@
-"""A module's state without the prefixes that `torch.compile` adds to its names.
-
-A compiled module holds the user's as `_orig_mod`, which is in every name of its state. Without that prefix a
-checkpoint, or a new worker, fits whether either side is compiled or not.
-"""
+"""A module's `state_dict` by the names of the module that was wrapped; see `inventory.names`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from torchelastic.errors import UnfitStateError
-from torchelastic.torch_internals.module_names import COMPILED
-
-_PREFIX = f"{COMPILED}."
+from torchelastic.inventory.names import is_prefixed, plain_name
+from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
 
 def state_of(module: torch.nn.Module) -> Mapping[str, Any]:
-    """The module's state under the names of the module that was compiled; the tensors are not copied."""
+    """The module's state under the names of the module that was wrapped; the tensors are not copied."""
     state = module.state_dict()
-    return {plain_name(name): value for name, value in state.items()} if any(map(_has_prefix, state)) else state
+    return _renamed(state, {name: plain_name(name) for name in state}) if any(map(is_prefixed, state)) else state
 
 
 def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -30,9 +26,9 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         UnfitStateError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
     """
     own = list(module.state_dict())
-    if any(map(_has_prefix, own)) or any(map(_has_prefix, state)):
-        prefixed = {plain_name(name): name for name in own}
-        state = {prefixed.get(plain_name(name), name): value for name, value in state.items()}
+    if any(map(is_prefixed, own)) or any(map(is_prefixed, state)):
+        prefixed = {plain_name(name): name for name in [*(name for name, _ in module.named_modules()), *own]}
+        state = _renamed(state, {name: prefixed.get(plain_name(name), name) for name in state}, prefixed)
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
@@ -42,33 +38,20 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def flags(module: torch.nn.Module) -> dict[str, set[str]]:
-    """Which parameters require no gradient ("frozen"), and which modules are in evaluation mode ("eval"), by name."""
-    return {
-        "frozen": {plain_name(name) for name, value in module.named_parameters() if not value.requires_grad},
-        "eval": {_name_of_module(name) for name, one in module.named_modules() if not one.training},
-    }
+def _renamed(
+    state: Mapping[str, Any], names: Mapping[str, str], modules: Mapping[str, str] | None = None
+) -> OrderedDict[str, Any]:
+    """A state with other names; it keeps the versions of modules, by which they bring old states up to date.
 
-
-def put_flags(module: torch.nn.Module, flags: Mapping[str, Collection[str]]) -> None:
-    """Have the flags of another rank's module; what it has not named trains.
-
-    Not by `train()`: a module whose statistics are frozen may let that do nothing.
+    Args:
+        state: of a module.
+        names: the new ones.
+        modules: those of the modules; None: without prefixes.
     """
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(plain_name(name) not in flags["frozen"])
-    for name, one in module.named_modules():
-        one.training = _name_of_module(name) not in flags["eval"]
-
-
-def _name_of_module(name: str) -> str:
-    return plain_name(f"{name}.").removesuffix(".")
-
-
-def _has_prefix(name: str) -> bool:
-    return _PREFIX in name
-
-
-def plain_name(name: str) -> str:
-    """A name without the prefixes."""
-    return name.replace(_PREFIX, "")
+    renamed = OrderedDict((names[name], value) for name, value in state.items())
+    versions = metadata_of(state) if isinstance(state, OrderedDict) else None
+    if versions is not None:
+        given = {plain_name(name): version for name, version in versions.items()}
+        placed = given if modules is None else {modules[name]: given[name] for name in modules.keys() & given.keys()}
+        set_metadata(renamed, placed)
+    return renamed

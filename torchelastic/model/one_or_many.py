@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchelastic.errors import UnfitStateError
@@ -43,9 +44,13 @@ class OneOrMany:
 
     def state_dict(self) -> Any:
         """The single object's own, a dict of them by name, or None for no object."""
+        return self.as_given([value.state_dict() for value in self.objects])
+
+    def as_given(self, values: Sequence[Any]) -> Any:
+        """What belongs to each object, in order, as `state_dict` has it."""
         if self.is_single:
-            return self.objects[0].state_dict() if self.objects else None
-        return {name: value.state_dict() for name, value in zip(self.names, self.objects, strict=True)}
+            return values[0] if values else None
+        return dict(zip(self.names, values, strict=True))
 
     def load_state_dict(self, state: Any) -> None:
         """The inverse. Raises UnfitStateError, before anything is changed, if the state is of other objects."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,15 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
+from torchelastic.inventory.optimizer_values import (
+    OWN_FORM,
+    Named,
+    group_faults,
+    named_state,
+    numbered_state,
+    put_groups,
+    state_of,
+)
 from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.model.digest import sample_digest
 from torchelastic.model.one_or_many import OneOrMany
@@ -248,7 +257,7 @@ class Optimizers:
 
     def state_dict(self) -> Any:
         """That of the single optimizer, or a dict by name; the tensors are not copied."""
-        return self._all.state_dict()
+        return self._all.as_given([state_of(optimizer) for optimizer in self.objects])
 
     def load_state_dict(self, state: Any, *, keeps_types: bool = False) -> None:
         """The inverse.
@@ -266,6 +275,38 @@ class Optimizers:
         self._all.load_state_dict(state)
         for one, optimizer in states if keeps_types else ():
             put_types_back(optimizer, one)
+
+    def named_state(self, parameters: Named) -> Any:
+        """As `state_dict`, with the names of the model's parameters where that has numbers."""
+        return self._all.as_given([named_state(optimizer, parameters) for optimizer in self.objects])
+
+    def load_named_state(self, state: Any, parameters: Named, *, keeps_types: bool, may_lose: bool) -> None:
+        """The inverse; groups are made like those of the state.
+
+        Args:
+            state: as `named_state` gave it.
+            parameters: of the model that is here.
+            keeps_types: see `load_state_dict`.
+            may_lose: see `group_faults`.
+
+        Raises:
+            UnfitStateError: the state is of other optimizers; nothing has changed.
+        """
+        states = list(zip(self.names, self.objects, self.states_in(state), strict=True))
+        for name, optimizer, one in states:
+            for fault in _named_faults(one, optimizer, parameters, may_lose=may_lose):
+                raise UnfitStateError(
+                    f"the state that this worker receives does not fit the optimizer{f' {name}' if name else ''}: "
+                    f"{fault}. Build model and optimizer as the other workers do; parameters that are trained from a "
+                    "later step on have to be the model's from the beginning"
+                )
+        for _, optimizer, one in states:
+            if OWN_FORM not in one:
+                put_groups(one, optimizer, parameters)
+            saved = one[OWN_FORM] if OWN_FORM in one else numbered_state(one)
+            optimizer.load_state_dict(saved)
+            if keeps_types:
+                put_types_back(optimizer, saved)
 
     def states_in(self, state: Any) -> list[Any]:
         """What a state as `state_dict` gives it has for each optimizer. Raises UnfitStateError if it is of others."""
@@ -349,6 +390,17 @@ def expected_steps(usual: int, done: int) -> int:
     return UNKNOWN_STEPS if 0 < usual < done else max(usual, done)
 
 
+def _named_faults(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, parameters: Named, *, may_lose: bool
+) -> list[str]:
+    if OWN_FORM in state:
+        return []
+    own = len(optimizer.param_groups)
+    settings = [_without_members(group) for group in state["param_groups"][:own]]
+    faults = group_faults(state, optimizer, parameters, may_lose=may_lose)
+    return faults or (optimizer_faults(settings, optimizer) if len(settings) == own else [])
+
+
 class _Call:
     """A hook that knows the number of its optimizer."""
 
@@ -362,8 +414,12 @@ class _Call:
 def _nothing(_: bool) -> None: ...
 
 
+def _without_members(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    values = {name: value for name, value in group.items() if name != "params"}
+    values = _without_members(group)
     if isinstance(values.get("lr"), torch.Tensor):
         values["lr"] = values["lr"].clone()  # the scheduler changes it in place
     return values

@@ -16,13 +16,12 @@ from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named, region_of
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import seeded
+from torchelastic.inventory.names import plain_name
 from torchelastic.model.companions import Trained
-from torchelastic.model.module_state import plain_name
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.sharded.offers import Layout
 from torchelastic.text import shortlist
-from torchelastic.torch_internals.module_names import CHECKPOINTED
 from torchelastic.torch_internals.sharding import local_part, release_flat_memory
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
@@ -60,7 +59,7 @@ class Built:
         with seeded(seed):
             self.model, self.optimizer, self.scheduler = _taken_apart(build(mesh))
         # a name of DDP's or FSDP1's wrapper would not fit any other layout, and neither can be cut at will
-        self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
+        self.parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self.was_on_meta = any(
             memory_of(tensor).is_meta for tensor in (*self.model.parameters(), *self.model.buffers())
         )
@@ -68,7 +67,7 @@ class Built:
         if self.was_on_meta:
             device = torch.device(mesh.device_type)
             self.model.to_empty(device=device)
-            self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
+            self.parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self.optimizers = Optimizers(
             self.optimizer, lambda: None, lambda is_first: before_first() if is_first else None
         )
@@ -156,7 +155,7 @@ class Built:
         """
         kind, _, rest = stored.partition("/")
         if kind == "module":
-            return PARAMETERS + plain(rest) if plain(rest) in self.parameters else None
+            return PARAMETERS + plain_name(rest) if plain_name(rest) in self.parameters else None
         if kind != "optimizer":
             return None
         *optimizer, _, place, key = rest.split("/")
@@ -339,11 +338,6 @@ def _check(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"build(mesh) has left the parameter {name!r} unsharded: its gradients would not be reduced over the "
                 "workers. Call fully_shard on the whole model too, last"
             )
-
-
-def plain(name: str) -> str:
-    """A parameter's name without what compiling and activation checkpointing put into it."""
-    return plain_name(name).replace(f"{CHECKPOINTED}.", "")
 
 
 def _stays_on_cpu(optimizer: torch.optim.Optimizer, key: str) -> bool:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.errors import NonRetryableException
-from torchelastic.sharded.built import PARAMETERS, Built, plain
+from torchelastic.inventory.names import plain_name
+from torchelastic.sharded.built import PARAMETERS, Built
 from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import from_bytes, to_bytes
 from torchelastic.sharded.offers import (
@@ -122,7 +123,7 @@ def held_of_checkpoint(
     """
     companions = b""
     if tree is not None:
-        module = {plain(name): value for name, value in tree["module"].items()}
+        module = {plain_name(name): value for name, value in tree["module"].items()}
         kept = {
             "buffers": {name: value for name, value in module.items() if name not in built.parameters},
             "settings": built.settings_in(tree["optimizer"]),

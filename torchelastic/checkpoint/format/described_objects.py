@@ -1,8 +1,9 @@
 """Small values that are more than dicts, lists and numbers, as such with the name of their class, and back.
 
-Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`: what many training states hold, and what can be
-built again without running anything that a checkpoint names. A class of the program is looked up among those that are
-imported already; nothing is imported for it, and neither its `__init__` nor its `__new__` is called.
+Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, `torch.Generator`: what many
+training states hold, and what can be built again without running anything that a checkpoint names. A class of the
+program is looked up among those that are imported already; nothing is imported for it, and neither its `__init__` nor
+its `__new__` is called.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.moved_modules import path_from_files, path_in_files
@@ -33,7 +36,7 @@ class Described(NamedTuple):
     """A value as a simpler one.
 
     Attributes:
-        content: the dict, tuple, text or number that it holds.
+        content: the dict, tuple, list, text, number or tensor that it holds.
         about: what `rebuilt` needs besides; JSON can hold it.
     """
 
@@ -55,6 +58,12 @@ def described(value: Any) -> Described | None:
     if kind is collections.defaultdict and (value.default_factory is None or _is_known(value.default_factory)):
         factory = None if value.default_factory is None else value.default_factory.__name__
         return Described(dict(value), {"as": "defaultdict", "factory": factory})
+    if kind is collections.Counter:  # such as a MultiStepLR's milestones
+        return Described(dict(value), {"as": "counter"})
+    if kind is collections.deque:
+        return Described(list(value), {"as": "deque", "longest": value.maxlen})
+    if kind is torch.Generator:
+        return Described(value.get_state(), {"as": "generator", "device": str(value.device)})
     for name, namespace in _NAMESPACES.items():
         if kind is namespace:
             return Described(dict(vars(value)), {"as": "namespace", "of": name})
@@ -81,6 +90,12 @@ def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
         return tuple.__new__(kind, content)
     if what == "defaultdict":
         return collections.defaultdict(None if about["factory"] is None else _FACTORIES[about["factory"]], content)
+    if what == "counter":
+        return collections.Counter(content)
+    if what == "deque":
+        return collections.deque(content, about["longest"])
+    if what == "generator":
+        return torch.Generator(about["device"]).set_state(content.cpu())
     if what == "namespace":
         namespace = _NAMESPACES[about["of"]]()
         vars(namespace).update({str(name): item for name, item in content.items()})

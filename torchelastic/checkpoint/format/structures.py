@@ -37,8 +37,13 @@ def leaf_paths(structure: Plain) -> Iterator[tuple[tuple[str, ...], Mapping[str,
             kind, value = _opened(node)
             if kind == "leaf":
                 yield path, value
-            elif kind in ("numpy", "long_bytes"):
+            elif kind in ("numpy", "long_bytes") or (kind == "object" and is_leaf(value)):
                 yield path, value["leaf"]
+
+
+def is_leaf(node: Plain) -> bool:
+    """Whether a node is a tensor."""
+    return isinstance(node, dict) and "leaf" in node
 
 
 def kind_of(node: Plain) -> str:

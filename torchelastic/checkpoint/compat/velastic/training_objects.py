@@ -28,24 +28,15 @@ from torchelastic.checkpoint.compat.velastic.fitting import (
     require_fitting,
 )
 from torchelastic.checkpoint.format.tensor_parts import ShardOf, contiguous, encode_leaf, memory_of
-from torchelastic.torch_internals.module_names import CHECKPOINTED, COMPILED
+from torchelastic.inventory.names import plain_name
+from torchelastic.torch_internals.module_names import COMPILED
 from torchelastic.torch_internals.tensors import tree_map, tree_map_only
 
 FRAMEWORKS = ("ddp", "fsdp", "fsdp2")
-_WRAPPERS = (COMPILED, CHECKPOINTED)
 
 OptimizerOrSeveral = (
     torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] | None
 )
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter without what torch.compile and activation checkpointing put into it.
-
-    >>> plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def state_dict_of(tree: Mapping[str, Any]) -> dict[str, Any]:

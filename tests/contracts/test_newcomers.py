@@ -1,0 +1,192 @@
+"""What a worker that joins gets: all that its source has, proved by a census of both."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchelastic
+from tests.contracts.census import Census, census_of, differences
+from tests.contracts.training_states import CHANGES, world
+from tests.process.forked_ranks import run_ranks, values
+from torchelastic.repeated_failures import is_final
+
+#: Not sent. Each of these fails when it is, so that it is taken from this list.
+NOT_SENT = {
+    "attribute": "LOCAL, and told: nobody knows whether a plain attribute is a rank's own",
+    "attribute that is a list": "the same",
+    "attribute that is new": "the same",
+    "hook": "LOCAL: code is not sent, a worker that joins has registered its own",
+    "extra: an object without state": "told at the start: an object with an empty state_dict says that it has nothing",
+}
+#: What is refused, so that the worker ends with the reason.
+REFUSED = {"a group of parameters": "parameters that are not the model's: a worker that joins has no such"}
+#: What is each rank's own: random numbers, gradients, whether an optimizer has stepped in this process; and what an
+#: optimizer still has of a parameter that is in none of its groups any more.
+OWN = re.compile(r"^random\.|\.grad(\.|$)|^optimizer\._opt_called$|^optimizer\.state\.\[torch\.nn\.parameter")
+
+
+def joined(change: str) -> tuple[Census, Census]:
+    """Of each rank, before the change and after the sync: rank 0 has trained, and rank 1 joins."""
+    rank = dist.get_rank()
+    one = world(seed=rank + 1, is_alone=rank == 0)
+    for _ in range(0 if rank else 2):
+        one.train()
+    before = census_of(**one.roots)
+    if rank == 0:
+        CHANGES[change](one)
+        assert differences(before, census_of(**one.roots)) or change == "nothing"
+    one.state.sync()
+    return before, census_of(**one.roots)
+
+
+def cases() -> list[Any]:
+    reasons = (NOT_SENT | REFUSED).items()
+    marks = {name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in reasons}
+    return [pytest.param(name, marks=marks.get(name, []), id=name) for name in CHANGES]
+
+
+@pytest.mark.parametrize("change", cases())
+def test_a_worker_that_joins_has_what_its_source_has(change: str) -> None:
+    (_, source), (before, newcomer) = values(run_ranks(joined, change, ranks=2))
+    assert differences(source, before)
+    found = differences(source, newcomer)
+    assert {path: text for path, text in found.items() if not OWN.search(path)} == {}
+
+
+def refused() -> tuple[str, bool] | None:
+    rank = dist.get_rank()
+    one = world(seed=rank + 1, is_alone=rank == 0)
+    if rank == 0:
+        one.train()
+        CHANGES["a group of parameters"](one)
+    try:
+        one.state.sync()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", is_final(error)
+    return None
+
+
+def test_a_worker_without_the_parameters_of_a_group_is_refused_by_name() -> None:
+    _, newcomer = run_ranks(refused, ranks=2)
+    text, ends = newcomer.value
+    assert re.search(r"UnfitStateError: .*does not fit the optimizer: .*of group 1 that is not the model's", text), text
+    assert "no such parameter here" in text
+    assert ends, "no restart can help"
+
+
+class Heard(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def told() -> list[str]:
+    rank = dist.get_rank()
+    heard = Heard()
+    logging.getLogger("torchelastic").addHandler(heard)
+    one = world(seed=rank + 1, is_alone=False)
+    one.layer.worker = rank  # type: ignore[assignment]  # a rank's own from the beginning is no news
+    if rank == 0:
+        one.state.sync(1, 0)
+        one.train()
+        one.layer.temperature = 0.3
+        one.layer.norm.momentum = 0.01
+        one.layer.seen.append(4)
+        one.layer.fresh = "new"  # type: ignore[assignment]
+    one.state.sync()
+    return [line for line in heard.lines if "attributes" in line]
+
+
+def test_attributes_that_have_changed_in_the_run_are_told_once_to_a_worker_that_joins() -> None:
+    source, (line,) = values(run_ranks(told, ranks=2))
+    assert source == []
+    assert line.startswith("step 1: attributes of the model have changed in the run")
+    assert "temperature is 0.3 there and 1.0 here, seen is [4] there and [] here, fresh is 'new' there" in line
+    assert "and 1 more (there: rank 0)" in line
+    assert "worker" not in line.replace("worker that joins", "")
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def in_order(names: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Three layers of one shape, whose weights the optimizer has in this order."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
+    return model, torch.optim.SGD([weight_of(model, name) for name in names], lr=0.1, momentum=0.9)
+
+
+def weight_of(model: torch.nn.Module, layer: str) -> torch.nn.Parameter:
+    return model.get_parameter(f"{layer}.weight")
+
+
+def momenta_by_name(orders: list[str], trained: int) -> dict[str, list[float]]:
+    """Each rank has its own order; those below `trained` have trained before the others join."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model, optimizer = in_order(orders[rank])
+    state = torchelastic.ModelState(model, optimizer, on_out_of_sync="raise")
+    if rank < trained:
+        state.sync(1, 0)
+        one_step(state)
+    state.sync()
+    one_step(state)
+    found = {name: optimizer.state[weight_of(model, name)]["momentum_buffer"].flatten().tolist() for name in "abc"}
+    stored = state.state_dict()["optimizer"]["state"]  # by number: the same on every rank, for each writes a part
+    return {**found, **{str(number): one["momentum_buffer"].flatten().tolist() for number, one in stored.items()}}
+
+
+def one_step(state: torchelastic.ModelState) -> None:
+    state.snapshot()
+    losses = [
+        weight_of(state.module, name).square().sum() * factor for name, factor in zip("abc", (1, 2, 3), strict=True)
+    ]
+    state.optimizer.zero_grad()
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    state.optimizer.step()
+    state.commit()
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_momenta_come_to_their_parameters_whatever_order_each_rank_has(trained: int) -> None:
+    """Without the names two ranks of equal shapes would exchange them, and a checkpoint would mix them."""
+    first, *others = values(run_ranks(momenta_by_name, ["abc", "cab", "bca"], trained, ranks=3))
+    assert all(other == first for other in others)
+    assert len({str(first[name]) for name in "abc"}) == 3
+
+
+def built_otherwise(kind: str) -> str | None:
+    rank = dist.get_rank()
+    model, optimizer = in_order("abc" if kind == "another parameter" else "ab")
+    if rank == 1 and kind == "more groups":
+        optimizer.add_param_group({"params": [weight_of(model, "c")]})
+    if rank == 0 and kind == "another parameter":
+        del optimizer.param_groups[0]["params"][2]
+    state = torchelastic.ModelState(model, optimizer)
+    try:
+        state.sync()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("more groups", "has 1 parameter group.*this SGD has 2"),
+        ("another parameter", "group 0 of this SGD holds c.weight, and that one's does not"),
+    ],
+)
+def test_an_optimizer_that_was_built_for_more_than_the_others_is_refused(kind: str, reason: str) -> None:
+    _, newcomer = run_ranks(built_otherwise, kind, ranks=2)
+    assert re.search(reason, newcomer.value), newcomer.value
