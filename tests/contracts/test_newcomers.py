@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import torchelastic
 from tests.contracts.census import Census, census_of, differences
+from tests.contracts.coded_momentum import Coded, CodedMomentum
 from tests.contracts.training_states import CHANGES, world
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.repeated_failures import is_final
@@ -190,3 +191,30 @@ def built_otherwise(kind: str) -> str | None:
 def test_an_optimizer_that_was_built_for_more_than_the_others_is_refused(kind: str, reason: str) -> None:
     _, newcomer = run_ranks(built_otherwise, kind, ranks=2)
     assert re.search(reason, newcomer.value), newcomer.value
+
+
+def coded() -> tuple[list[str], list[float]]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(3, 2)
+    state = torchelastic.ModelState(model, CodedMomentum(model.parameters()), on_out_of_sync="raise")
+    for number in range(5):
+        if rank == 0 and number == 0:
+            state.sync(1, 0)
+        if number == 3:
+            state.sync()
+        if rank == 0 or number >= 3:
+            state.snapshot()
+            state.optimizer.zero_grad()
+            state.model(torch.full((1, 3), float(number))).sum().backward()
+            state.optimizer.step()
+            state.commit()
+    momenta = [one["momentum"] for one in state.optimizer.state.values()]
+    kinds = [f"{type(one).__name__} {one.codes.dtype} {one.has_sign}" for one in momenta if isinstance(one, Coded)]
+    return kinds, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def test_state_that_is_made_of_other_tensors_is_sent_and_compared() -> None:
+    (kinds, source), newcomer = values(run_ranks(coded, ranks=2))
+    assert newcomer == (kinds, source)
+    assert kinds == ["Coded torch.int8 True"] * 2

@@ -206,18 +206,20 @@ class Wrapper(torch.Tensor):
     """A tensor made of another, as those of quantisation libraries."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
+    def __new__(cls, inner: torch.Tensor, about: Any = None) -> Any:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
 
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.held = inner
+    def __init__(self, inner: torch.Tensor, about: Any = None) -> None:
+        self.held, self.about = inner, about
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["held"], None
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["held"], self.about
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, size: Any, stride: Any) -> Wrapper:
-        return Wrapper(inner["held"])
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], about: Any, size: Any, stride: Any) -> Wrapper:
+        if inner["held"].shape != size:
+            raise ValueError("another shape")
+        return Wrapper(inner["held"], about)
 
     @classmethod
     def __torch_dispatch__(cls, *arguments: Any, **options: Any) -> Any:
@@ -263,7 +265,7 @@ UNSUPPORTED = {
     "a nested tensor": nested_tensor(),
     "a freed tensor": freed_tensor(),
     "a tensor of bits": torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
-    "a tensor made of another": Wrapper(torch.zeros(2)),
+    "one made of a tensor without data": Wrapper(torch.zeros(2, device="meta")),
     "a storage": torch.zeros(1).untyped_storage(),
     "a layout": torch.strided,
 }
@@ -271,7 +273,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_cannot_be_saved_is_refused_by_its_path(name: str) -> None:
-    with pytest.raises(TypeError, match="'model/x~1y/1'"):
+    with pytest.raises(TypeError, match=r"'model/x~1y/1['/]"):
         flatten({"model": {"x/y": [0, UNSUPPORTED[name]]}})
 
 
@@ -302,6 +304,32 @@ def test_small_objects_come_back_as_what_they_were(name: str) -> None:
     assert type(found) is type(value)
     assert repr(found) == repr(value)
     assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+def test_a_tensor_that_is_made_of_others_comes_back_as_one_of_its_class() -> None:
+    scale = torch.tensor([2.0])
+    tree = {"m": Wrapper(torch.arange(3), (True, {"scale": 3, "of": torch.float16})), "nested": Wrapper(Wrapper(scale))}
+    found = stored(tree)
+    assert type(found["m"]) is type(found["nested"]) is type(found["nested"].held) is Wrapper
+    assert (found["m"].held.tolist(), found["m"].about) == ([0, 1, 2], (True, {"scale": 3, "of": torch.float16}))
+    assert found["nested"].held.held.tolist() == [2.0]
+    assert [named.name for named in flatten(tree).tensors] == ["m/held", "nested/held/held"]
+
+
+def test_what_only_the_program_knows_of_a_tensor_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="'m/~context'"):
+        flatten({"m": Wrapper(torch.arange(3), object())})
+
+
+def test_no_other_class_can_be_named_than_those_of_tensors_that_are_there() -> None:
+    flat = flatten({"m": Wrapper(torch.arange(3))})
+    tensors = {named.name: named.tensor for named in flat.tensors}
+    ((_, node),) = flat.structure["dict"]
+    for name in ("builtins:dict", "torch:Tensor", "torch.nn.modules.linear:Linear", "os:system", "gone:Wrapper"):
+        with pytest.raises(CheckpointError, match="not defined in this process"):
+            unflatten({**node, "class": name}, tensors)
+    with pytest.raises(CheckpointError, match=r"Wrapper cannot be put together .*another shape"):
+        unflatten({**node, "form": [[4], [1]]}, tensors)
 
 
 def test_a_generator_of_random_numbers_comes_back_where_it_was() -> None:

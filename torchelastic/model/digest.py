@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torchelastic.model.transfer import all_gathered
+from torchelastic.torch_internals.tensors import tensors_within
 
 PARTS = ("module", "flags", "buffers", "optimizer", "scheduler", "sampler", "extra")
 #: Parts that may differ from rank to rank.
@@ -152,6 +153,10 @@ def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, (list, tuple)):
         for number, value in enumerate(tree):
             yield from leaves_of(value, f"{name}.{number}" if name else str(number))
+    elif isinstance(tree, torch.Tensor) and (within := tensors_within(tree)) is not None:
+        tensors, context = within
+        yield from leaves_of(context, f"{name}.{type(tree).__name__}")
+        yield from leaves_of(tensors, name)
     else:
         yield name, tree
 

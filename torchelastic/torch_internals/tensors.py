@@ -23,6 +23,8 @@ _QUANTIZED_BY_CHANNEL = "torch._make_per_channel_quantized_tensor"
 _OLD_FORMAT = "torch.save._use_new_zipfile_serialization"
 _TYPED = "torch.storage.TypedStorage"
 
+_SIMPLE = (torch.Tensor, torch.nn.Parameter)
+
 
 class NoSuchTensorsError(NotImplementedError):
     """This torch makes no tensors of that kind."""
@@ -75,6 +77,19 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values(), True
     return tensor._indices(), tensor._values(), tensor.is_coalesced()
+
+
+def tensors_within(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """What a tensor that is made of others gives of itself: those, and what else it has to know.
+
+    None: it is no such tensor. So are a DTensor, of which a rank has a part, and a nested one.
+    """
+    if type(tensor) in _SIMPLE or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    if hasattr(tensor, "device_mesh") or tensor.is_nested:
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
 
 
 def identity_of_storage(storage: torch.UntypedStorage) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 #: What JSON can hold.
 Plain = Any
 
-_MAPPINGS = ("dict", "ordered")
+_MAPPINGS = ("dict", "ordered", "made_of")
 _SEQUENCES = ("tuple", "set", "frozenset")
 
 
@@ -97,6 +97,8 @@ def value_text(node: Plain) -> str:
         return f"pickle of {len(base64.b64decode(value))} bytes (not opened)"
     if kind in ("leaf", "numpy", "long_bytes"):
         return kind
+    if kind == "made_of":
+        return f"{node['class'].replace(':', '.')}({', '.join(key for key, _ in children(node) or ())})"
     return f"{kind}({value})" if kind != "float" else str(value)
 
 

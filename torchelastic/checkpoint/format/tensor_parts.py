@@ -17,7 +17,13 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.regions import Region
-from torchelastic.torch_internals.tensors import NoSuchTensorsError, quantized, quantized_by_channel, sparse_parts
+from torchelastic.torch_internals.tensors import (
+    NoSuchTensorsError,
+    quantized,
+    quantized_by_channel,
+    sparse_parts,
+    tensors_within,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -165,7 +171,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
     device = str(tensor.device)
     if tensor.layout is torch.strided and not tensor.is_quantized:
         shape = tuple(tensor.shape)
-        recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device, **_autograd_of(value)}
+        recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device, **autograd_of(value)}
         return Leaf(
             memory_identity(tensor, value, name),
             recipe,
@@ -193,7 +199,7 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
         return parts["data"]
     if kind == "strided":
         stride = recipe["stride"]
-        return _for_autograd(parts["data"] if stride is None else _with_strides(parts["data"], stride), recipe)
+        return for_autograd(parts["data"] if stride is None else _with_strides(parts["data"], stride), recipe)
     if kind in ("per_tensor", "per_channel"):
         try:
             if kind == "per_tensor":
@@ -244,7 +250,7 @@ def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_meta:
         raise TypeError(f"the tensor {name!r} has no data (it is on the meta device): materialise it before saving")
     if type(tensor) not in _PLAIN_TYPES:
-        if hasattr(tensor, "__tensor_flatten__"):  # the protocol of those that torch.compile takes apart
+        if tensors_within(tensor) is not None:
             raise TypeError(f"the tensor {name!r} is a {type(tensor).__name__}, made of other tensors: save those")
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.is_nested:
@@ -259,13 +265,13 @@ def asks_for_gradients(value: torch.Tensor) -> bool:
     return value.requires_grad and value.is_leaf
 
 
-def _autograd_of(value: torch.Tensor) -> dict[str, bool]:
+def autograd_of(value: torch.Tensor) -> dict[str, bool]:
     """Whether it is a parameter, and asks for gradients; empty for what most states hold: neither."""
     flags = {"parameter": isinstance(value, torch.nn.Parameter), "requires_grad": asks_for_gradients(value)}
     return flags if any(flags.values()) else {}
 
 
-def _for_autograd(tensor: torch.Tensor, recipe: Mapping[str, Any]) -> torch.Tensor:
+def for_autograd(tensor: torch.Tensor, recipe: Mapping[str, Any]) -> torch.Tensor:
     """The inverse; it shares the tensor's memory."""
     if recipe.get("parameter"):
         return torch.nn.Parameter(tensor, requires_grad=recipe["requires_grad"])

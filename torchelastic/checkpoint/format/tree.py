@@ -1,9 +1,9 @@
 """A state as plain values plus named tensors, and back; nothing that is read here is ever executed.
 
 What `weights_only` of torch.load accepts is accepted: containers, numbers, strings, bytes, dtypes, tensors; so are the
-small objects of `described_objects.py`. Tensors are taken out and named by their path as in a JSON pointer (RFC 6901):
-`model/layer~1norm/weight`. Everything else is refused by a `TypeError` that names it, unless the caller asks for
-pickles on both sides.
+small objects of `described_objects.py` and the tensors of `made_of_tensors.py`. Tensors are taken out and named by
+their path as in a JSON pointer (RFC 6901): `model/layer~1norm/weight`. Everything else is refused by a `TypeError` that
+names it, unless the caller asks for pickles on both sides.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.described_objects import described, rebuilt
+from torchelastic.checkpoint.format.made_of_tensors import class_name, put_together
 from torchelastic.checkpoint.format.regions import Region
-from torchelastic.checkpoint.format.tensor_parts import LEAF_TYPES, decode_leaf, dtype_name, dtype_named, encode_leaf
-from torchelastic.torch_internals.tensors import metadata_of, set_metadata
+from torchelastic.checkpoint.format.tensor_parts import (
+    LEAF_TYPES,
+    autograd_of,
+    decode_leaf,
+    dtype_name,
+    dtype_named,
+    encode_leaf,
+    for_autograd,
+)
+from torchelastic.torch_internals.tensors import metadata_of, set_metadata, tensors_within
 
 #: What JSON can hold.
 Plain = Any
@@ -136,7 +145,7 @@ def _collect_names(node: Plain, names: set[str]) -> None:
             names.update(value["names"].values())
         elif kind not in _SCALARS and kind != "pickle":
             _collect_names(value, names)
-            _collect_names(node.get("metadata"), names)
+            _collect_names([node.get("metadata"), node.get("context")], names)
 
 
 @dataclass
@@ -149,6 +158,8 @@ class _Flattener:
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Plain:
         if isinstance(value, LEAF_TYPES):
+            if isinstance(value, torch.Tensor) and (within := tensors_within(value)) is not None:
+                return self._made_of(value, *within, path)
             return self._leaf(value, path)
         kind = type(value)
         if value is None or kind is bool:
@@ -170,6 +181,13 @@ class _Flattener:
         node: Plain = {"leaf": {"names": renamed, **leaf.recipe}}
         self._leaves[leaf.identity] = (node, value)
         return node
+
+    def _made_of(
+        self, value: torch.Tensor, within: Mapping[str, torch.Tensor], context: Any, path: tuple[str, ...]
+    ) -> Plain:
+        inner = [[name, self.encode(tensor, (*path, _token(name)))] for name, tensor in within.items()]
+        about = {"class": class_name(type(value)), "context": self.encode(context, (*path, "~context"))}
+        return {"made_of": inner, **about, "form": [list(value.shape), list(value.stride())], **autograd_of(value)}
 
     def _unused(self, name: str) -> str:
         candidate, number = name, 2
@@ -272,6 +290,8 @@ class _Unflattener:
         if kind == "long_bytes":
             data = self.decode(value).numpy().tobytes()
             return bytearray(data) if rest[0][1] == "bytearray" else data
+        if kind == "made_of":
+            return self._made_of(value, dict(rest))
         if kind == "numpy":
             array = self.decode(value).numpy()
             return array[()] if rest[0][1] else array
@@ -286,6 +306,11 @@ class _Unflattener:
         if "metadata" in about:
             set_metadata(ordered, self.decode(about["metadata"]))
         return ordered
+
+    def _made_of(self, pairs: Any, about: Mapping[str, Plain]) -> torch.Tensor:
+        inner = {name: self.decode(item) for name, item in pairs}
+        shape, stride = about["form"]
+        return for_autograd(put_together(about["class"], inner, self.decode(about["context"]), shape, stride), about)
 
     def _leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
         key = tuple(recipe["names"].items())
