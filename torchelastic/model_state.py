@@ -100,7 +100,7 @@ class ModelState(WithCompanions, State):
 
     Attributes:
         module: the user's module.
-        model: the module to call in a step: DDP where the group has several members.
+        model: the module to call in a step; see there.
         step: committed steps.
         replica_comparison: what the comparison after the last sync has found; None before the first.
         epoch: the sampler's epoch where it has one, else yours to set.
@@ -157,7 +157,12 @@ class ModelState(WithCompanions, State):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module to call in a train step; another object after each change of the group."""
+        """The module to call in a train step: as the user's, at any size of the group, but for its call.
+
+        It has the user's class, attributes, methods and names; its call goes through the DDP of the present group, and
+        `module` and `no_sync()` are there as on DDP. Where the user's class does not allow that (TorchScript) it is the
+        module itself, or DDP, and another object after each change of the group.
+        """
         return self._gradients.model
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -480,8 +485,8 @@ class ModelState(WithCompanions, State):
         """Of the weights, which part wherever anything else has parted. See `State`."""
         if self.replica_comparison is not None and not self.replica_comparison.is_in_sync:
             return None  # that was said
-        weights = [("", parameter) for parameter in self.module.parameters() if not is_lazy(parameter)]
-        of_weights = digest.begun_digest(weights, digest.PIECE_BYTES)
+        weights = [parameter for parameter in self.module.parameters() if not is_lazy(parameter)]
+        of_weights = digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
         of_random = digest_of_drawing_torch()
         return lambda: ReplicaDigests(of_weights() >> 2, of_random)
 

@@ -110,7 +110,7 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
 
 def sample_digest(tensors: Sequence[torch.Tensor]) -> int:
     """A `digest` of a sample of these, of at most SAMPLE_BYTES."""
-    return digest([("", tensor) for tensor in tensors], _bytes_of_each(len(tensors)))
+    return digest(list(leaves_of(tensors)), _bytes_of_each(len(tensors)))
 
 
 def _bytes_of_each(tensors: int) -> int:

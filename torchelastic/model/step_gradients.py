@@ -21,6 +21,7 @@ from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
 from torchelastic.model.logical_shards import LogicalShards
 from torchelastic.model.reduction import Reduction
+from torchelastic.model.step_model import step_model
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import leaves_of
 
@@ -87,6 +88,7 @@ class StepGradients:
         self._module, self._sampler, self._mode = module, sampler, salvage
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
+        self._step_model = step_model(module, lambda: self._wrapped)
         self._frozen: list[torch.nn.Parameter] = []  # what this group's wrapper leaves out
         self._rank = 0
         if logical_shards is not None:
@@ -107,7 +109,9 @@ class StepGradients:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module to call in a step."""
+        """The module to call in a step: one object for the whole run, where the user's class allows that."""
+        if self._step_model is not None:
+            return self._step_model
         return self._module if self._wrapped is None else self._wrapped
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -279,7 +283,12 @@ class StepGradients:
             self._source.bring(self._kept.gradients)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wrapped": None, "_frozen": []}  # a group's wrapper belongs to this process alone
+        # a group's wrapper belongs to this process alone
+        return {**self.__dict__, "_wrapped": None, "_step_model": None, "_frozen": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._step_model = step_model(self._module, lambda: self._wrapped)
 
 
 def kind_text(kind: Sequence[int]) -> str:
