@@ -248,6 +248,20 @@ def test_an_object_that_is_undone_but_neither_sent_nor_saved_is_named_once(caplo
     assert told[0].startswith("extra['metric'], a Metric, has an empty state_dict")
 
 
+def test_a_large_plain_value_that_is_copied_before_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(2, 1)
+    replay: deque[tuple[int, int]] = deque()
+    state = torchelastic.ModelState(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), extra={"replay": replay, "name": "x" * 20_000}
+    )
+    for _ in range(3):
+        replay.extend((1, 2) for _ in range(6_000))
+        state.snapshot()
+    told = [record.getMessage() for record in caplog.records if "copied before each step" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("extra['replay'] has 12,000 values by now")
+
+
 def test_a_normal_number_that_numpy_has_drawn_ahead_is_put_back() -> None:
     """It draws two at once, and the second one waits beside the generator's memory."""
     np.random.seed(5)

@@ -11,7 +11,7 @@ import _codecs
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ from torchelastic.torch_internals.tensors import tree_flatten, tree_map_only, tr
 
 log = logging.getLogger(__name__)
 
+#: To copy more plain values takes longer than many a step: about a microsecond each.
+MOST_PLAIN_VALUES = 10_000
 _NO_DATA = torch.empty(0)
 
 
@@ -74,6 +76,7 @@ class Extras:
         self._memories: dict[str, CopyMemory] = {}
         self._structures: dict[int, ModuleStructure] = {}
         self._has_told: set[int] = set()
+        self._named_large: set[str] = set()
 
     def objects(self) -> dict[str, Any]:
         """The objects with a state of their own, by name."""
@@ -113,8 +116,26 @@ class Extras:
                 self._large.add(id(value))  # it was empty when the group formed, and has grown
                 continue
             states[name] = copy.deepcopy(state)
-        plain = _copied({name: value for name, value in self.values.items() if name not in objects})
+        plain = {name: value for name, value in self.values.items() if name not in objects}
+        self._say_what_is_large(plain)
+        plain = _copied(plain)
         return Copied(plain, objects, states, tuple(self.values), tuple(attributes))
+
+    def _say_what_is_large(self, plain: Mapping[str, Any]) -> None:
+        for name, value in plain.items():
+            if (
+                not isinstance(value, (str, bytes, torch.Tensor, np.ndarray))
+                and isinstance(value, Sized)
+                and len(value) > MOST_PLAIN_VALUES
+                and name not in self._named_large
+            ):
+                self._named_large.add(name)
+                log.warning(
+                    "extra[%r] has %s values by now, which are copied before each step: keep a large one (a replay "
+                    "buffer) outside of `extra`, or in an object with state_dict and load_state_dict that gives it as "
+                    "tensors and changes only after the optimizer has stepped",
+                    name, f"{len(value):,}",
+                )  # fmt: skip
 
     def _structure_of(self, name: str, value: Any) -> list[Callable[[], object]]:
         """What puts back an object whose `state_dict` is empty: it keeps what it counts in its attributes."""
