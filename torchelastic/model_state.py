@@ -86,7 +86,7 @@ class ModelState(WithCompanions, State):
         extra: your own values: rolled back, sent to newcomers, saved. Plain ones, tensors, and objects with
             state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/state.md.
         snapshot: "auto" measures in the first ten steps what a copy costs, and goes on with copies if that is at most
-            3 percent of a step (or 0.1 ms) and a quarter of the memory that is free. "full" always copies, "commit"
+            3 percent of a step (or 0.5 ms) and a quarter of the memory that is free. "full" always copies, "commit"
             never.
         on_out_of_sync: after each sync digests are compared; if members differ where they must not, "log" an error or
             "raise" a NonRetryableException on every rank.

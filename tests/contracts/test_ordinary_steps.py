@@ -13,6 +13,8 @@ from torch import nn
 
 import torchelastic
 from tests.contracts.census import census_of, differences
+from tests.contracts.ordinary_programs import PROGRAMS as PUBLISHED
+from torchelastic.model import weight_undo
 
 STEPS = 12
 Fail = Callable[[int], None]
@@ -127,3 +129,41 @@ def test_an_ordinary_program_whose_steps_fail_ends_as_an_undisturbed_one(
     apart = differences(expected, found)
     assert {path: text for path, text in apart.items() if "hooks." not in path} == {}
     assert "stays. Keep it" not in caplog.text
+
+
+def published(name: str, *, is_disturbed: bool) -> tuple[dict[str, str], set[tuple[int, int]]]:
+    """The census at the end of a published program, and where it was disturbed: each step once at each place."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    program = PUBLISHED[name]()
+    state = torchelastic.ModelState(program.module, program.optimizer, extra=program.extra)
+    failed: set[tuple[int, int]] = set()
+
+    def step(state: Any) -> None:
+        if state.step == STEPS:
+            raise StopIteration
+        places = iter(range(program.places))
+
+        def fail() -> None:
+            place = (state.step, next(places))
+            if is_disturbed and place not in failed:
+                failed.add(place)
+                raise torchelastic.RetryableException("on purpose")
+
+        program.step(state, fail)
+
+    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), step, state)
+    return census_of(model=program.module, optimizer=program.optimizer, extra=state.extra), failed
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_program_whose_steps_fail_ends_as_an_undisturbed_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_undo, "CHEAP_S", 60.0)  # on a busy machine, too
+    expected, _ = published(name, is_disturbed=False)
+    found, failed = published(name, is_disturbed=True)
+    assert {step for step, _ in failed} == set(range(STEPS))
+    assert len({place for _, place in failed}) >= 2
+    apart = differences(expected, found)
+    assert {path: text for path, text in apart.items() if "hooks." not in path} == {}  # a process numbers its hooks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -146,18 +146,19 @@ def put_tensor(tensor: torch.Tensor, before: torch.Tensor) -> None:
     tensor.data = before.clone()  # not `resize_`: memory that is shared with numpy cannot be resized
 
 
-def attributes_of(owner: object, name: str) -> list[Restore]:
+def attributes_of(owner: object, name: str, *, kept_otherwise: Collection[str] = ()) -> list[Restore]:
     """What puts back the attributes of an object that is no module; what is too large is told once, and stays.
 
     Args:
         owner: it has a `__dict__`.
         name: how a message calls it.
+        kept_otherwise: attributes of which only the object is put back, and not what is in it.
     """
     values = vars(owner)
     before = dict(values)
     restores: list[Restore] = [lambda: put_mapping(values, before)]
     for attribute, value in before.items():
-        if type(value) in CHANGEABLE:
+        if type(value) in CHANGEABLE and attribute not in kept_otherwise:
             restores += kept_or_logged(value, f"{name}.{attribute}")
     return restores
 

@@ -53,6 +53,7 @@ class Snapshot(NamedTuple):
     buffers: tuple[torch.Tensor, ...]
     structure: KeptStructure | None
     members: tuple[tuple[list[Any], ...], ...]
+    attributes: Sequence[Callable[[], object]]
     random: Generators
     groups: Settings
     scheduler: Any
@@ -138,6 +139,7 @@ class Companions:
             buffers=() if trained is None else tuple(buffer.clone() for buffer in trained.buffers),
             structure=None if trained is None or trained.structure is None else trained.structure.copy(),
             members=() if trained is None else trained.optimizers.members(),
+            attributes=() if trained is None or trained.structure is None else trained.optimizers.attributes(),
             random=generators(),
             groups=() if trained is None else trained.optimizers.settings(),
             scheduler=None if trained is None else copied(trained.schedulers.state_dict()),
@@ -154,6 +156,8 @@ class Companions:
         large = snapshot.large
         if snapshot.structure is not None:
             snapshot.structure.put()
+            for restore in snapshot.attributes:
+                restore()
             if trained is not None:
                 trained.optimizers.put_members(snapshot.members)
         if trained is not None and large is not None:

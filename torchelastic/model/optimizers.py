@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
+from torchelastic.inventory.attributes import Restore, attributes_of
 from torchelastic.inventory.optimizer_values import (
     OWN_FORM,
     Named,
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 Settings = tuple[tuple[dict[str, Any], ...], ...]
 #: Of `Optimizer.step`, itself first, as torch gives them to a hook.
 Arguments = tuple[Any, ...]
+#: Attributes that torch gives to each optimizer; what is in them is undone by parts, or is code.
+_OF_EACH_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 #: Of an optimizer that has stepped more often than in the steps before: it may always have more to do than one knows.
 UNKNOWN_STEPS = 2**31
 
@@ -242,6 +245,14 @@ class Optimizers:
     def members(self) -> tuple[tuple[list[Any], ...], ...]:
         """The parameters of each group of each optimizer."""
         return tuple(tuple(list(group["params"]) for group in one.param_groups) for one in self.objects)
+
+    def attributes(self) -> list[Restore]:
+        """What puts back the attributes of the optimizers: what those of a user's own count there."""
+        return [
+            restore
+            for one in self.objects
+            for restore in attributes_of(one, type(one).__name__, kept_otherwise=_OF_EACH_OPTIMIZER)
+        ]
 
     def put_members(self, members: Sequence[Sequence[list[Any]]]) -> None:
         """Groups have the parameters that `members` returned; others, which were added since, keep theirs."""

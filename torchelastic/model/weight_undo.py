@@ -26,7 +26,7 @@ MEASURED_STEPS = 8
 #: A copy is cheap if it takes this part of a step, or ..
 CHEAP_PART = 0.03
 #: .. if it takes this long.
-CHEAP_S = 100e-6
+CHEAP_S = 500e-6
 #: A copy may take this part of the memory that is free.
 MEMORY_PART = 0.25
 
