@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_or_logged, put_mapping, put_tensor
-from torchelastic.inventory.copies import CopyMemory, TensorCopies
+from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_or_logged, put_mapping
+from torchelastic.inventory.copies import Copies, CopyMemory
 from torchelastic.torch_internals.tensors import slots_of
 
 #: What every module has of its own: flags, and dicts and sets of parameters, buffers, children and hooks.
@@ -31,8 +31,7 @@ class KeptStructure(NamedTuple):
         contents: what was in each of these.
         parameters: each parameter.
         flags: whether each of these required a gradient.
-        buffers: each buffer that was there.
-        bytes_of_buffers: a copy of each of these.
+        buffers: a copy of each buffer that was there.
         attributes: what puts back the values of other attributes.
     """
 
@@ -43,8 +42,7 @@ class KeptStructure(NamedTuple):
     contents: list[Any]
     parameters: list[torch.nn.Parameter]
     flags: list[bool]
-    buffers: list[torch.Tensor]
-    bytes_of_buffers: TensorCopies
+    buffers: Copies
     attributes: list[Restore]
 
     def put(self) -> None:
@@ -62,8 +60,7 @@ class KeptStructure(NamedTuple):
         for parameter, requires_grad in zip(self.parameters, self.flags, strict=True):
             if parameter.requires_grad is not requires_grad:
                 parameter.requires_grad_(requires_grad)
-        for buffer, content in zip(self.buffers, self.bytes_of_buffers.tensors, strict=True):
-            put_tensor(buffer, content)
+        self.buffers.put()
         for restore in self.attributes:
             restore()
 
@@ -118,7 +115,6 @@ class ModuleStructure:
         """As it is now. Walks through the module only where that has other modules or attributes than before."""
         if not self._is_bound():
             self._bind()
-        buffers = self.buffers()
         parameters = [one for slots in self._parameters for one in slots.values() if one is not None]
         attributes: list[Restore] = []
         for module, attribute, path in self._others:
@@ -133,8 +129,7 @@ class ModuleStructure:
             contents=[container.copy() for container in self._filled],
             parameters=parameters,
             flags=[parameter.requires_grad for parameter in parameters],
-            buffers=buffers,
-            bytes_of_buffers=self._copied.of(buffers),
+            buffers=self._copied.of(self.buffers()),
             attributes=attributes,
         )
 

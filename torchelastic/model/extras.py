@@ -19,7 +19,7 @@ import torch
 
 from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.inventory.attributes import SMALL_BYTES, attributes_of
-from torchelastic.inventory.copies import CopyMemory, TensorCopies
+from torchelastic.inventory.copies import Copies, CopyMemory
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.model.one_or_many import is_stateful
 from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
@@ -57,10 +57,9 @@ class Copied(NamedTuple):
 
 
 class CopiedStates(NamedTuple):
-    """The states of large objects, by name, in memory that is theirs as long as this is kept."""
+    """The states of large objects, by name: their leaves with copies of the tensors among them, and their form."""
 
-    states: dict[str, Any]
-    memory: tuple[TensorCopies, ...]
+    states: dict[str, tuple[list[Any], Copies, Any]]
 
 
 class Extras:
@@ -162,18 +161,14 @@ class Extras:
 
     def copy_large(self) -> CopiedStates:
         """Copy the states of large objects, into memory of earlier copies that nobody holds any more."""
-        states, memory = {}, []
+        states = {}
         for name, value in self.objects().items() if self._large else ():
             if id(value) in self._large:
                 leaves, form = tree_flatten(value.state_dict())
-                copies = self._memories.setdefault(name, CopyMemory()).of(
-                    [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-                )
-                tensors = iter(copies.tensors)
-                copied = [next(tensors) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf) for leaf in leaves]
-                states[name] = tree_unflatten(copied, form)
-                memory.append(copies)
-        return CopiedStates(states, tuple(memory))
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                kept = [leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf) for leaf in leaves]
+                states[name] = kept, self._memories.setdefault(name, CopyMemory()).of(tensors), form
+        return CopiedStates(states)
 
     def large_bytes(self) -> int:
         """How much memory a copy of the large states takes."""
@@ -183,8 +178,10 @@ class Extras:
     def restore_large(self, copied: CopiedStates) -> None:
         """Undo what has happened to the large states since they were copied."""
         objects = self.objects()
-        for name, state in copied.states.items():
-            _load(objects[name], copy.deepcopy(state))
+        for name, (leaves, copies, form) in copied.states.items():
+            tensors = copies.by_tensor()
+            state = [tensors[id(leaf)] if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf) for leaf in leaves]
+            _load(objects[name], tree_unflatten(state, form))
 
     # --- as part of a state -----------------------------------------------------------------------
 
