@@ -218,3 +218,59 @@ def test_state_that_is_made_of_other_tensors_is_sent_and_compared() -> None:
     (kinds, source), newcomer = values(run_ranks(coded, ranks=2))
     assert newcomer == (kinds, source)
     assert kinds == ["Coded torch.int8 True"] * 2
+
+
+# --- buffers in a step ------------------------------------------------------------------------------------------------
+
+
+class Table(torch.nn.Module):
+    """A table that is as long as the longest sequence that this process has seen, and buffers of many types."""
+
+    positions: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+        self.register_buffer("turned", torch.zeros(3, 2).t())
+        for dtype in (torch.complex64, torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex128):
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(3).to(dtype))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        length = inputs.shape[1]
+        if length > len(self.positions):
+            self.register_buffer("positions", torch.arange(1.0, length + 1), persistent=False)
+        result: torch.Tensor = self.linear((inputs * self.positions[:length]).sum(dim=1, keepdim=True))
+        return result
+
+
+def with_tables() -> list[dict[str, Any]]:
+    """Steps in which now this rank, now that one sees the longest sequence; what rank 0 writes into its buffers."""
+    rank = dist.get_rank()
+    module = Table()
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.01), on_out_of_sync="raise")
+    state.sync()
+    found = []
+    for number, lengths in enumerate([(2, 2), (3, 5), (6, 4), (6, 9), (7, 3)]):
+        if rank == 0:
+            for buffer in module.buffers():
+                if buffer is not module.positions:
+                    buffer.fill_(number)
+        state.snapshot()
+        state.optimizer.zero_grad()
+        state.model(torch.ones(2, lengths[rank])).sum().backward()
+        state.optimizer.step()
+        state.commit()
+        buffers = {name: str(value.tolist()) for name, value in module.named_buffers() if name != "positions"}
+        found.append(
+            {**buffers, "weight": module.linear.weight.item(), "enough": len(module.positions) >= lengths[rank]}
+        )
+    return found
+
+
+def test_buffers_of_any_type_and_size_are_rank_0s_before_each_forward_pass() -> None:
+    first, second = values(run_ranks(with_tables, ranks=2))
+    assert first == second
+    assert [one["enough"] for one in first] == [True] * 5
+    assert first[-1]["complex64"] == str([4 + 0j] * 3)
+    assert first[-1]["turned"] == str([[4.0] * 3] * 2)
