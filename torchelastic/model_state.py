@@ -184,8 +184,6 @@ class ModelState(WithCompanions, State):
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         if self._random_when_failed is None:  # else a sync has failed, behind the step
             self._random_when_failed = (snapshot.step + 1, generators())
-        if self._gradients.has_thawed and snapshot.structure is not None:  # the next group is to average these, too
-            snapshot = snapshot._replace(structure=snapshot.structure.without_gradient_flags())
         if snapshot.full is not None:
             if snapshot.structure is not None:
                 snapshot.structure.put()  # weights are loaded into the slots that there were
@@ -269,7 +267,7 @@ class ModelState(WithCompanions, State):
         device = message_device()
         if self._built_with is None:
             self._built_with = attributes_of(self.module)
-        all_progress, offers = self._gather_progress(world_size, rank, device)
+        all_progress, offers, thawing = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
@@ -285,6 +283,7 @@ class ModelState(WithCompanions, State):
         self._watch_weights()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
+        self._gradients.share_thawing(thawing, device)
         self._gradients.enter_group(offers, self.step, rank, device)
         self._world.changed(world_size, rank)
 
@@ -349,19 +348,20 @@ class ModelState(WithCompanions, State):
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
-    ) -> tuple[list[StateProgress], list[int]]:
-        """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
-        mine = [int(self._status), self.step, self._gradients.offer(self.step), *self._gradients.kind]
+    ) -> tuple[list[StateProgress], list[int], list[int]]:
+        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed."""
+        gradients = self._gradients
+        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, *gradients.kind]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
         source = progress.index(max(progress))
-        here, there = rows[rank][3:], rows[source][3:]
+        here, there = rows[rank][4:], rows[source][4:]
         if here != there:
             raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )
-        return progress, [row[2] for row in rows]
+        return progress, [row[2] for row in rows], [row[3] for row in rows]
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""

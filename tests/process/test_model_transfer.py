@@ -155,3 +155,40 @@ def test_a_worker_that_joins_has_the_modes_of_the_source() -> None:
 def test_parameters_that_are_unfrozen_in_a_run_are_averaged_too() -> None:
     first, second = values(run_ranks(unfrozen_later, ranks=2))
     assert first == second
+
+
+def thawed_with_a_group(is_alone: bool) -> tuple[int, list[list[float]], int]:
+    """As scripts do it: a part that is still frozen is thawed, and gets a group of its own, from a step on."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    module[0].requires_grad_(False)
+    state = torchelastic.ModelState(module, torch.optim.Adam(module[1].parameters(), lr=0.1))
+    state.sync(*((1, 0) if is_alone else ()))
+    refused = 0
+    while state.step < 4:
+        before = state.snapshot()
+        if state.step >= 2 and not module[0].weight.requires_grad:
+            module[0].requires_grad_(True)
+            state.optimizer.add_param_group({"params": list(module[0].parameters()), "lr": 0.01})
+        state.optimizer.zero_grad()
+        state.model(torch.ones(2, 4) * state.step).square().mean().backward()
+        try:
+            state.optimizer.step()
+        except torchelastic.RetryableException:
+            refused += 1
+            state.apply(before)
+            state.sync()
+        else:
+            state.commit()
+    weights = [parameter.flatten().tolist() for parameter in module.parameters()]
+    return refused, weights, len(state.optimizer.param_groups)
+
+
+def test_a_step_that_thaws_a_part_is_undone_as_a_whole_before_it_is_repeated() -> None:
+    """Were the flags left, the second attempt would take the part for thawed, and add no group for it."""
+    refused, expected, groups = thawed_with_a_group(is_alone=True)
+    assert (refused, groups) == (0, 2)
+    for refused, weights, groups in values(run_ranks(thawed_with_a_group, False, ranks=2)):
+        assert (refused, groups) == (1, 2)
+        for mine, theirs in zip(weights, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
