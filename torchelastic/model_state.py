@@ -14,18 +14,10 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.module_values import (
-    attributes_of,
-    buffers_of,
-    changed_attributes,
-    differing_attributes,
-    flags_of,
-    put_buffers,
-    put_flags,
-)
+from torchelastic.inventory.module_values import attributes_of, buffers_of, flags_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
-from torchelastic.model import digest, module_state, wrapping
+from torchelastic.model import digest, module_state, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
@@ -36,7 +28,6 @@ from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
 from torchelastic.state import State
-from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
@@ -297,12 +288,21 @@ class ModelState(WithCompanions, State):
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
         move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
         if stale:
-            tree = self._sent() if rank == source else None
+            tree = (
+                newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
+                if rank == source
+                else None
+            )
             received = move(tree, stale=stale)
             if fresh and tree is not None:
                 unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
-                self._receive(received, source)
+                was_in_sync = self._status is not StateStatus.INITIAL
+                newcomers.receive(
+                    received, self.module, self._own, self._trained, was_in_sync=was_in_sync, source=source
+                )
+                self._status = StateStatus.COMPLETE
+                self._replaced += 1
                 if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
                     self._random_when_failed[1].put()  # of after the step, which others have committed
         if best.state_status is StateStatus.UNCOMMITTED:
@@ -310,41 +310,6 @@ class ModelState(WithCompanions, State):
             self._own.synchronize(self._trained, equals, move)
             self._replaced += 1  # not before: if a peer is lost until here, all this comes again
         return bool(stale)
-
-    def _sent(self) -> dict[str, Any]:
-        """What a rank gets that lacks the state: as `state_dict`, by names, and what is in no state_dict besides."""
-        return {
-            **self._own.state_dict(self._trained),
-            "module": module_state.state_of(self.module),
-            "buffers": buffers_of(self.module),
-            "flags": flags_of(self.module),
-            "attributes": changed_attributes(self.module, self._built_with or {}),
-            "optimizer": self._optimizers.named_state(named_parameters(self.module)),
-        }
-
-    def _receive(self, tree: dict[str, Any], source: int) -> None:
-        """The inverse of `_sent`, on a rank that lacks the state; random numbers are each rank's own."""
-        own = module_state.state_of(self.module)
-        keeps_types = _types(own) == _types(tree["module"])
-        put_buffers(self.module, tree["buffers"], stored=tree["module"].keys(), own=own.keys())
-        module_state.load_into(self.module, tree["module"])
-        put_flags(self.module, tree["flags"])  # the source may have changed them in the run
-        self._optimizers.load_named_state(
-            tree["optimizer"],
-            named_parameters(self.module),
-            keeps_types=keeps_types,
-            may_lose=self._status is not StateStatus.INITIAL,
-        )
-        # a newcomer that copied random numbers would augment like its source
-        self._own.load_state_dict(tree, self._trained, with_random=False)
-        self._status = StateStatus.COMPLETE
-        self._replaced += 1
-        if differing := differing_attributes(self.module, tree["attributes"]):
-            log.warning(
-                "step %d: attributes of the model have changed in the run, and are not sent to a worker that joins: %s "
-                "(there: rank %d). Make what the training depends on a buffer, or return it from get_extra_state",
-                self.step, shortlist(differing), source,
-            )  # fmt: skip
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
@@ -434,7 +399,7 @@ class ModelState(WithCompanions, State):
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
-        keeps_types = _types(module_state.state_of(self.module)) == _types(tree["module"])
+        keeps_types = module_state.has_types_of(self.module, tree["module"])
         module_state.load_into(self.module, tree["module"])
         self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
 
@@ -446,8 +411,3 @@ class ModelState(WithCompanions, State):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def _types(state: Mapping[str, Any]) -> list[Any]:
-    """Of what is in a module's state."""
-    return [getattr(value, "dtype", None) for value in state.values()]
