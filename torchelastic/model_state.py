@@ -23,7 +23,15 @@ from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
-from torchelastic.model.transfer import all_gathered, message_device, pack, synchronize, unpack
+from torchelastic.model.transfer import (
+    UnsendableError,
+    all_gathered,
+    check_sendable,
+    message_device,
+    pack,
+    synchronize,
+    unpack,
+)
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
@@ -117,6 +125,7 @@ class ModelState(WithCompanions, State):
         self._structure = ModuleStructure(model)
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
+        self._was_tried = False  # whether all that there is by now can be sent
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
@@ -197,6 +206,9 @@ class ModelState(WithCompanions, State):
         self._own.count_step()
         self._gradients.commit(self._structure.buffers)
         self._optimizers.commit()
+        if not self._was_tried and self._optimizers.have_state:
+            self._was_tried = True
+            self._try_to_send()
         if self._mode == "commit" and self._optimizers.has_strayed:
             self._mode = "full"
             self._watch_weights()
@@ -295,7 +307,7 @@ class ModelState(WithCompanions, State):
             )
             received = move(tree, stale=stale)
             if fresh and tree is not None:
-                unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
+                check_sendable(tree)  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
                 was_in_sync = self._status is not StateStatus.INITIAL
                 newcomers.receive(
@@ -310,6 +322,16 @@ class ModelState(WithCompanions, State):
             self._own.synchronize(self._trained, equals, move)
             self._replaced += 1  # not before: if a peer is lost until here, all this comes again
         return bool(stale)
+
+    def _sent(self) -> dict[str, Any]:
+        return newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
+
+    def _try_to_send(self) -> None:
+        """Say at the first step that made state for the optimizers, and not at the first loss, what cannot be sent."""
+        try:
+            check_sendable(self._sent())
+        except UnsendableError as error:
+            log.error("step %d: a worker that joins, or comes back, will fail: %s", self.step, error)
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device

@@ -184,6 +184,11 @@ class Optimizers:
         """Whether all optimizers together step once in a train step, as far as is known."""
         return sum(self.counts.usual) == 1
 
+    @property
+    def have_state(self) -> bool:
+        """Whether they have any state by now; most make it in their first step."""
+        return any(optimizer.state for optimizer in self.objects)
+
     def undo(self) -> None:
         """Put back what was copied; only in the state UNDOABLE."""
         assert self.progress is OptimizerProgress.UNDOABLE
