@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
 from typing import Any, BinaryIO
 
 import torch
@@ -23,43 +21,30 @@ from torchelastic.inventory.generators import (
     put_drawing_torch,
 )
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.module_values import (
-    attributes_of,
-    buffers_of,
-    changed_attributes,
-    differing_attributes,
-    flags_of,
-    put_buffers,
-    put_flags,
-)
+from torchelastic.inventory.module_values import attributes_of, buffers_of, flags_of
 from torchelastic.inventory.names import named_parameters
-from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.metrics import publish_metric
-from torchelastic.model import digest, module_state, wrapping
+from torchelastic.model import digest, module_state, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import CopiedStates, check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
-from torchelastic.model.transfer import all_gathered, message_device, pack, synchronize, unpack
-from torchelastic.model.weight_undo import Trial, Undo, free_memory_bytes, time_when_done_s
+from torchelastic.model.transfer import (
+    all_gathered,
+    check_sendable,
+    message_device,
+    synchronize,
+)
+from torchelastic.model.weight_undo import SNAPSHOT_MODES, WeightUndo
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
 from torchelastic.state import ReplicaDigests, State
-from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
-#: How the weights are undone with each at first.
-SNAPSHOT_MODES = {"auto": Undo.TRIAL, "commit": Undo.RULE, "full": Undo.COPIES}
 OUT_OF_SYNC_MODES = ("log", "raise")
-
-
-_STRAYS = (
-    "the train step changes weights itself, beside the optimizer: so that a step can be undone, weights and optimizer "
-    "are copied before each one from now on. Say ModelState(..., snapshot='full') to have that from the first step on"
-)
 
 
 class ModelState(WithCompanions, State):
@@ -141,16 +126,19 @@ class ModelState(WithCompanions, State):
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
         self._structure = ModuleStructure(model)
-        self._copier = WeightCopier()
-        self._undo = SNAPSHOT_MODES[snapshot]
-        self._trial = Trial(partial(time_when_done_s, model), partial(free_memory_bytes, model))
-        self._watch_weights()
+        self._undo = WeightUndo(
+            snapshot,
+            model,
+            self._structure,
+            self._optimizers,
+            self._own.extras,
+            are_watched=self._gradients.are_salvaged,
+        )
         self._status = StateStatus.INITIAL
-        self._has_strayed = self._has_kept_gradients = False  # in the trial
-        self._copied: weakref.ref[KeptWeights] | None = None  # before this step
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
+        self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
@@ -210,7 +198,7 @@ class ModelState(WithCompanions, State):
         self._optimizers.begin(is_copied_whole=self._undo.copies)
         self._kept_large = None
         self._gradients.begin_step()
-        return self._capture(self._copy_large)
+        return self._capture(self._undo.copy)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
@@ -218,8 +206,6 @@ class ModelState(WithCompanions, State):
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         if self._random_when_failed is None:  # else a sync has failed, behind the step
             self._random_when_failed = (snapshot.step + 1, generators())
-        if self._gradients.has_thawed and snapshot.structure is not None:  # the next group is to average these, too
-            snapshot = snapshot._replace(structure=snapshot.structure.without_gradient_flags())
         is_untouched = self._optimizers.progress is OptimizerProgress.UNTOUCHED
         if is_untouched:
             self._gradients.keep(snapshot.step, self._structure.buffers())
@@ -238,10 +224,11 @@ class ModelState(WithCompanions, State):
         self._own.count_step()
         self._gradients.commit(self._structure.buffers)
         self._optimizers.commit()
-        if self._undo is not Undo.COPIES:
-            self._choose_undo()
-        elif not self._copier.with_gradients and self._has_changed_gradients():
-            self._copier.with_gradients = True
+        self._undo.step_succeeded()
+        kind = self._kind_of_content()
+        if kind != self._tried:
+            self._tried = kind
+            self._try_to_send()
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
@@ -263,79 +250,9 @@ class ModelState(WithCompanions, State):
             self._status = StateStatus.PARTIAL
         self._gradients.forget()
 
-    def _choose_undo(self) -> None:
-        """A step has succeeded: how the next ones are undone."""
-        strays = self._optimizers.has_strayed
-        if self._undo is Undo.RULE:
-            if strays:
-                self._set_undo(Undo.COPIES, _STRAYS)
-            return
-        self._has_strayed |= strays
-        self._has_kept_gradients |= self._has_changed_gradients()
-        choice = self._trial.step_ends()
-        if choice.undo is Undo.RULE:
-            self._leave_trial(choice.why)
-        elif choice.undo is Undo.COPIES:
-            self._set_undo(Undo.COPIES)
-            self._copier.with_gradients = self._has_kept_gradients
-
-    def _has_changed_gradients(self) -> bool:
-        """Whether this step has added to gradients of the step before, as far as is known."""
-        weights = None if self._copied is None else self._copied()
-        return weights is None or weights.have_changed_gradients
-
-    def _leave_trial(self, why: str) -> None:
-        """Copies are dear."""
-        if self._has_strayed:
-            self._set_undo(Undo.COPIES, f"{_STRAYS}; {why}")
-        else:
-            self._set_undo(Undo.RULE)
-            log.info(
-                "weights are not copied before each step (%s): a step that fails is undone as long as only the "
-                "optimizer changes weights. Where the step changes them itself, through .data, say ModelState(..., "
-                "snapshot='full')", why,
-            )  # fmt: skip
-
-    def _set_undo(self, undo: Undo, warning: str = "") -> None:
-        self._undo = undo
-        if warning:
-            log.warning("%s", warning)
-        self._watch_weights()
-
-    def _watch_weights(self) -> None:
-        """Where weights are copied, it counts only for gradients that are kept whether something has changed them."""
-        is_needed = self._undo is not Undo.COPIES or self._gradients.are_salvaged
-        watched = self.module.parameters() if is_needed else ()
-        self._optimizers.watch(watched, by_bytes=self._undo is Undo.TRIAL)
-
     @property
     def _trained(self) -> Trained:
         return Trained((), self._optimizers, self._schedulers, self._structure)
-
-    def _copy_large(self) -> Large | None:
-        if self._undo is Undo.RULE:
-            return None
-        parameters = list(chain(self._structure.parameters(), self._optimizers.parameters()))
-        if self._undo is Undo.COPIES:
-            return self._copied_large(parameters)
-        try:
-            needed_bytes = self._copier.needed_bytes(parameters, self._optimizers.objects)
-            no_room = self._trial.why_no_room(needed_bytes + self._own.extras.large_bytes())
-            if no_room is not None:
-                self._leave_trial(no_room)
-                return self._copy_large()
-            self._trial.copy_begins()
-            large = self._copied_large(parameters)
-            self._trial.copy_ends()
-        except Exception as error:  # noqa: BLE001 - a tensor of a class of its own may raise anything
-            self._leave_trial(f"they cannot be copied: {type(error).__name__}: {error}")
-            return None
-        return large
-
-    def _copied_large(self, parameters: list[torch.Tensor]) -> Large:
-        weights = self._copier.copy(parameters, self._optimizers.objects)
-        self._copied = weakref.ref(weights)
-        return Large(weights, self._own.extras.copy_large())
 
     def _keep_large(self) -> None:
         self._kept_large = self._own.extras.copy_large()
@@ -362,7 +279,7 @@ class ModelState(WithCompanions, State):
         device = message_device()
         if self._built_with is None:
             self._built_with = attributes_of(self.module)
-        all_progress, offers = self._gather_progress(world_size, rank, device)
+        all_progress, offers, thawing = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
@@ -375,9 +292,10 @@ class ModelState(WithCompanions, State):
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved, when="after the sync")
         self._own.extras.measure()
-        self._watch_weights()
+        self._undo.watch()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
+        self._gradients.share_thawing(thawing, device)
         self._gradients.enter_group(offers, self.step, rank, device)
         self._world.changed(world_size, rank)
 
@@ -394,9 +312,15 @@ class ModelState(WithCompanions, State):
             tree = self._sent() if rank == source else None
             received = move(tree, stale=stale)
             if fresh and tree is not None:
-                unpack(pack(tree))  # what no other worker can receive fails here too, before this one trains alone
+                check_sendable(tree)  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
-                self._receive(received, source)
+                was_in_sync = self._status is not StateStatus.INITIAL
+                newcomers.receive(
+                    received, self.module, self._own, self._trained, was_in_sync=was_in_sync, source=source
+                )
+                self._status = StateStatus.COMPLETE
+                self._draws_alike = received["draws_alike"]
+                self._replaced += 1
                 if received["draws_alike"]:
                     put_drawing_torch(received["drawing"])
                 elif self._random_when_failed is not None and self._random_when_failed[0] == self.step:
@@ -408,62 +332,47 @@ class ModelState(WithCompanions, State):
         return bool(stale)
 
     def _sent(self) -> dict[str, Any]:
-        """What a rank gets that lacks the state: as `state_dict`, by names, and what is in no state_dict besides."""
-        return {
-            **self._own.state_dict(self._trained),
-            "module": module_state.state_of(self.module),
-            "buffers": buffers_of(self.module),
-            "flags": flags_of(self.module),
-            "draws_alike": self._draws_alike,
-            "drawing": drawing_torch(),
-            "attributes": changed_attributes(self.module, self._built_with or {}),
-            "optimizer": self._optimizers.named_state(named_parameters(self.module)),
-        }
+        tree = newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
+        return {**tree, "draws_alike": self._draws_alike, "drawing": drawing_torch()}
 
-    def _receive(self, tree: dict[str, Any], source: int) -> None:
-        """The inverse of `_sent`, on a rank that lacks the state; but for random numbers."""
-        own = module_state.state_of(self.module)
-        keeps_types = _types(own) == _types(tree["module"])
-        put_buffers(self.module, tree["buffers"], stored=tree["module"].keys(), own=own.keys())
-        module_state.load_into(self.module, tree["module"])
-        put_flags(self.module, tree["flags"])  # the source may have changed them in the run
-        self._optimizers.load_named_state(
-            tree["optimizer"],
-            named_parameters(self.module),
-            keeps_types=keeps_types,
-            may_lose=self._status is not StateStatus.INITIAL,
-        )
-        self._own.load_state_dict(tree, self._trained, with_random=False)
-        self._status = StateStatus.COMPLETE
-        self._draws_alike = tree["draws_alike"]
-        self._replaced += 1
-        if differing := differing_attributes(self.module, tree["attributes"]):
+    def _kind_of_content(self) -> list[int]:
+        """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
+        kind = [len(self._own.extras.values).bit_length()]  # a name that is new in each step is nothing new
+        for optimizer in self._optimizers.objects:
+            kind += (bool(optimizer.state), len(optimizer.param_groups))
+        return kind
+
+    def _try_to_send(self) -> None:
+        """Take the state apart and put it together as if it had been sent: else it shows when a worker is lost."""
+        try:
+            check_sendable(self._sent())
+        except Exception as error:  # noqa: BLE001 - whatever it is, this worker does not need it yet
             log.warning(
-                "step %d: attributes of the model have changed in the run, and are not sent to a worker that joins: %s "
-                "(there: rank %d). Make what the training depends on a buffer, or return it from get_extra_state",
-                self.step, shortlist(differing), source,
+                "step %d: no worker that joins, or is started again, could receive this state, so the run goes on with "
+                "those that it has, and each that is lost is lost for good: %s",
+                self.step, error,
             )  # fmt: skip
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
-    ) -> tuple[list[StateProgress], list[int]]:
-        """How complete and how recent each rank's state is, and how much each has kept of the step that failed."""
-        kept = self._gradients.offer(self.step)
-        mine = [int(self._status), self.step, kept, digest_of_drawing_torch(), *self._gradients.kind]
+    ) -> tuple[list[StateProgress], list[int], list[int]]:
+        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed."""
+        gradients, random = self._gradients, digest_of_drawing_torch()
+        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, *gradients.kind]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
         best = max(progress)
         source = progress.index(best)
-        drawing = [row[3] for row, one in zip(rows, progress, strict=True) if one == best]
+        drawing = [row[4] for row, one in zip(rows, progress, strict=True) if one == best]
         if len(drawing) > 1:
             self._draws_alike = len(set(drawing)) == 1
-        here, there = rows[rank][4:], rows[source][4:]
+        here, there = rows[rank][5:], rows[source][5:]
         if here != there:
             raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )
-        return progress, [row[2] for row in rows]
+        return progress, [row[2] for row in rows], [row[3] for row in rows]
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""
@@ -552,7 +461,7 @@ class ModelState(WithCompanions, State):
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
-        keeps_types = _types(module_state.state_of(self.module)) == _types(tree["module"])
+        keeps_types = module_state.has_types_of(self.module, tree["module"])
         module_state.load_into(self.module, tree["module"])
         self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
 
@@ -560,12 +469,7 @@ class ModelState(WithCompanions, State):
 
     def __getstate__(self) -> dict[str, Any]:
         # a half-made step belongs to this process alone
-        return {**self.__dict__, "_ahead": None, "_random_when_failed": None, "_kept_large": None, "_copied": None}
+        return {**self.__dict__, "_ahead": None, "_random_when_failed": None, "_kept_large": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def _types(state: Mapping[str, Any]) -> list[Any]:
-    """Of what is in a module's state."""
-    return [getattr(value, "dtype", None) for value in state.values()]

@@ -13,10 +13,22 @@ import torch.distributed as dist
 import torchelastic
 from tests.contracts.census import Census, census_of, differences
 from tests.contracts.coded_momentum import Coded, CodedMomentum
-from tests.contracts.training_states import CHANGES, world
+from tests.contracts.training_states import CHANGES, Change, World, world
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.repeated_failures import is_final
 
+
+def _state_of_its_own(one: World) -> None:
+    state: dict[Any, Any] = one.optimizer.state
+    state["clipped"] = {"norms": [1, 2]}
+
+
+#: Beside what a step does: what a script may have changed in modules of its own, between two steps.
+OWN_CHANGES: dict[str, Change] = {
+    "extra: a module's flags": lambda one: one.state.extra["teacher"].train().requires_grad_(False),
+    "extra: a module's buffer": lambda one: setattr(one.state.extra["teacher"], "table", torch.ones(7)),
+    "state of the optimizer that is no parameter's": _state_of_its_own,
+}
 #: Not sent. Each of these fails when it is, so that it is taken from this list.
 NOT_SENT = {
     "attribute": "LOCAL, and told: nobody knows whether a plain attribute is a rank's own",
@@ -36,11 +48,13 @@ def joined(change: str) -> tuple[Census, Census]:
     """Of each rank, before the change and after the sync: rank 0 has trained, and rank 1 joins."""
     rank = dist.get_rank()
     one = world(seed=rank + 1, is_alone=rank == 0)
+    one.state.extra["teacher"] = teacher = torch.nn.BatchNorm1d(4).eval()
+    teacher.register_buffer("table", torch.zeros(0), persistent=False)
     for _ in range(0 if rank else 2):
         one.train()
     before = census_of(**one.roots)
     if rank == 0:
-        CHANGES[change](one)
+        (CHANGES | OWN_CHANGES)[change](one)
         assert differences(before, census_of(**one.roots)) or change == "nothing"
     one.state.sync()
     return before, census_of(**one.roots)
@@ -49,7 +63,7 @@ def joined(change: str) -> tuple[Census, Census]:
 def cases() -> list[Any]:
     reasons = (NOT_SENT | REFUSED).items()
     marks = {name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in reasons}
-    return [pytest.param(name, marks=marks.get(name, []), id=name) for name in CHANGES]
+    return [pytest.param(name, marks=marks.get(name, []), id=name) for name in (*CHANGES, *OWN_CHANGES)]
 
 
 @pytest.mark.parametrize("change", cases())
@@ -169,6 +183,8 @@ def test_momenta_come_to_their_parameters_whatever_order_each_rank_has(trained: 
 def built_otherwise(kind: str) -> str | None:
     rank = dist.get_rank()
     model, optimizer = in_order("abc" if kind == "another parameter" else "ab")
+    if kind == "shared" and rank == 0:
+        model.get_submodule("c").register_parameter("weight", weight_of(model, "a"))
     if rank == 1 and kind == "more groups":
         optimizer.add_param_group({"params": [weight_of(model, "c")]})
     if rank == 0 and kind == "another parameter":
@@ -186,9 +202,10 @@ def built_otherwise(kind: str) -> str | None:
     [
         ("more groups", "has 1 parameter group.*this SGD has 2"),
         ("another parameter", "group 0 of this SGD holds c.weight, and that one's does not"),
+        ("shared", "'c.weight' is one with 'a.weight' there and a parameter of its own here"),
     ],
 )
-def test_an_optimizer_that_was_built_for_more_than_the_others_is_refused(kind: str, reason: str) -> None:
+def test_a_model_or_an_optimizer_that_was_built_otherwise_is_refused_by_name(kind: str, reason: str) -> None:
     _, newcomer = run_ranks(built_otherwise, kind, ranks=2)
     assert re.search(reason, newcomer.value), newcomer.value
 
@@ -218,3 +235,99 @@ def test_state_that_is_made_of_other_tensors_is_sent_and_compared() -> None:
     (kinds, source), newcomer = values(run_ranks(coded, ranks=2))
     assert newcomer == (kinds, source)
     assert kinds == ["Coded torch.int8 True"] * 2
+
+
+# --- buffers in a step ------------------------------------------------------------------------------------------------
+
+
+class Table(torch.nn.Module):
+    """A table that is as long as the longest sequence that this process has seen, and buffers of many types."""
+
+    positions: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+        self.register_buffer("turned", torch.zeros(3, 2).t())
+        for dtype in (torch.complex64, torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex128):
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(3).to(dtype))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        length = inputs.shape[1]
+        if length > len(self.positions):
+            self.register_buffer("positions", torch.arange(1.0, length + 1), persistent=False)
+        result: torch.Tensor = self.linear((inputs * self.positions[:length]).sum(dim=1, keepdim=True))
+        return result
+
+
+def with_tables() -> list[dict[str, Any]]:
+    """Steps in which now this rank, now that one sees the longest sequence; what rank 0 writes into its buffers."""
+    rank = dist.get_rank()
+    module = Table()
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.01), on_out_of_sync="raise")
+    state.sync()
+    found = []
+    for number, lengths in enumerate([(2, 2), (3, 5), (6, 4), (6, 9), (7, 3)]):
+        if rank == 0:
+            for buffer in module.buffers():
+                if buffer is not module.positions:
+                    buffer.fill_(number)
+        state.snapshot()
+        state.optimizer.zero_grad()
+        state.model(torch.ones(2, lengths[rank])).sum().backward()
+        state.optimizer.step()
+        state.commit()
+        buffers = {name: str(value.tolist()) for name, value in module.named_buffers() if name != "positions"}
+        found.append(
+            {**buffers, "weight": module.linear.weight.item(), "enough": len(module.positions) >= lengths[rank]}
+        )
+    return found
+
+
+def test_buffers_of_any_type_and_size_are_rank_0s_before_each_forward_pass() -> None:
+    first, second = values(run_ranks(with_tables, ranks=2))
+    assert first == second
+    assert [one["enough"] for one in first] == [True] * 5
+    assert first[-1]["complex64"] == str([4 + 0j] * 3)
+    assert first[-1]["turned"] == str([[4.0] * 3] * 2)
+
+
+# --- other ways to build ----------------------------------------------------------------------------------------------
+
+
+def named_and_compiled() -> tuple[list[Any], dict[str, Any]]:
+    """Several optimizers, one with named parameters, which gets a group in the run; a rank has compiled its model."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    model: torch.nn.Module = torch.compile(plain, backend="eager") if rank else plain  # type: ignore[assignment]
+    optimizers = {
+        "first": torch.optim.SGD(plain[0].named_parameters(prefix="0"), lr=0.1, momentum=0.9),
+        "last": torch.optim.AdamW([plain.get_parameter("2.bias")], lr=0.1),
+    }
+    state = torchelastic.ModelState(model, optimizers, on_out_of_sync="raise")
+    for number in range(4):
+        if rank == 0 and number == 0:
+            state.sync(1, 0)
+        if number == 2:
+            state.sync()
+        if rank == 1 and number < 2:
+            continue
+        state.snapshot()
+        if number == 1:
+            optimizers["first"].add_param_group({"params": [("norm", plain[1].weight)], "lr": 0.5})
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        state.model(torch.arange(8.0).reshape(4, 2) * (number + 1)).square().mean().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        state.commit()
+    groups = [(group["lr"], group.get("param_names")) for one in optimizers.values() for group in one.param_groups]
+    return groups, {name: value.tolist() for name, value in plain.state_dict().items()}
+
+
+def test_a_worker_that_joins_gets_groups_of_named_parameters_whether_models_are_compiled_or_not() -> None:
+    (groups, source), newcomer = values(run_ranks(named_and_compiled, ranks=2))
+    assert newcomer == (groups, source)
+    assert groups == [(0.1, ["0.weight", "0.bias"]), (0.5, ["norm"]), (0.1, None)]

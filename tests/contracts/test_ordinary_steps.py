@@ -14,7 +14,7 @@ from torch import nn
 import torchelastic
 from tests.contracts.census import census_of, differences
 from tests.contracts.ordinary_programs import PROGRAMS as PUBLISHED
-from torchelastic.model import weight_undo
+from torchelastic.model import undo_choice
 
 STEPS = 12
 Fail = Callable[[int], None]
@@ -160,7 +160,7 @@ def published(name: str, *, is_disturbed: bool) -> tuple[dict[str, str], set[tup
 def test_a_published_program_whose_steps_fail_ends_as_an_undisturbed_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_undo, "CHEAP_S", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(undo_choice, "CHEAP_S", 60.0)  # on a busy machine, too
     expected, _ = published(name, is_disturbed=False)
     found, failed = published(name, is_disturbed=True)
     assert {step for step, _ in failed} == set(range(STEPS))

@@ -14,8 +14,8 @@ import torchelastic
 from tests.contracts.census import census_of, differences
 from tests.contracts.training_states import world
 from torchelastic.inventory.weights import WeightCopier
-from torchelastic.model import weight_undo
-from torchelastic.model.weight_undo import MEASURED_STEPS, WARM_UP_STEPS
+from torchelastic.model import undo_choice
+from torchelastic.model.undo_choice import MEASURED_STEPS, WARM_UP_STEPS
 from torchelastic.rendezvous.records import StateStatus
 
 TRIAL_STEPS = WARM_UP_STEPS + MEASURED_STEPS
@@ -233,8 +233,8 @@ def train(state: torchelastic.ModelState, steps: int, **options: Any) -> None:
 @pytest.fixture
 def dear_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy is too dear to be made before each step."""
-    monkeypatch.setattr(weight_undo, "CHEAP_S", 0.0)
-    monkeypatch.setattr(weight_undo, "CHEAP_PART", 0.0)
+    monkeypatch.setattr(undo_choice, "CHEAP_S", 0.0)
+    monkeypatch.setattr(undo_choice, "CHEAP_PART", 0.0)
 
 
 def copies_weights(state: torchelastic.ModelState) -> bool:
@@ -242,7 +242,7 @@ def copies_weights(state: torchelastic.ModelState) -> bool:
 
 
 def test_cheap_copies_are_made_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(weight_undo, "CHEAP_S", 60.0)
+    monkeypatch.setattr(undo_choice, "CHEAP_S", 60.0)
     state = state_of()
     with caplog.at_level(logging.INFO):
         train(state, 2 * TRIAL_STEPS)
@@ -286,7 +286,7 @@ def test_a_step_that_changes_weights_through_data_in_the_first_steps_is_copied_f
 def test_copies_are_not_made_where_there_is_no_memory_for_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torchelastic.model_state.free_memory_bytes", lambda _: 100)
+    monkeypatch.setattr("torchelastic.model.weight_undo.free_memory_bytes", lambda _: 100)
     state = state_of()
     with caplog.at_level(logging.INFO):
         assert not copies_weights(state)
@@ -316,7 +316,7 @@ def test_a_state_that_cannot_be_copied_is_trained_by_the_rule(caplog: pytest.Log
 def test_gradients_that_are_kept_from_step_to_step_are_undone(
     since: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weight_undo, "CHEAP_S", 60.0)
+    monkeypatch.setattr(undo_choice, "CHEAP_S", 60.0)
     state = state_of()
     train(state, TRIAL_STEPS + 2, accumulates=since == "the first step")
     if since == "after the trial":
@@ -332,7 +332,7 @@ def test_gradients_that_are_kept_from_step_to_step_are_undone(
 def test_gradients_that_were_never_kept_before_are_dropped_by_the_step_that_fails_with_them_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weight_undo, "CHEAP_S", 60.0)
+    monkeypatch.setattr(undo_choice, "CHEAP_S", 60.0)
     state = state_of()
     train(state, TRIAL_STEPS + 2)
     snapshot = state.snapshot()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.model import transfer
 from torchelastic.model.companions import copied
 from torchelastic.model.transfer import pack, unpack
+from torchelastic.repeated_failures import is_final
 
 SOURCE, WORLD_SIZE = 1, 3
 
@@ -155,3 +158,84 @@ def test_a_worker_that_joins_has_the_modes_of_the_source() -> None:
 def test_parameters_that_are_unfrozen_in_a_run_are_averaged_too() -> None:
     first, second = values(run_ranks(unfrozen_later, ranks=2))
     assert first == second
+
+
+def thawed_with_a_group(is_alone: bool) -> tuple[int, list[list[float]], int]:
+    """As scripts do it: a part that is still frozen is thawed, and gets a group of its own, from a step on."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    module[0].requires_grad_(False)
+    state = torchelastic.ModelState(module, torch.optim.Adam(module[1].parameters(), lr=0.1))
+    state.sync(*((1, 0) if is_alone else ()))
+    refused = 0
+    while state.step < 4:
+        before = state.snapshot()
+        if state.step >= 2 and not module[0].weight.requires_grad:
+            module[0].requires_grad_(True)
+            state.optimizer.add_param_group({"params": list(module[0].parameters()), "lr": 0.01})
+        state.optimizer.zero_grad()
+        state.model(torch.ones(2, 4) * state.step).square().mean().backward()
+        try:
+            state.optimizer.step()
+        except torchelastic.RetryableException:
+            refused += 1
+            state.apply(before)
+            state.sync()
+        else:
+            state.commit()
+    weights = [parameter.flatten().tolist() for parameter in module.parameters()]
+    return refused, weights, len(state.optimizer.param_groups)
+
+
+def test_a_step_that_thaws_a_part_is_undone_as_a_whole_before_it_is_repeated() -> None:
+    """Were the flags left, the second attempt would take the part for thawed, and add no group for it."""
+    refused, expected, groups = thawed_with_a_group(is_alone=True)
+    assert (refused, groups) == (0, 2)
+    for refused, weights, groups in values(run_ranks(thawed_with_a_group, False, ranks=2)):
+        assert (refused, groups) == (1, 2)
+        for mine, theirs in zip(weights, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+class Locked(torch.optim.SGD):
+    """Has a lock in its state, which nothing can send, from its first step on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "lock": threading.Lock()} if self.state else state
+
+
+def joined_by_one_that_cannot_receive() -> tuple[list[str], str | None, bool]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchelastic").addHandler(handler)
+    rank = dist.get_rank()
+    module = torch.nn.Linear(2, 1)
+    state = torchelastic.ModelState(module, Locked(module.parameters(), lr=0.1, momentum=0.9))
+    if rank == 0:
+        state.sync(1, 0)
+        for _ in range(2):
+            state.snapshot()
+            state.model(torch.ones(1, 2)).sum().backward()
+            state.optimizer.step()
+            state.commit()
+    try:
+        state.sync()
+    except Exception as error:
+        return heard, f"{type(error).__name__}: {error}", is_final(error)
+    return heard, None, False
+
+
+def test_who_holds_a_state_that_cannot_be_sent_says_so_early_and_is_not_ended_by_giving_it() -> None:
+    source, newcomer = run_ranks(joined_by_one_that_cannot_receive, ranks=2)
+    heard, error, is_over = source.value
+    (line,) = [line for line in heard if "could receive this state" in line]
+    assert line.startswith("step 1: no worker that joins, or is started again, could receive this state")
+    assert "'optimizer/lock'" in line
+    assert error is None or error.startswith("RuntimeError"), "the loss of the other one, which is tried again"
+    assert not is_over
+    _, error, is_over = newcomer.value
+    assert error.startswith("UnsendableError")
+    assert "'optimizer/lock' cannot be pickled" in error
+    assert is_over, "another process could not receive it either"

@@ -64,10 +64,6 @@ class KeptStructure(NamedTuple):
         for restore in self.attributes:
             restore()
 
-    def without_gradient_flags(self) -> KeptStructure:
-        """The same, but that `requires_grad` is left as it is."""
-        return self._replace(parameters=[], flags=[])
-
     def with_flags_of(self, earlier: KeptStructure) -> KeptStructure:
         """The same with the flags that were there earlier, `training` and `requires_grad`.
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import put_tensor
 from torchelastic.inventory.module_structure import STANDARD
-from torchelastic.inventory.names import joined, named_modules, named_parameters
+from torchelastic.inventory.names import joined, named_modules, named_parameters, plain_name
 from torchelastic.torch_internals.tensors import slots_of
 
 #: Flags by name: which parameters require no gradient ("frozen"), and which modules are in evaluation mode ("eval").
@@ -40,9 +40,41 @@ def put_flags(module: torch.nn.Module, flags: Flags) -> None:
     Not by `train()`: a module whose statistics are frozen may let that do nothing.
     """
     for name, parameter in named_parameters(module).items():
-        parameter.requires_grad_(name not in flags["frozen"])
+        if parameter.requires_grad is (name in flags["frozen"]):
+            parameter.requires_grad_(name not in flags["frozen"])
     for name, one in named_modules(module):
         one.training = name not in flags["eval"]
+
+
+def values_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What is sent of a module beside its `state_dict`: plain values and tensors, which are not copied."""
+    return {"flags": flags_of(module), "buffers": buffers_of(module), "ties": ties_of(module)}
+
+
+def faults(module: torch.nn.Module, values: Mapping[str, Any]) -> list[str]:
+    """Why a module cannot have the values of another rank's, in words; changes nothing.
+
+    Args:
+        module: ours.
+        values: what `values_of` gave there.
+    """
+    own, ties = ties_of(module), values["ties"]
+    return [
+        f"{name!r} is {_tied(ties, name)} there and {_tied(own, name)} here"
+        for name in sorted(own.keys() | ties.keys())
+        if own.get(name) != ties.get(name)
+    ]
+
+
+def ties_of(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several, and the first of each."""
+    first = {id(parameter): name for name, parameter in named_parameters(module).items()}
+    every = ((plain_name(name), one) for name, one in module.named_parameters(remove_duplicate=False))
+    return {name: first[id(one)] for name, one in every if first[id(one)] != name}
+
+
+def _tied(ties: Mapping[str, str], name: str) -> str:
+    return f"one with {ties[name]!r}" if name in ties else "a parameter of its own"
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -58,7 +90,7 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def put_buffers(
     module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None], stored: Collection[str], own: Collection[str]
 ) -> None:
-    """Have the buffers of another rank's module.
+    """Have the buffers of another rank's module, before its `state_dict` is loaded.
 
     A buffer that is persistent here and is not there stays: the `state_dict` will not fit, for it is another model.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchelastic.errors import UnfitStateError
+from torchelastic.inventory.module_values import faults, put_buffers
 from torchelastic.inventory.names import is_prefixed, plain_name
 from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
@@ -36,6 +37,32 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
             f"the state that is loaded does not fit this model: {error}\nBuild the model as it was when this state was "
             "saved or sent, or save to another folder"
         ) from error
+
+
+def has_types_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether what is in a module's state has the types that another one's has."""
+    own, given = ([getattr(value, "dtype", None) for value in one.values()] for one in (state_of(module), state))
+    return own == given
+
+
+def put_values(module: torch.nn.Module, values: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Have what another rank's module has beside its state, but for its flags, so that the state fits.
+
+    Args:
+        module: ours.
+        values: what `values_of` gave there.
+        state: the other one's `state_dict`.
+
+    Raises:
+        UnfitStateError: it is of another model; nothing has changed.
+    """
+    for fault in faults(module, values):
+        raise UnfitStateError(
+            f"the state that this worker receives does not fit this model: {fault}. Build the model as the other "
+            "workers do, and share parameters before its ModelState is made"
+        )
+    stored = {plain_name(name) for name in state}
+    put_buffers(module, values["buffers"], stored=stored, own=state_of(module).keys())
 
 
 def _renamed(

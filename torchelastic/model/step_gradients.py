@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from torchelastic.data.shares import MODES, SecondDeal, second_deals
 from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.inventory.generators import Generators, generators
+from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
 from torchelastic.model.logical_shards import LogicalShards
@@ -68,7 +69,6 @@ class StepGradients:
 
     Attributes:
         salvaged: the last step that was salvaged; None while there was none.
-        has_thawed: this step was refused because it trains parameters that the group's wrapper leaves out.
 
     Raises:
         ValueError: things that do not go together.
@@ -89,7 +89,7 @@ class StepGradients:
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
         self._step_model = step_model(module, lambda: self._wrapped)
-        self._frozen: list[torch.nn.Parameter] = []  # what this group's wrapper leaves out
+        self._frozen: dict[str, torch.nn.Parameter] = {}  # what this group's wrapper leaves out
         self._rank = 0
         if logical_shards is not None:
             sampler.set_logical_shards(logical_shards)
@@ -97,7 +97,7 @@ class StepGradients:
         if isinstance(self._source, Reduction):
             self._source.ends_early = salvage == "discard"
         self.salvaged: Salvaged | None = None
-        self.has_thawed = False
+        self._thawing: frozenset[str] = frozenset()  # what the step that was refused trains, and its wrapper left out
         self._kept: KeptGradients | None = None
         self._is_brought = False
 
@@ -134,7 +134,6 @@ class StepGradients:
 
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
-        self.has_thawed = False
         self._source.begin_step()
 
     @property
@@ -157,12 +156,15 @@ class StepGradients:
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
             UnfitError: the step is not written for logical shards, or leaves parameters out.
         """
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self.has_thawed = True
+        thawed = {name for name, parameter in self._frozen.items() if parameter.requires_grad}
+        if thawed:
+            self._thawing |= thawed
             raise RetryableException(
                 "parameters require a gradient that did not when this group was formed, and are not averaged: the step "
                 "is repeated in a new group"
             )
+        if any(not parameter.requires_grad for parameter in self._parameters(self._thawing)):
+            self._thawing = frozenset()  # this attempt does not train them: if it waits for them, the next one must not
         if isinstance(self._source, Reduction):
             self._source.has_gone_on = False
         if is_first and (self._wrapped is not None or isinstance(self._source, LogicalShards)):
@@ -205,6 +207,7 @@ class StepGradients:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
         kept, is_brought = self._kept, self._is_brought
         self.forget()
+        self._thawing = frozenset()
         self._source.commit()
         if kept is None or not is_brought or isinstance(self._source, LogicalShards):
             return
@@ -221,7 +224,28 @@ class StepGradients:
         """Take the wrapper of the last group off."""
         wrapping.unwrap(self._wrapped)
         self._wrapped = None
-        self._frozen = []
+        self._frozen = {}
+
+    @property
+    def thaws(self) -> int:
+        """How many parameters the next group's wrapper has to have because the step, which is undone, thaws them."""
+        return len(self._thawing)
+
+    def share_thawing(self, counts: Sequence[int], device: torch.device) -> None:
+        """Have the same wrapper on all ranks; called on every rank of a new group.
+
+        Args:
+            counts: by rank, what `thaws` gave.
+            device: where messages must lie.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if any(counts):
+            names = list(named_parameters(self._module))
+            mine = torch.tensor([name in self._thawing for name in names], dtype=torch.uint8, device=device)
+            found = torch.stack(all_gathered(mine, len(counts))).amax(0).tolist()
+            self._thawing = frozenset(name for name, is_thawed in zip(names, found, strict=True) if is_thawed)
 
     def offer(self, step: int) -> int:
         """How many units of a failed step this rank could bring to a second attempt."""
@@ -247,15 +271,33 @@ class StepGradients:
         if not isinstance(self._source, Reduction):
             return
         self._source.world_size = world_size
-        if world_size > 1:
-            self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
-        has_gradients = any(parameter.requires_grad for parameter in self._module.parameters())
-        # also a single worker, if it has gradients to add to those of the step
-        if has_gradients and (world_size > 1 or self._is_brought):
-            self._wrapped = wrapping.wrap(
-                self._module, self._source.hook, find_unused_parameters=self._find_unused_parameters
-            )
-            self._source.watch(self._wrapped)
+        with self._thawed():
+            frozen = {name: one for name, one in named_parameters(self._module).items() if not one.requires_grad}
+            has_gradients = any(parameter.requires_grad for parameter in self._module.parameters())
+            # also a single worker, if it has gradients to add to those of the step
+            if has_gradients and (world_size > 1 or self._is_brought):
+                self._wrapped = wrapping.wrap(
+                    self._module, self._source.hook, find_unused_parameters=self._find_unused_parameters
+                )
+                self._source.watch(self._wrapped)
+        self._frozen = frozen if world_size > 1 else {}
+
+    @contextmanager
+    def _thawed(self) -> Iterator[None]:
+        """Meanwhile those parameters require a gradient that the step is going to thaw."""
+        frozen = [parameter for parameter in self._parameters(self._thawing) if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def _parameters(self, names: frozenset[str]) -> list[torch.nn.Parameter]:
+        if not names:
+            return []
+        return [parameter for name, parameter in named_parameters(self._module).items() if name in names]
 
     def _settle(self, offers: Sequence[int], step: int, device: torch.device) -> None:
         """Agree on the second attempt."""
@@ -284,7 +326,7 @@ class StepGradients:
 
     def __getstate__(self) -> dict[str, Any]:
         # a group's wrapper belongs to this process alone
-        return {**self.__dict__, "_wrapped": None, "_step_model": None, "_frozen": []}
+        return {**self.__dict__, "_wrapped": None, "_step_model": None, "_frozen": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

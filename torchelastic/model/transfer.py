@@ -19,6 +19,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
 from torchelastic.checkpoint.format.tree import flatten, unflatten
+from torchelastic.errors import UnfitError
 from torchelastic.group.backends import gpu_backend
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.text import shortlist
@@ -27,6 +28,9 @@ from torchelastic.text import shortlist
 CHUNK_BYTES = 32 * 1024 * 1024
 #: From this size on a tensor travels alone: sent from where it lies and received where it stays, without a copy of it.
 LARGE_BYTES = 1024 * 1024
+
+#: In the place of a state that cannot be sent: the reason.
+_UNSENT = "unsent"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class _TensorForm(NamedTuple):
         return torch.empty(self.shape, dtype=dtype_named(self.dtype), device=device)
 
 
+class UnsendableError(UnfitError, CheckpointError):
+    """A state holds what no other worker can receive: nothing about it changes in another process."""
+
+
 def pack(tree: Any) -> Packed:
     """Take a state apart; the tensors are not copied.
 
@@ -68,18 +76,39 @@ def pack(tree: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Put a state together again. Raises CheckpointError if it holds anything but plain values and tensors."""
+    """Put a state together again.
+
+    Raises:
+        UnsendableError: it holds anything but plain values and tensors, or a tensor that cannot be sent.
+        CheckpointError: a class of tensors in it is not defined here.
+    """
     structure, forms = _read(packed.skeleton)
+    if isinstance(structure, dict) and _UNSENT in structure:
+        raise UnsendableError(str(structure[_UNSENT]))
     try:
         return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
     except CheckpointError as error:
         unloadable = [place for place, _ in places_of(structure, ("pickle",))]
         if not unloadable:
             raise
-        raise CheckpointError(
+        raise UnsendableError(
             f"{shortlist(unloadable)} of the state that workers send each other is no plain value or tensor, and "
             "foreign code is not run: keep plain values there, or an object whose state_dict() gives such"
         ) from error
+
+
+def check_sendable(tree: Any) -> None:
+    """Raise UnsendableError for what no other worker could receive; nothing is copied."""
+    unpack(_packed(tree))
+
+
+def _packed(tree: Any) -> Packed:
+    """As `pack`; for what cannot be taken apart the reason, which its receivers raise: whoever sends it goes on."""
+    try:
+        return pack(tree)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = f"the state of the workers that train cannot be sent to another one: {error}"
+        return Packed(msgspec.msgpack.encode(({_UNSENT: reason}, [])), ())
 
 
 def _read(skeleton: bytes) -> tuple[Any, list[_TensorForm]]:
@@ -136,7 +165,7 @@ def synchronize(
     if not (is_taking_part or everybody):
         return None
     channel = _Channel(source, () if everybody else tuple(stale), is_source=rank == source, device=device)
-    packed = pack(tree) if rank == source else None
+    packed = _packed(tree) if rank == source else None
     skeleton = channel.bytes(packed.skeleton if packed else None)
     forms = [] if packed else _read(skeleton)[1]
     kept = device if is_taking_part else torch.device("meta")

@@ -1,128 +1,151 @@
-"""Whether weights and optimizers are copied before each step: measured, and decided once.
-
-A copy undoes whatever a step does. Without one a step is undone by a rule ("commit"): before the optimizer no weight
-has changed, after it the step counts. That rests on a property of the user's code: that nothing but the optimizer
-changes weights. So copies are made where they are cheap; else the first steps are watched for changes by other means.
-"""
+"""How weights, gradients and optimizers are undone: by copies before each step, or by the rule of `ModelState`."""
 
 from __future__ import annotations
 
-import enum
+import logging
 import os
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchelastic.checkpoint.store.host_memory.room import measure
-from torchelastic.text import bytes_text
+from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.inventory.weights import KeptWeights, WeightCopier
+from torchelastic.model.companions import Large
+from torchelastic.model.extras import Extras
+from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.undo_choice import Trial, Undo
 
-#: Steps before the first that is measured: they allocate, and make the optimizer's state.
-WARM_UP_STEPS = 2
-MEASURED_STEPS = 8
-#: A copy is cheap if it takes this part of a step, or ..
-CHEAP_PART = 0.03
-#: .. if it takes this long.
-CHEAP_S = 500e-6
-#: A copy may take this part of the memory that is free.
-MEMORY_PART = 0.25
+log = logging.getLogger(__name__)
+
+#: How the weights are undone with each at first.
+SNAPSHOT_MODES = {"auto": Undo.TRIAL, "commit": Undo.RULE, "full": Undo.COPIES}
+
+_STRAYS = (
+    "the train step changes weights itself, beside the optimizer: so that a step can be undone, weights and optimizer "
+    "are copied before each one from now on. Say ModelState(..., snapshot='full') to have that from the first step on"
+)
 
 
-class Undo(enum.Enum):
-    """How the weights are undone."""
+class WeightUndo:
+    """Makes the copies, and decides after each step whether the next one has some. On the training thread.
 
-    TRIAL = "copied, while it is measured what that costs"
-    COPIES = "copied before each step"
-    RULE = "not copied"
+    Args:
+        mode: one of `SNAPSHOT_MODES`.
+        module: the plain one.
+        structure: of this module; copied before the weights in each step.
+        optimizers: of it.
+        extras: the user's own values, of which the large ones are copied with the weights.
+        are_watched: watch the weights for changes beside the optimizer also where copies undo these.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        module: torch.nn.Module,
+        structure: ModuleStructure,
+        optimizers: Optimizers,
+        extras: Extras,
+        *,
+        are_watched: bool,
+    ) -> None:
+        self._undo = SNAPSHOT_MODES[mode]
+        self._module, self._structure, self._optimizers, self._extras = module, structure, optimizers, extras
+        self._are_watched = are_watched
+        self._copier = WeightCopier()
+        self._trial = Trial(partial(time_when_done_s, module), partial(free_memory_bytes, module))
+        self._has_strayed = self._has_kept_gradients = False  # in the trial
+        self._copied: weakref.ref[KeptWeights] | None = None  # before this step
+        self.watch()
 
     @property
     def copies(self) -> bool:
-        """Whether the weights are copied before each step."""
-        return self is not Undo.RULE
+        """Whether this step has copies, or is going to have some."""
+        return self._undo is not Undo.RULE
 
+    def watch(self) -> None:
+        """Watch the weights that there are now for changes beside the optimizer, if these count for anything."""
+        is_needed = self._are_watched or self._undo is not Undo.COPIES
+        watched = self._module.parameters() if is_needed else ()
+        self._optimizers.watch(watched, by_bytes=self._undo is Undo.TRIAL)
 
-@dataclass(frozen=True)
-class Choice:
-    """What was decided.
-
-    Attributes:
-        undo: how.
-        why: for the log.
-    """
-
-    undo: Undo
-    why: str = ""
-
-
-def choose(copy_s: Sequence[float], step_s: Sequence[float]) -> Choice:
-    """Whether copies are cheap. Pure.
-
-    Args:
-        copy_s: how long each copy has taken.
-        step_s: how long each step has taken, without its copy.
-
-    >>> choose([0.001] * 10, [0.1] * 10).undo, choose([0.01] * 10, [0.1] * 10).undo
-    (<Undo.COPIES: 'copied before each step'>, <Undo.RULE: 'not copied'>)
-    >>> choose([0.01] * 9, [0.1] * 9).undo
-    <Undo.TRIAL: 'copied, while it is measured what that costs'>
-    """
-    if len(copy_s) < WARM_UP_STEPS + MEASURED_STEPS:
-        return Choice(Undo.TRIAL)
-    copy, step = (statistics.median(each[WARM_UP_STEPS:]) for each in (copy_s, step_s))
-    if copy <= max(CHEAP_S, CHEAP_PART * step):
-        return Choice(Undo.COPIES)
-    return Choice(Undo.RULE, f"a copy takes {1000 * copy:.3g} ms, and a step {1000 * step:.3g} ms")
-
-
-def why_too_large(needed_bytes: int, free_bytes: int) -> str | None:
-    """What to say where copies would take too much of the memory; None: they do not. Pure.
-
-    >>> why_too_large(10**9, 10**10), why_too_large(10**9, 2 * 10**9)
-    (None, 'a copy takes 954 MiB, and 1.86 GiB of memory are free')
-    """
-    if needed_bytes <= MEMORY_PART * free_bytes:
-        return None
-    return f"a copy takes {bytes_text(needed_bytes)}, and {bytes_text(free_bytes)} of memory are free"
-
-
-class Trial:
-    """Measures copies and steps until it is decided. On the training thread.
-
-    Args:
-        clock: seconds; never goes back.
-        free_bytes: how much memory is free where the weights are.
-    """
-
-    def __init__(self, clock: Callable[[], float], free_bytes: Callable[[], int]) -> None:
-        self._clock, self._free_bytes = clock, free_bytes
-        self._copy_s: list[float] = []
-        self._step_s: list[float] = []
-        self._began_s = self._copied_s = 0.0
-        self._bytes = 0
-
-    def why_no_room(self, needed_bytes: int) -> str | None:
-        """See `why_too_large`; measured where more is needed than before."""
-        if needed_bytes <= self._bytes:
+    def copy(self) -> Large | None:
+        """All that is large, as it is before a step; None: nothing is copied."""
+        if self._undo is Undo.RULE:
             return None
-        grown_bytes, self._bytes = needed_bytes - self._bytes, needed_bytes
-        return why_too_large(grown_bytes, self._free_bytes())
+        parameters = list(chain(self._structure.parameters(), self._optimizers.parameters()))
+        if self._undo is Undo.COPIES:
+            return self._copy_of(parameters)
+        try:
+            needed_bytes = self._copier.needed_bytes(parameters, self._optimizers.objects)
+            no_room = self._trial.why_no_room(needed_bytes + self._extras.large_bytes())
+            if no_room is not None:
+                self._leave_trial(no_room)
+                return self.copy()
+            self._trial.copy_begins()
+            large = self._copy_of(parameters)
+            self._trial.copy_ends()
+        except Exception as error:  # noqa: BLE001 - a tensor of a class of its own may raise anything
+            self._leave_trial(f"they cannot be copied: {type(error).__name__}: {error}")
+            return None
+        return large
 
-    def copy_begins(self) -> None:
-        """A copy is about to be made."""
-        self._began_s = self._clock()
+    def _copy_of(self, parameters: list[torch.Tensor]) -> Large:
+        weights = self._copier.copy(parameters, self._optimizers.objects)
+        self._copied = weakref.ref(weights)
+        return Large(weights, self._extras.copy_large())
 
-    def copy_ends(self) -> None:
-        """It was made."""
-        self._copied_s = self._clock()
+    def step_succeeded(self) -> None:
+        """Choose how the next steps are undone."""
+        if self._undo is Undo.COPIES:
+            if not self._copier.with_gradients and self._has_changed_gradients():
+                self._copier.with_gradients = True
+        elif self._undo is Undo.RULE:
+            if self._optimizers.has_strayed:
+                self._set(Undo.COPIES, _STRAYS)
+        else:
+            self._judge_trial()
 
-    def step_ends(self) -> Choice:
-        """A step has succeeded."""
-        self._copy_s.append(self._copied_s - self._began_s)
-        self._step_s.append(self._clock() - self._copied_s)
-        return choose(self._copy_s, self._step_s)
+    def _judge_trial(self) -> None:
+        self._has_strayed |= self._optimizers.has_strayed
+        self._has_kept_gradients |= self._has_changed_gradients()
+        choice = self._trial.step_ends()
+        if choice.undo is Undo.RULE:
+            self._leave_trial(choice.why)
+        elif choice.undo is Undo.COPIES:
+            self._set(Undo.COPIES)
+            self._copier.with_gradients = self._has_kept_gradients
+
+    def _leave_trial(self, why: str) -> None:
+        """Copies are dear, or there can be none."""
+        if self._has_strayed:
+            self._set(Undo.COPIES, f"{_STRAYS}; {why}")
+        else:
+            self._set(Undo.RULE)
+            log.info(
+                "weights are not copied before each step (%s): a step that fails is undone as long as only the "
+                "optimizer changes weights. Where the step changes them itself, through .data, say ModelState(..., "
+                "snapshot='full')", why,
+            )  # fmt: skip
+
+    def _set(self, undo: Undo, warning: str = "") -> None:
+        self._undo = undo
+        if warning:
+            log.warning("%s", warning)
+        self.watch()
+
+    def _has_changed_gradients(self) -> bool:
+        """Whether this step has added to gradients of the step before, as far as is known."""
+        weights = None if self._copied is None else self._copied()
+        return weights is None or weights.have_changed_gradients
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_copied": None}
 
 
 def free_memory_bytes(module: torch.nn.Module) -> int:

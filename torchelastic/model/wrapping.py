@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.errors import UnfitError
+from torchelastic.model.buffer_broadcast import BufferBroadcast
+from torchelastic.model.transfer import message_device
 from torchelastic.torch_internals.c10d_types import GradBucket
 from torchelastic.torch_internals.gradients import (
     REDUCER_SETTING,
@@ -37,7 +40,13 @@ def wrap(
     check_reducible(module)
     devices = {parameter.device for parameter in module.parameters()}
     device_ids = [next(iter(devices))] if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
-    wrapped = FixedBucketDDP(module, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
+    on_cpu = message_device().type == "cpu"  # on a GPU it would wait for all that is under way, to see the layout
+    wrapped = FixedBucketDDP(
+        module,
+        bring_buffers=BufferBroadcast(module, is_source=dist.get_rank() == 0).bring if on_cpu else None,
+        device_ids=device_ids,
+        find_unused_parameters=find_unused_parameters,
+    )
     # without annotations: DDP compares them as objects, and ours are strings
     wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
     return wrapped

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,9 +40,21 @@ class FixedBucketDDP(DistributedDataParallel):
     three or more ranks depends in its last bits on where in a bucket an element lies, so the first step after each
     re-form would differ from the same step in an undisturbed run. Here the order is that of the parameters, last
     first, which is about the order in which gradients come; every rank and every generation has the same.
+
+    Args:
+        module: the plain one.
+        bring_buffers: has all ranks hold rank 0's buffers, which it is given by name, before a forward pass; None: DDP
+            does it.
+        kwargs: as for DDP.
     """
 
-    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        bring_buffers: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._bring_buffers = bring_buffers
         # `ModelState.sync` has made the ranks equal already
         if _HAS_INIT_SYNC:
             super().__init__(module, init_sync=False, **kwargs)
@@ -59,6 +71,12 @@ class FixedBucketDDP(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch has no types here
         return list(reversed(parameters)), list(reversed(expect_sparse))
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if self._bring_buffers is None:
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]  # torch has no types here
+        else:
+            self._bring_buffers(self.named_module_buffers)
 
 
 #: Torch 2.6 has no such argument.

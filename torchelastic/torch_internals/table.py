@@ -141,6 +141,11 @@ _SYNCS = "With torch 2.6, workers of one group wait for each other for ever."
 
 GRADIENTS = (
     PrivateName("torch.nn.parallel.DistributedDataParallel._build_params_for_reducer", _BUCKETS, _OTHER_BITS),
+    PrivateName(
+        "torch.nn.parallel.DistributedDataParallel._sync_module_buffers",
+        "sending rank 0's buffers before each forward pass whatever their type and size",
+        "Buffers of types that gloo does not know are refused, and those whose size differs by rank end the process.",
+    ),
     PrivateName("torch.distributed.Reducer._push_all_rebuilt_params", _BUCKETS, _OTHER_BITS),
     PrivateName("torch.distributed.Reducer._rebuild_buckets", _BUCKETS, _OTHER_BITS),
     PrivateName(
