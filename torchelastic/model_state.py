@@ -113,6 +113,7 @@ class ModelState(WithCompanions, State):
         self._watch_weights()
         self._status = StateStatus.INITIAL
         self._structure = ModuleStructure(model)
+        self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
@@ -204,6 +205,28 @@ class ModelState(WithCompanions, State):
                 "and optimizer are copied before each one from now on. Say ModelState(..., snapshot='full') to have "
                 "that from the first step on"
             )
+        kind = self._kind_of_content()
+        if kind != self._tried:
+            self._tried = kind
+            self._say_if_not_sendable()
+
+    def _kind_of_content(self) -> list[int]:
+        """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
+        kind = [len(self._own.extras.values).bit_length()]  # a name that is new in each step is nothing new
+        for optimizer in self._optimizers.objects:
+            kind += (bool(optimizer.state), len(optimizer.param_groups))
+        return kind
+
+    def _say_if_not_sendable(self) -> None:
+        """Take the state apart and put it together as if it had been sent: else it shows when a worker is lost."""
+        try:
+            unpack(pack({**self.state_dict(), "flags": module_state.flags(self.module)}))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this worker does not need it yet
+            log.warning(
+                "step %d: no worker that joins, or is started again, could receive this state, so the run goes on with "
+                "those that it has, and each that is lost is lost for good: %s",
+                self.step, error,
+            )  # fmt: skip
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
