@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from torchelastic.group.peers import Peers
+    from torchelastic.join_rules import Dismissal, GroupChange
     from torchelastic.state import State
     from torchelastic.worker_stats import WorkerStats
 
@@ -63,6 +64,29 @@ class GroupMembership:
 
     def fails_for_good(self) -> None:
         """`train` is about to raise an error that a new process would run into again: none is to be started."""
+
+    def group_change(self, *, in_sync: bool) -> GroupChange | None:  # noqa: ARG002 - part of the contract
+        """How the present group differs from the last one in which a step has succeeded; see `join_rules`.
+
+        Asked when something has failed, before `on_error`; `in_sync`: in the sync. None: not at all, or not known.
+        """
+        return None
+
+    def go_on_without(self, change: GroupChange, error: str) -> None:
+        """The newcomers are to end, for an error of this rank that is new: asked before `on_error`."""
+
+    def dismissal(self, *, may_wait: bool) -> Dismissal | None:  # noqa: ARG002 - as above
+        """Why the others of the group go on without this worker, which was new in it; None: they do not.
+
+        Asked when something has failed, after `on_error`.
+
+        Args:
+            may_wait: a moment, until the others may have failed too.
+        """
+        return None
+
+    def wait_for_as_many(self, change: GroupChange) -> None:
+        """The next group is to have at least as many workers as the last one in which a step has succeeded."""
 
     def saving(self) -> AbstractContextManager[None]:
         """Around what a save does on the training thread, on every rank: however long it takes, it is no hang."""

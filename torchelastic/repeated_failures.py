@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from torchelastic.errors import NonRetryableException, RetryableException, UnfitError
+from torchelastic.join_rules import Reshaped
 from torchelastic.rendezvous.loss import is_of_group
 
 #: So often the same failure is seen before it counts as deterministic.
@@ -50,12 +51,17 @@ class RepeatedFailures:
         self.count = 0
         self.last_error: BaseException | None = None
         self._seen: Counter[Fingerprint] = Counter()
+        self._groups: set[tuple[Fingerprint | None, Reshaped | None]] = set()
 
     def committed(self) -> None:
         """A step has succeeded: what comes from here on begins anew."""
-        if self.count:
-            self.count, self.last_error = 0, None
-            self._seen.clear()
+        if self.count or self._groups:
+            self._forget()
+            self._groups.clear()
+
+    def _forget(self) -> None:
+        self.count, self.last_error = 0, None
+        self._seen.clear()
 
     def failed(self, error: BaseException, *, in_user_code: bool) -> int:
         """Count one more.
@@ -74,6 +80,16 @@ class RepeatedFailures:
             return 0
         self._seen[mark] += 1
         return self._seen[mark]
+
+    def came_in(self, error: BaseException, group: Reshaped | None) -> None:
+        """The step comes again in a group of another kind: attempts in that one are counted anew."""
+        self._forget()
+        self._groups.add((fingerprint(error), group))
+
+    def seen_in(self, error: BaseException) -> frozenset[Reshaped]:
+        """In which kinds of groups the same failure came, as `came_in` was told."""
+        mark = fingerprint(error)
+        return frozenset(group for other, group in self._groups if other == mark and group is not None)
 
 
 def fingerprint(error: BaseException) -> Fingerprint | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic.errors import is_retryable
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 
@@ -79,9 +78,4 @@ class Step:
         if not isinstance(error, Exception):
             self._loop.observer.step_undone(type(error).__name__)
             return False  # Ctrl-C, exit, a generator being closed
-        if not is_retryable(error):
-            self._loop.ends_with(error)
-            self._loop.observer.step_undone(f"{type(error).__name__}: {error}")
-            return False
-        self._loop.undo(error, snapshot)
-        return True
+        return self._loop.undo(error, snapshot)

@@ -23,12 +23,14 @@ from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
+from torchelastic.join_rules import AfterError
+from torchelastic.loop_failures import LoopFailures
 from torchelastic.loop_observer import LoopObserver, notify_all
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.processes.script_import import PUT_BELOW_MAIN, is_importing_script
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
-from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
+from torchelastic.rendezvous.records import StateStatus
 from torchelastic.state import (
     State,
     call_sync,
@@ -164,8 +166,9 @@ class TrainLoop:
         self.observer = notify_all(*observers)
         self._checkpoints.check(state)
         check_hooks(state, saves=self._checkpoints.manager is not None)
-        self._max_failures = max_failures
-        self._failures = RepeatedFailures()
+        self._failures = LoopFailures(
+            coordinator, self._checkpoints, lambda: MAX_FAILURES if max_failures is None else max_failures
+        )
         self._said_no_undo = False
         self._referred: list[tuple[Any, int]] | None = None
         meter.publish_to_parent()
@@ -230,7 +233,7 @@ class TrainLoop:
     def _next_group(self) -> bool:
         """Try until there is a group; False: the run is over. Raises StopException: it is for this worker."""
         while not self.coordinator.should_stop_training():
-            self._abort_after_too_many_failures()
+            self._failures.raise_after_too_many()
             if self._form_group():
                 return True
         return False
@@ -246,11 +249,12 @@ class TrainLoop:
             self.observer.group_formed(self.coordinator, self.rank, self._world_size)
         except StopException:
             if self.coordinator.leaves_last():
-                self._checkpoints.leaves_last(self.state)
+                self._checkpoints.save_alone(self.state)
             raise
-        except Exception as error:  # noqa: BLE001 - sorted by type in _failed
-            self._failed(error)  # there was no group yet, so there is nothing to undo
-            return False
+        except Exception as error:
+            if self._failures.failed(error, self.rank) is AfterError.RAISED:
+                raise
+            return False  # there was no group yet, so there is nothing to undo
         try:
             self._checkpoints.enter_group(self.state, self.rank)
             self.observer.sync_begins()
@@ -259,9 +263,11 @@ class TrainLoop:
             self.coordinator.state_changed(self.state, synced=True)
         except StopException:
             raise
-        except Exception as error:  # noqa: BLE001 - sorted by type in _failed
-            self._failed(error, in_user_code=True)
-            self.roll_back(snapshot)
+        except Exception as error:
+            after = self._failures.failed(error, self.rank, in_user_code=True, in_sync=True)
+            if after is AfterError.RAISED:
+                raise
+            self._roll_back(snapshot, after)
             return False
         return True
 
@@ -278,8 +284,9 @@ class TrainLoop:
         except StopIteration:
             self.coordinator.signal_training_done()
             return True
-        except Exception as error:  # noqa: BLE001 - sorted by type in _failed
-            self._failed(error)
+        except Exception as error:
+            if self._failures.failed(error, self.rank) is AfterError.RAISED:
+                raise
             return True
         return leave
 
@@ -294,27 +301,32 @@ class TrainLoop:
             if not self.coordinator.may_commit():
                 raise RuntimeError("the step must not count: another group may be training by now")
         except RuntimeError as error:
-            self.undo(error, snapshot)
+            if not self.undo(error, snapshot):
+                raise
             return False
         self._say_if_not_copied()
         try:
             self.state.commit()
         except BaseException as error:
-            self.ends_with(error)
+            self._failures.ends_with(error)
             raise
         self._failures.committed()
         self.observer.step_committed()
         self.coordinator.step_committed()
         return True
 
-    def undo(self, error: BaseException, snapshot: Any) -> None:
-        """Called by the step that has failed: raises what cannot be retried, rolls back otherwise."""
+    def undo(self, error: Exception, snapshot: Any) -> bool:
+        """Called by the step that has failed: rolls back. False: the error is to be raised as it is."""
         is_undone = snapshot is not None
         try:
-            self._failed(error, in_user_code=True, is_undone=is_undone)
+            after = self._failures.failed(error, self.rank, in_user_code=True, is_undone=is_undone)
         finally:
-            self.observer.step_undone(f"{type(error).__name__}: {error}", is_undone=is_undone)
-        self.roll_back(snapshot)
+            text = f"{type(error).__name__}: {error}"
+            self.observer.step_undone(text, is_undone=is_undone or not is_retryable(error))
+        if after is AfterError.RAISED:
+            return False
+        self._roll_back(snapshot, after)
+        return True
 
     def snapshot(self) -> Any:
         """What undoes the step that begins now; None: nothing will, which is said once, by rank 0."""
@@ -340,52 +352,12 @@ class TrainLoop:
             )
         self._referred = []
 
-    def roll_back(self, snapshot: Any) -> None:
+    def _roll_back(self, snapshot: Any, after: AfterError) -> None:
         """Back to the snapshot; how complete it is now goes to the coordinator, who chooses a source by it."""
         self.state.apply(snapshot)
         self.coordinator.state_changed(self.state, synced=False)
-
-    def ends_with(self, error: BaseException) -> None:
-        """An error that is not tried again is about to be raised as it is."""
-        self.coordinator.on_error(error)
-        if is_final(error):
-            self.coordinator.fails_for_good()
-
-    def _failed(self, error: BaseException, *, in_user_code: bool = False, is_undone: bool = True) -> None:
-        if not is_retryable(error):
-            self.ends_with(error)
-            raise error
-        self.coordinator.on_error(error)
-        times = self._failures.failed(error, in_user_code=in_user_code)
-        self._checkpoints.failed()
-        # the first line: gloo's messages have many
-        first_line = next(iter(str(error).splitlines()), "")
-        more = "" if is_undone else "; what the step had changed was not undone"
-        log.warning("failure %d in a row: %s: %s%s", self._failures.count, type(error).__name__, first_line, more)
-        if times >= SAME_FAILURES:
-            self._abort_on(error)
-
-    def _abort_on(self, error: BaseException) -> None:
-        """It is deterministic: another attempt would end in the same way, here and, as a rule, in a new process."""
-        log.error(
-            "the same error %d times at one step: it is not tried again (for an error that may go away, raise "
-            "torchelastic.RetryableException)",
-            SAME_FAILURES,
-        )
-        if not new_process_may_help(error):
-            self.coordinator.fails_for_good()
-        raise error
-
-    def _abort_after_too_many_failures(self) -> None:
-        limit = MAX_FAILURES if self._max_failures is None else self._max_failures
-        count, last_error = self._failures.count, self._failures.last_error
-        if count >= limit > 0 or (limit <= 0 and count):
-            error = RuntimeError(
-                f"{count} failures in a row without a committed step (the bound is {limit}: max_failures, or "
-                f"torchelastic.train_loop.MAX_FAILURES); the last one: {last_error}"
-            )
-            self.coordinator.on_error(error)
-            raise error from last_error
+        if after is AfterError.WITH_AS_MANY and self.rank == 0 and self.state.status is StateStatus.COMPLETE:
+            self._checkpoints.save_alone(self.state)  # those that it waits for may not come
 
 
 class LoopDurations(LoopObserver):

@@ -79,6 +79,7 @@ class RecordedState(torchelastic.ModelState):
 
     def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
         self.plan.reach("sync", self.step, rank)
+        self.plan.reach(f"sync-of-{world_size}", self.step, rank)
         self.messages = 0
         try:
             super().sync(world_size, rank)
@@ -333,6 +334,7 @@ def main() -> None:
         rank = coordinator.rank
         with coordinator.slow_section() if step == options.slow_section_at else nullcontext():
             plan.reach("step", step, rank)
+        plan.reach(f"step-of-{coordinator.world_size}", step, rank)
         if step in options.wait_for_newcomer_at and coordinator.world_size < options.full_world:
             hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")
         if step in options.gates:
@@ -365,6 +367,7 @@ def main() -> None:
         if has_tail:
             dist.all_reduce(torch.zeros(1, device=options.device))  # all have stepped, whatever strikes one of them now
         plan.reach("tail", step, rank)
+        plan.reach(f"tail-of-{coordinator.world_size}", step, rank)
         if has_tail:
             dist.all_reduce(loss.detach())
         if step == options.skip_at and coordinator.world_size > 1:

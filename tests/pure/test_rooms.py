@@ -40,6 +40,7 @@ FLOORS: dict[str, int] = {
     "inventory": 1,
     "model": 3,
     "coordinator": 2,
+    "join_rules": 2,
     "worker_stats": 2,
     "checkpoint.errors": 0,  # what every room may raise
     "checkpoint": 2,  # has floors of its own, below
@@ -52,6 +53,7 @@ FLOORS: dict[str, int] = {
     "model_state": 4,
     "sharded": 4,
     "step": 4,
+    "loop_failures": 4,
     "train_loop": 5,
     "p2p": 4,
     "adapters": 5,

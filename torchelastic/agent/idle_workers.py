@@ -89,10 +89,11 @@ class WaitLimit:
             return
         if not self._said_wait and not self._round.orphaned and not self.waits_for_store():
             self._said_wait = True
+            because = f" ({self._round.because})" if self._round.because and self._round.number else ""
             log.warning(
-                "%s has waited %g s for a group, which takes %s: it ends after %g s (--rdzv-timeout); "
+                "%s has waited %g s for a group, which takes %s%s: it ends after %g s (--rdzv-timeout); "
                 "`torchelastic status` lists who is here",
-                member_id, after_s, self._url.settings.least, self._url.timeout_s,
+                member_id, after_s, self._url.settings.least, because, self._url.timeout_s,
             )  # fmt: skip
 
     def _check_later(self, member_id: str, after_s: float) -> None:

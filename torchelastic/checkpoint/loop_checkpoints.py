@@ -246,8 +246,8 @@ class LoopCheckpoints(LoopObserver):
                 self._save_on_rank_0(manager, state)
         return self._saved_in()
 
-    def leaves_last(self, state: State) -> None:
-        """This worker leaves a run that cannot go on, with the best state there is: it saves alone."""
+    def save_alone(self, state: State) -> None:
+        """Save the step that was committed last, without a group: no other has a better state, and it may be lost."""
         manager = self.manager
         if _is_tiered(manager):
             self._save_share(manager, state, Alone(self._peers.round_number), True)

@@ -16,10 +16,12 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
+from torchelastic.join_rules import Dismissal, GroupChange, can_go_on_without, group_change
 from torchelastic.metrics import profile
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.p2p import hang_location
 from torchelastic.p2p.dcp_leftovers import forget_last_group
+from torchelastic.p2p.dismissals import dismiss, find_dismissal
 from torchelastic.p2p.group_peers import GroupPeers
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
@@ -49,7 +51,7 @@ from torchelastic.rendezvous.handler import (
     RendezvousTimeoutException,
 )
 from torchelastic.rendezvous.loss import LossWitness
-from torchelastic.rendezvous.records import Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, StateStatus
 from torchelastic.rendezvous.url import RendezvousUrlError
 from torchelastic.rendezvous.worker_rules import is_replaced
 from torchelastic.state import State
@@ -129,7 +131,7 @@ class CoordinatorP2P(Coordinator):
         self._straggler_policy = straggler_policy or StragglerPolicy()
         self._times_straggler = 0
         # read by the agent's thread to decide whether a change of the round concerns this worker
-        self._joined_round = 0
+        self._joined_round, self._last_joined, self._last_trained = 0, NO_ROUND, NO_ROUND
         self._is_broken = threading.Event()
         self.rendezvous.on_round(self._on_round)
         dump_stacks_on_request()
@@ -149,7 +151,7 @@ class CoordinatorP2P(Coordinator):
         self._watchdog.leave()
         self._groups.destroy()
         self._is_broken.clear()
-        before = self.rendezvous.joined
+        before = self._last_joined = self.rendezvous.joined
         self.rendezvous.report(
             step=self._committed_steps,
             state_status=self._state_status,
@@ -174,6 +176,7 @@ class CoordinatorP2P(Coordinator):
         except (RendezvousNonRetryableError, RendezvousUrlError) as error:
             raise NonRetryableException(str(error)) from error
         self._joined_round = self.rendezvous.joined.number
+        self.rendezvous.need(0)
         lost = self._witness.explains(before, self.rendezvous.joined)
         self._witness.begins(self.rendezvous.joined)
         self._groups.timeout = self._watchdog.came_back(lost)
@@ -228,7 +231,10 @@ class CoordinatorP2P(Coordinator):
     def state_changed(self, state: State, *, synced: bool) -> None:
         """Remember how complete this worker's state is, for the choice of the next group's source."""
         if synced:
-            steps = max(self._committed_steps, self.rendezvous.joined.step)
+            joined = self.rendezvous.joined
+            if joined.step > self._committed_steps and joined.state_status is StateStatus.COMPLETE:
+                self._last_trained = self._last_joined  # others have committed a step in it
+            steps = max(self._committed_steps, joined.step)
             self._committed_steps = getattr(state, "step", steps) if state.loads_parts else steps  # may have gone back
             self._state_status = StateStatus.COMPLETE
             self._timer.reached("sync")
@@ -252,6 +258,7 @@ class CoordinatorP2P(Coordinator):
     def step_committed(self) -> None:
         """Count the step: the worker with the most is the source after a failure."""
         self._committed_steps += 1
+        self._last_trained = self.rendezvous.joined
         self._watchdog.step_ended()
         recovery = self._timer.reached("step")
         if recovery is not None:
@@ -350,6 +357,30 @@ class CoordinatorP2P(Coordinator):
     def fails_for_good(self) -> None:
         """Have the agent start no other process in this one's place."""
         self.rendezvous.fail_for_good()
+
+    def group_change(self, *, in_sync: bool) -> GroupChange | None:
+        """As the rendezvous knows it; see `Coordinator`."""
+        if self._joined_round == 0:
+            return None
+        return group_change(self._last_trained, self.rendezvous.joined, self.rank, in_sync=in_sync)
+
+    def go_on_without(self, change: GroupChange, error: str) -> None:
+        """Leave a note for the newcomers in the store of the round; see `Coordinator`."""
+        if self.store is not None:
+            is_for_good = can_go_on_without(change, self.min_workers)
+            dismiss(self.store, change.newcomers, Dismissal(error, is_for_good))
+
+    def dismissal(self, *, may_wait: bool) -> Dismissal | None:
+        """Look for such a note, unless this worker had the state before; see `Coordinator`."""
+        joined = self.rendezvous.joined
+        is_new = self._last_trained is NO_ROUND or self.rank in joined.stale
+        if self._joined_round == 0 or self.store is None or len(joined.roster) < 2 or not is_new:
+            return None
+        return find_dismissal(self.store, self.rank, may_wait=may_wait and joined.step > 0)
+
+    def wait_for_as_many(self, change: GroupChange) -> None:
+        """Ask for no smaller group the next time; see `Coordinator`."""
+        self.rendezvous.need(change.former_size)
 
     def leaves_last(self) -> bool:
         """Whether this worker was asked to leave, those who stay are too few, and its state is the best there is."""

@@ -112,6 +112,9 @@ class RendezvousHandler(ABC):
     def report(self, *, step: int, state_status: StateStatus, failed: bool, patience_s: float) -> None:  # noqa: B027 - as above
         """Say what this worker brings to the next group: see `records.Member`."""
 
+    def need(self, workers: int) -> None:  # noqa: B027 - as above
+        """From now on ask for no group of fewer workers; 0: of as many as the run allows."""
+
     def signal_done(self, step: int) -> None:
         """This worker has finished after `step` steps, which ends the run for everybody."""
         del step
@@ -182,6 +185,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = RoundStore()
         self._joined = NO_ROUND
         self._waits = False
+        self._needed = 0
         self._request = JoinRequest("", 0, StateStatus.INITIAL, False, 15.0)
 
     @property
@@ -222,6 +226,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Say what this worker brings to the next group."""
         self._request = JoinRequest("", step, state_status, failed, patience_s)
 
+    def need(self, workers: int) -> None:
+        """From now on ask for no group of fewer workers."""
+        self._needed = workers
+
     def next_rendezvous(self) -> tuple[Store, int, int]:
         """Wait for the next group.
 
@@ -232,7 +240,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         client = self._connected()
         self._waits = True
         try:
-            round_ = client.join(replace(self._request, store_address=self._store.listen(client.address)))
+            address = self._store.listen(client.address)
+            round_ = client.join(replace(self._request, store_address=address, needed=self._needed))
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
         finally:

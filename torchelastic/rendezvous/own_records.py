@@ -65,8 +65,11 @@ class OwnRecords:
         self._dirty.update(map(self._keys.member, names))
 
     def forget_the_dead(self, round_: Round) -> None:
-        """Who is not on the roster any more is cleared out of the store by the leader."""
-        gone = [name for name in self._ended if name not in round_.members]
+        """Who is not on the roster any more is cleared out of the store by the leader.
+
+        Of those that the round has just lost it may still become known that they are not started again.
+        """
+        gone = [name for name in self._ended if name not in round_.members and name not in round_.lost]
         for name in [name for name in gone if self._keys.member(name) not in self._dirty]:
             del self._ended[name]
 

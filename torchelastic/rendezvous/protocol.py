@@ -16,6 +16,8 @@ The rules (docs/rendezvous.md says what follows from them for a user):
 * A member that wants to leave the run leaves at an agreed step: the next round is formed without it, and when that is
   done, or cannot be done because those who stay are too few, it goes. Only where no other has a state as good as its
   own is it a member of one more round, which then stops for it again.
+* A member whose step has failed in a round that had become smaller, and did not in the one before, asks for as many as
+  there were: it waits for them as for `min_workers`.
 * Where members have failed for good, and those that are left or may come back are too few, the round is called
   hopeless: nobody waits for others who will not come. What is lost without having failed may be made good by any host.
 * The first member that is done closes the run for all; who lost its last step to a failure at that moment receives
@@ -37,7 +39,7 @@ from typing import Any
 from torchelastic.rendezvous.member_id import started_again
 from torchelastic.rendezvous.records import Member, Round, RoundState, StateStatus, rank_members
 from torchelastic.rendezvous.roster_choice import choose
-from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting, may_be_behind
+from torchelastic.rendezvous.view import Event, Settings, View, absorb, is_done, is_waiting, may_be_behind
 from torchelastic.text import counted, shortlist
 
 #: How many tombstones are cleared away with one decision: etcd takes 128 operations in a transaction by default.
@@ -166,7 +168,11 @@ def _say_that_it_is_orphaned(view: View, _now_s: float) -> tuple[Action, ...]:
 
 def _break_on_request(view: View, _now_s: float) -> tuple[Action, ...]:
     """A member left the running round without having been asked to."""
-    return _broken(view, f"{shortlist(sorted(view.ready))} asked for a new round") if view.ready else ()
+    if not view.ready:
+        return ()
+    needs = _needs(view)
+    of = "" if needs is view.settings else f" of at least {counted(needs.smallest, 'member')}"
+    return _broken(view, f"{shortlist(sorted(view.ready))} asked for a new round{of}")
 
 
 def _break_on_failure(view: View, _now_s: float) -> tuple[Action, ...]:
@@ -210,7 +216,7 @@ def _form(view: View, now_s: float) -> tuple[Action, ...]:
     live = _live(view)
     unready = [member for member in live if not _is_ready(view, member)]
     staying, newcomers = _staying(view), _newcomers(view)
-    if not view.settings.usable(len(staying) + len(newcomers)):
+    if not _needs(view).usable(len(staying) + len(newcomers)):
         return _evict(view, unready)
     members = _with_the_last_source(view, staying, newcomers) + newcomers
     chosen = choose(members, view.settings.usable(len(members)), view.settings.multiple_of, view.round.roster)
@@ -234,13 +240,14 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     names = view.leaving & view.ready
     if not names or len(view.absent) + len(view.ready) < len(view.roster):
         return ()
-    if view.settings.usable(len(_staying(view)) + len(view.waiting_since_s)):
+    needs = _needs(view)
+    if needs.usable(len(_staying(view)) + len(view.waiting_since_s)):
         return ()
     going = [view.members[name] for name in view.round.roster if name in names]
     if names <= view.round.released:
         return ()
     ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.progress, reverse=True))
-    because = f"{shortlist(ordered)} left; fewer than {view.settings.least} are here"
+    because = f"{shortlist(ordered)} left; fewer than {needs.least} are here"
     change = {"state": RoundState.BROKEN, "waiting": 0, "leaving": ordered, "hopeless": view.round.hopeless}
     return (Publish(_amended(view, **change, because=because)),)
 
@@ -251,16 +258,19 @@ def _declare_hopeless(view: View, now_s: float) -> tuple[Action, ...]:
     A loss that nobody has called one for good may be made good: by its own host, or by another one in its place. After
     leases were lost with the leader's own, it is not said before workers that wait for a place could register again.
     """
-    lost = [name for name in view.round.roster if name in view.gave_up]
-    again = started_again(view.waiting_since_s, view.absent) if lost else frozenset()
-    may_come = len(view.absent - view.gave_up) + len(view.waiting_since_s) - len(again)  # who is back counts once
+    needs, earlier = _needs(view), set[str]()
+    if needs is not view.settings:  # those that are waited for were lost before this round
+        earlier = set(view.round.lost)
+    lost = [name for name in (*view.round.roster, *sorted(earlier)) if name in view.gave_up]
+    again = started_again(view.waiting_since_s, view.absent | earlier) if lost else frozenset()
+    may_come = len((view.absent | earlier) - view.gave_up) + len(view.waiting_since_s) - len(again)  # each counts once
     here = [member for member in _live(view) if not member.leaving]
-    is_hopeless = bool(lost and (here or again)) and not view.settings.usable(len(here) + may_come)
+    is_hopeless = bool(lost and (here or again)) and not needs.usable(len(here) + may_come)
     if is_hopeless == view.round.hopeless or (lost and not here and not again):
         return ()
     if is_hopeless and now_s < view.trusted_from_s:
         return (Wake(view.trusted_from_s),)
-    because = f"{shortlist(lost)} failed for good; the others are fewer than {view.settings.least}"
+    because = f"{shortlist(lost)} failed for good; the others are fewer than {needs.least}"
     because = because if is_hopeless else "more workers have come"
     return (Publish(_amended(view, leaving=view.round.leaving, because=because, hopeless=is_hopeless)),)
 
@@ -361,6 +371,12 @@ def _is_ready(view: View, member: Member) -> bool:
 def _staying(view: View) -> list[Member]:
     """The members of the roster that have asked for the next round and want to be on it."""
     return [member for member in _live(view) if _is_ready(view, member) and not member.leaving]
+
+
+def _needs(view: View) -> Settings:
+    """What the next roster needs, by the settings and by those of the last one that have asked for it."""
+    needed = min(max((member.needed for member in _staying(view)), default=0), view.settings.largest)
+    return view.settings if needed <= view.settings.min_workers else replace(view.settings, min_workers=needed)
 
 
 def _joining(view: View, staying: int) -> int:

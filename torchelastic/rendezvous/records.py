@@ -108,6 +108,7 @@ class Member:
         departed: its process has ended: a fact, while a key that is merely gone may be that of a host cut off.
         gave_up: it has ended, and its host does not start it again: it has failed too often, or for good.
         leaving: it was asked to leave the run: it is put on no further roster unless nobody else has its state.
+        needed: it wants no smaller roster: its step fails in a smaller one, and did not in one of this size.
         arrival: the key's create revision; the order of arrival. Not written, but read off the key.
     """
 
@@ -123,6 +124,7 @@ class Member:
     departed: bool = False
     gave_up: bool = False
     leaving: bool = False
+    needed: MemberCount = 0
     arrival: int = 0
 
     @property
@@ -161,6 +163,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     state_status: StateStatus
     failed: bool
     patience_s: Amount
+    needed: MemberCount = 0
 
 
 def rank_members(members: Sequence[Member]) -> list[Member]:
@@ -270,7 +273,7 @@ class Keys:
 
 
 #: What a document may lack: these are left out where they are false or empty.
-_SELDOM = ("gave_up", "leaving", "lost", "orphaned", "hopeless", "spared")
+_SELDOM = ("gave_up", "leaving", "needed", "lost", "orphaned", "hopeless", "spared")
 #: Of a member, these are not written but read off the key.
 _OF_THE_KEY = ("member_id", "arrival")
 _NEEDED = {
