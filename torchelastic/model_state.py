@@ -26,7 +26,7 @@ from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
-from torchelastic.model.extras import CopiedStates, check_loadable, numpy_globals
+from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
@@ -120,20 +120,13 @@ class ModelState(WithCompanions, State):
         self.replica_comparison: digest.ReplicaComparison | None = None
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
-        self._optimizers = Optimizers(optimizer, self._keep_large, self._gradients.check_reduced)
-        self._kept_large: CopiedStates | None = None  # of this step, before its first optimizer
+        self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
         self._structure = ModuleStructure(model)
-        self._undo = WeightUndo(
-            snapshot,
-            model,
-            self._structure,
-            self._optimizers,
-            self._own.extras,
-            are_watched=self._gradients.are_salvaged,
-        )
+        are_salvaged, extras = self._gradients.are_salvaged, self._own.extras
+        self._undo = WeightUndo(snapshot, model, self._structure, self._optimizers, extras, are_watched=are_salvaged)
         self._status = StateStatus.INITIAL
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
@@ -196,7 +189,6 @@ class ModelState(WithCompanions, State):
         Copies are valid as long as the snapshot is kept, and their memory is used again after that.
         """
         self._optimizers.begin(is_copied_whole=self._undo.copies)
-        self._kept_large = None
         self._gradients.begin_step()
         return self._capture(self._undo.copy)
 
@@ -240,8 +232,7 @@ class ModelState(WithCompanions, State):
             return
         if progress is OptimizerProgress.UNDOABLE:
             self._optimizers.undo()
-            if self._kept_large is not None:
-                self._own.extras.restore_large(self._kept_large)
+            self._own.extras.restore_kept()
         elif progress is OptimizerProgress.COMPLETE and was_complete:
             self.commit()
             self._ahead = self._capture(lambda: None).with_flags_of(snapshot)
@@ -253,9 +244,6 @@ class ModelState(WithCompanions, State):
     @property
     def _trained(self) -> Trained:
         return Trained((), self._optimizers, self._schedulers, self._structure)
-
-    def _keep_large(self) -> None:
-        self._kept_large = self._own.extras.copy_large()
 
     def _capture(self, copy_large: Callable[[], Large | None]) -> Snapshot:
         return self._own.snapshot(self._trained, copy_large=copy_large, replaced=self._replaced)
@@ -339,7 +327,8 @@ class ModelState(WithCompanions, State):
         """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
         kind = [len(self._own.extras.values).bit_length()]  # a name that is new in each step is nothing new
         for optimizer in self._optimizers.objects:
-            kind += (bool(optimizer.state), len(optimizer.param_groups))
+            of_one = next(iter(optimizer.state.values()), ())
+            kind += (bool(optimizer.state), len(optimizer.param_groups), len(of_one) if isinstance(of_one, dict) else 0)
         return kind
 
     def _try_to_send(self) -> None:
@@ -469,7 +458,7 @@ class ModelState(WithCompanions, State):
 
     def __getstate__(self) -> dict[str, Any]:
         # a half-made step belongs to this process alone
-        return {**self.__dict__, "_ahead": None, "_random_when_failed": None, "_kept_large": None}
+        return {**self.__dict__, "_ahead": None, "_random_when_failed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -221,9 +221,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         # https://github.com/horovod/horovod/issues/2995: whatever is raised in the sync with a newcomer
         "next(iter(optimizer.state.values()), {})['decay'] = lambda step: 0.9",
         {},
-        "TypeError: the value at 'optimizer/state/0/decay' cannot be pickled",
+        "the value at 'optimizer/state/0.weight/decay' cannot be pickled",
     ),
 }
+#: What all workers of the group run into.
+MADE_BY_ALL = [case for case in CASES if case != "a state that cannot be sent"]
+CANNOT_SEND = "no worker that joins, or is started again, could receive this state"
 
 
 def notes_of(folder: Path) -> list[dict[str, Any]]:
@@ -273,7 +276,8 @@ def test_what_goes_wrong_with_one_worker_more_costs_that_worker_alone(
     assert [note["samples"] for note in trained] == samples
     assert last["weights"] == weights, "bit by bit"
     output = job.output()
-    assert output.count(GOES_ON) == 1
+    # a state that cannot be sent is said to be so by who holds it, early, and ends who should receive it, at once
+    assert output.count(GOES_ON if case in MADE_BY_ALL else CANNOT_SEND) == 1
     assert error in output[output.index("failed: exit code 1") :]
     assert sum("started" in note for note in notes) == 2, "what joined is not started again"
 

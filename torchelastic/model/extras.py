@@ -73,6 +73,7 @@ class Extras:
         self.values = values
         self._large: set[int] = set()
         self._memories: dict[str, CopyMemory] = {}
+        self._kept: CopiedStates | None = None
         self._structures: dict[int, ModuleStructure] = {}
         self._has_told: set[int] = set()
         self._named_large: set[str] = set()
@@ -174,6 +175,16 @@ class Extras:
         """How much memory a copy of the large states takes."""
         large = (value for value in self.objects().values() if id(value) in self._large) if self._large else ()
         return sum(tensor_bytes(value.state_dict()) for value in large)
+
+    def keep_large(self) -> None:
+        """Copy the large states: an optimizer is going to step, and another one later in the same train step."""
+        self._kept = None  # its memory is used again
+        self._kept = self.copy_large()
+
+    def restore_kept(self) -> None:
+        """Undo what has happened to the large states since `keep_large`."""
+        if self._kept is not None:
+            self.restore_large(self._kept)
 
     def restore_large(self, copied: CopiedStates) -> None:
         """Undo what has happened to the large states since they were copied."""

@@ -11,6 +11,7 @@ same samples that end early, as in PPO): which of its steps is the last cannot b
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,6 @@ log = logging.getLogger(__name__)
 Settings = tuple[tuple[dict[str, Any], ...], ...]
 #: Of `Optimizer.step`, itself first, as torch gives them to a hook.
 Arguments = tuple[Any, ...]
-#: Attributes that torch gives to each optimizer; what is in them is undone by parts, or is code.
-_OF_EACH_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 #: Of an optimizer that has stepped more often than in the steps before: it may always have more to do than one knows.
 UNKNOWN_STEPS = 2**31
 
@@ -251,7 +250,7 @@ class Optimizers:
         return [
             restore
             for one in self.objects
-            for restore in attributes_of(one, type(one).__name__, kept_otherwise=_OF_EACH_OPTIMIZER)
+            for restore in attributes_of(one, type(one).__name__, kept_otherwise=_of_each_optimizer())
         ]
 
     def put_members(self, members: Sequence[Sequence[list[Any]]]) -> None:
@@ -420,6 +419,12 @@ class _Call:
 
     def __call__(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:  # noqa: ARG002 - torch passes it
         return self._function(self._number, *arguments)
+
+
+@functools.cache
+def _of_each_optimizer() -> frozenset[str]:
+    """Attributes that torch gives to each; what is in them is undone by parts, or is code."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 
 def _nothing(_: bool) -> None: ...
