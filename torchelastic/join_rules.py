@@ -94,6 +94,18 @@ def group_change(former: Round, joined: Round, rank: int, *, in_sync: bool) -> G
     return GroupChange(joined.stale if in_sync else new, len(former.roster), len(joined.roster))
 
 
+def may_be_dismissed(former: Round, joined: Round, rank: int) -> bool:
+    """Whether others of a group may go on without this worker: they hold a state, and it did not when the group formed.
+
+    Args:
+        former: the last round in which a step has succeeded, as this worker knows it; `NO_ROUND`: it knows none.
+        joined: that of the group.
+        rank: of this worker in it.
+    """
+    lacks_state = former is NO_ROUND or rank in joined.stale
+    return rank > 0 and lacks_state and joined.state_status >= StateStatus.UNCOMMITTED
+
+
 def after_error(
     change: GroupChange | None, *, is_over: bool, may_be_theirs: bool, seen_in: Collection[Reshaped]
 ) -> AfterError:

@@ -105,7 +105,7 @@ def test_an_error_that_only_the_newcomer_raises_ends_that_alone(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["step", "sync"])
+@pytest.mark.parametrize("where", ["step", pytest.param("sync", marks=pytest.mark.daily)])
 def test_a_newcomer_that_does_not_raise_what_the_others_do_ends_with_their_error(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, where: str
 ) -> None:
@@ -143,6 +143,23 @@ def test_an_error_that_comes_without_the_newcomer_too_is_raised(jobs: MakeJob, e
     job.start(*host(etcd, run_id), "--max-restarts=0", nproc=1)
     assert job.wait() == [1, 1], job.output()[-4000:]
     assert "ValueError: injected" in ending(job.output_of(0))
+
+
+@pytest.mark.long
+def test_a_newcomer_without_which_the_others_are_too_few_is_started_again_and_the_state_waits_for_it(
+    jobs: MakeJob,
+) -> None:
+    faults = [
+        Fault("kill", "step", worker=1, step=6),
+        Fault("crash", "sync-of-2", rank=0, step=6, times=1),  # what the source raises as it is to send its state
+    ]
+    job = jobs(faults)
+    run_standalone(job, "--min-workers=2", nproc=2)
+    assert job.plan.struck() == [0, 1]
+    job.check_identity(finishers=2)
+    assert len(job.of("started", worker=0)) == 1, "the survivor was never ended"
+    assert len(job.of("started", worker=1)) == 3
+    assert job.output().count(GOES_ON) == 1
 
 
 # --- as people write it -----------------------------------------------------------------------------------------------

@@ -6,7 +6,15 @@ from collections.abc import Collection
 
 import pytest
 
-from torchelastic.join_rules import AfterError, GroupChange, Reshaped, after_error, can_go_on_without, group_change
+from torchelastic.join_rules import (
+    AfterError,
+    GroupChange,
+    Reshaped,
+    after_error,
+    can_go_on_without,
+    group_change,
+    may_be_dismissed,
+)
 from torchelastic.rendezvous.records import NO_ROUND, Round, StateStatus
 
 NEW, SMALLER = Reshaped.NEW_MEMBERS, Reshaped.SMALLER
@@ -82,3 +90,19 @@ def test_what_is_tried_again_anyway_is_and_what_cannot_be_theirs_is_raised(chang
 @pytest.mark.parametrize(("min_workers", "may"), [(1, True), (2, False)])
 def test_a_newcomer_is_not_wanted_back_only_where_the_others_are_enough(min_workers: int, may: bool) -> None:
     assert can_go_on_without(GroupChange((1,), 2, 2), min_workers) is may
+
+
+@pytest.mark.parametrize(
+    ("former", "joined", "rank", "may"),
+    [
+        (NO_ROUND, round_of(2, "a", "b", stale=(1,)), 1, True),
+        (round_of(1, "a", "b"), round_of(3, "a", "b", stale=(1,)), 1, True),  # it lost the last step, or was a spare
+        (round_of(1, "a", "b"), round_of(2, "a", "b"), 1, False),
+        (NO_ROUND, round_of(1, "a", "b", status="INITIAL"), 1, False),
+        (NO_ROUND, round_of(2, "a"), 0, False),
+    ],
+)
+def test_only_who_lacked_a_state_that_others_had_looks_whether_they_go_on_without_it(
+    former: Round, joined: Round, rank: int, may: bool
+) -> None:
+    assert may_be_dismissed(former, joined, rank) is may

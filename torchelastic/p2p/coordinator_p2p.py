@@ -16,7 +16,7 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
-from torchelastic.join_rules import Dismissal, GroupChange, can_go_on_without, group_change
+from torchelastic.join_rules import Dismissal, GroupChange, can_go_on_without, group_change, may_be_dismissed
 from torchelastic.metrics import profile
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.p2p import hang_location
@@ -366,17 +366,17 @@ class CoordinatorP2P(Coordinator):
 
     def go_on_without(self, change: GroupChange, error: str) -> None:
         """Leave a note for the newcomers in the store of the round; see `Coordinator`."""
-        if self.store is not None:
-            is_for_good = can_go_on_without(change, self.min_workers)
-            dismiss(self.store, change.newcomers, Dismissal(error, is_for_good))
+        is_for_good = can_go_on_without(change, self.min_workers)
+        dismiss(self.rendezvous.joined, change.newcomers, Dismissal(error, is_for_good))
 
     def dismissal(self, *, may_wait: bool) -> Dismissal | None:
-        """Look for such a note, unless this worker had the state before; see `Coordinator`."""
+        """Look for such a note, if others of the group hold the state of the run; see `Coordinator`."""
         joined = self.rendezvous.joined
-        is_new = self._last_trained is NO_ROUND or self.rank in joined.stale
-        if self._joined_round == 0 or self.store is None or len(joined.roster) < 2 or not is_new:
+        if self._joined_round == 0 or not may_be_dismissed(self._last_trained, joined, self.rank):
             return None
-        return find_dismissal(self.store, self.rank, may_wait=may_wait and joined.step > 0)
+        if joined.roster[0] in self.rendezvous.round.departed:
+            return None  # rank 0, which has the store
+        return find_dismissal(joined, self.rank, may_wait=may_wait)
 
     def wait_for_as_many(self, change: GroupChange) -> None:
         """Ask for no smaller group the next time; see `Coordinator`."""
