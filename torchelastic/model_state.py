@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.module_values import attributes_of, buffers_of, flags_of
+from torchelastic.inventory.module_values import attributes_of, buffers_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, newcomers, wrapping
@@ -370,7 +370,7 @@ class ModelState(WithCompanions, State):
         parameters = named_parameters(self.module)
         return {
             "module": parameters,
-            "flags": {kind: sorted(names) for kind, names in flags_of(self.module).items()},
+            "frozen": {name: not parameter.requires_grad for name, parameter in parameters.items()},
             "buffers": buffers_of(self.module),
             "optimizer": self._optimizers.named_state(parameters),
             "scheduler": self._schedulers.state_dict(),

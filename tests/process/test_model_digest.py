@@ -143,6 +143,7 @@ def touch(tensor: torch.Tensor) -> None:
 
 MISCHIEF: dict[str, Mischief] = {
     "module": lambda state: touch(layer(state, 2).weight),
+    "frozen": lambda state: layer(state, 0).bias.requires_grad_(False),
     "buffers": lambda state: touch(layer(state, 1).running_mean),
     "optimizer": lambda state: touch(state.optimizer.state[layer(state, 0).bias]["momentum_buffer"]),
     "rate": lambda state: state.optimizer.param_groups[0].update(lr=7.0),
@@ -288,6 +289,7 @@ def test_where_nothing_was_sent_a_sample_is_compared(results: list[dict[str, Any
     ("name", "part", "told"),
     [
         ("module", "module", ("2.weight",)),
+        ("frozen", "frozen", ("0.bias",)),
         ("optimizer", "optimizer", ("state.0.bias.momentum_buffer",)),
         ("rate", "optimizer", ("param_groups.0.lr",)),
         ("scheduler", "scheduler", ("gamma",)),
