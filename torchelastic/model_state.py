@@ -282,6 +282,8 @@ class ModelState(WithCompanions, State):
         self._status = StateStatus.COMPLETE
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved)
+        if self.replica_comparison is not None and self.replica_comparison.names.get("frozen"):
+            self._freeze_as(all_progress.index(best), world_size, device)
         self._own.extras.measure()
         self._watch_weights()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
@@ -365,6 +367,14 @@ class ModelState(WithCompanions, State):
         log.error("step %d, after the sync: %s", self.step, self.replica_comparison)
         if self._on_out_of_sync == "raise":
             raise NonRetryableException(f"step {self.step}, after the sync: {self.replica_comparison}")
+
+    def _freeze_as(self, source: int, world_size: int, device: torch.device) -> None:
+        """Have the source's parameters require a gradient on all ranks: DDP ends processes that differ in these."""
+        parameters = named_parameters(self.module).values()
+        mine = torch.tensor([one.requires_grad for one in parameters], dtype=torch.uint8, device=device)
+        for parameter, requires_grad in zip(parameters, all_gathered(mine, world_size)[source].tolist(), strict=True):
+            parameter.requires_grad_(bool(requires_grad))
+        log.error("step %d: the same parameters require a gradient on all ranks now as on rank %d", self.step, source)
 
     def _parts(self) -> dict[str, Any]:
         parameters = named_parameters(self.module)

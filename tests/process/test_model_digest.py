@@ -167,7 +167,7 @@ def everything(rank: int) -> dict[str, Any]:
         if rank == 1:
             mischief(state)
         state.sync()
-        results[name] = outcome(state)
+        results[name] = outcome(state) | {"trained": [one.requires_grad for one in state.module.parameters()]}
         state._status = StateStatus.COMPLETE if rank == 0 else StateStatus.INITIAL  # synchronize the others again
         state.sync()
         results[f"{name} repaired"] = outcome(state)
@@ -304,6 +304,11 @@ def test_every_rank_is_told_what_differs_and_on_whom(
         assert (level.differing, level.names) == ({part: (1,)}, {part: told})
         assert not level.is_in_sync
         assert result[f"{name} repaired"]["level"].is_in_sync
+
+
+def test_parameters_that_only_one_rank_has_frozen_are_thawed_there(results: list[dict[str, Any]]) -> None:
+    """Else DDP would end the processes: it would reduce other gradients on each."""
+    assert [result["frozen"]["trained"] for result in results] == [[True] * 6] * WORLD_SIZE
 
 
 def test_ranks_that_hold_other_tensors_altogether_are_told_apart_without_a_hang(results: list[dict[str, Any]]) -> None:
