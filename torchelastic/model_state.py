@@ -300,7 +300,8 @@ class ModelState(WithCompanions, State):
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
         fresh = best.state_status is StateStatus.INITIAL
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
-        move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
+        own = partial(newcomers.own_tensors, self.module)
+        move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device, own=own)
         if stale:
             tree = (
                 newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
@@ -309,7 +310,9 @@ class ModelState(WithCompanions, State):
             )
             received = move(tree, stale=stale)
             if fresh and tree is not None:
-                check_sendable(tree)  # what no other worker can receive fails here too, before this one trains alone
+                check_sendable(
+                    tree, own
+                )  # what no other worker can receive fails here too, before this one trains alone
             if received is not None:
                 was_in_sync = self._status is not StateStatus.INITIAL
                 newcomers.receive(
@@ -331,7 +334,7 @@ class ModelState(WithCompanions, State):
     def _try_to_send(self) -> None:
         """Say at the first step that made state for the optimizers, and not at the first loss, what cannot be sent."""
         try:
-            check_sendable(self._sent())
+            check_sendable(self._sent(), partial(newcomers.own_tensors, self.module))
         except UnsendableError as error:
             log.error("step %d: a worker that joins, or comes back, will fail: %s", self.step, error)
 
