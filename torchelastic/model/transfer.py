@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
-from torchelastic.checkpoint.format.tree import flatten, unflatten
+from torchelastic.checkpoint.format.tree import flatten, unflatten_beside
 from torchelastic.errors import UnfitError
 from torchelastic.group.backends import gpu_backend
 from torchelastic.group.communicators import wait_for_collectives
@@ -29,7 +29,7 @@ CHUNK_BYTES = 32 * 1024 * 1024
 #: From this size on a tensor travels alone: sent from where it lies and received where it stays, without a copy of it.
 LARGE_BYTES = 1024 * 1024
 
-#: Gives tensors by their places in a state, see `unflatten`.
+#: Gives tensors by their places in a state, see `unflatten_beside`.
 Own = Callable[[], Mapping[str, torch.Tensor]]
 #: In the place of a state that cannot be sent: the reason.
 _UNSENT = "unsent"
@@ -93,7 +93,7 @@ def unpack(packed: Packed, own: Own = dict) -> Any:
         raise UnsendableError(str(structure[_UNSENT]))
     try:
         tensors = {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)}
-        return unflatten(structure, tensors, own=own())
+        return unflatten_beside(structure, tensors, own())
     except CheckpointError as error:
         unloadable = [place for place, _ in places_of(structure, ("pickle",))]
         if not unloadable:

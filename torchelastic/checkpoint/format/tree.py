@@ -96,7 +96,6 @@ def unflatten(
     *,
     allow_pickles: bool = False,
     in_place: Container[str] = (),
-    own: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """Puts a tree together again; the inverse of `flatten`.
 
@@ -105,15 +104,29 @@ def unflatten(
         tensors: by name; used as they are, so tensors that were one object are one again.
         allow_pickles: run the pickles that are in it. Only for checkpoints that you wrote yourself.
         in_place: names of tensors that stay as they are given, also where others were saved with other strides.
-        own: tensors that are made of others, by `path_of`: what is no plain value in those of the tree is taken from
-            the one of the same class in the same place.
 
     Raises:
         CheckpointError: it holds pickles, and they are not allowed; or a tensor is missing.
         CorruptCheckpointError: the structure is none that `flatten` makes.
     """
+    return _decoded(structure, _Unflattener(tensors, allow_pickles, in_place, {}))
+
+
+def unflatten_beside(structure: Plain, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Any:
+    """As `unflatten`, where tensors that are made of others lie in the same places here.
+
+    Args:
+        structure: what `flatten` made.
+        tensors: by name.
+        own: those that are here, by `path_of`: what is no plain value in one of the tree is taken from the one of the
+            same class in the same place.
+    """
+    return _decoded(structure, _Unflattener(tensors, False, (), own))
+
+
+def _decoded(structure: Plain, walk: _Unflattener) -> Any:
     try:
-        return _Unflattener(tensors, allow_pickles, in_place, own or {}).decode(structure)
+        return walk.decode(structure)
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
 
