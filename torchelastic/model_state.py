@@ -21,7 +21,7 @@ from torchelastic.inventory.generators import (
     put_drawing_torch,
 )
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.module_values import attributes_of, buffers_of, flags_of
+from torchelastic.inventory.module_values import attributes_of, buffers_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, newcomers, wrapping
@@ -279,6 +279,8 @@ class ModelState(WithCompanions, State):
         self._status = StateStatus.COMPLETE
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved, when="after the sync")
+        if self.replica_comparison is not None and self.replica_comparison.names.get("frozen"):
+            self._freeze_as(all_progress.index(best), world_size, device)
         self._own.extras.measure()
         self._undo.watch()
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
@@ -295,12 +297,13 @@ class ModelState(WithCompanions, State):
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
         fresh = best.state_status is StateStatus.INITIAL
         stale = [other for other in range(world_size) if other != source and (fresh or all_progress[other] < best)]
-        move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device)
+        own = partial(newcomers.own_tensors, self.module)
+        move = partial(synchronize, source=source, rank=rank, world_size=world_size, device=device, own=own)
         if stale:
             tree = self._sent() if rank == source else None
             received = move(tree, stale=stale)
             if fresh and tree is not None:
-                check_sendable(tree)  # what no other worker can receive fails here too, before this one trains alone
+                check_sendable(tree, own)  # what no other can receive fails here too, before this one trains alone
             if received is not None:
                 was_in_sync = self._status is not StateStatus.INITIAL
                 newcomers.receive(
@@ -334,7 +337,7 @@ class ModelState(WithCompanions, State):
     def _try_to_send(self) -> None:
         """Take the state apart and put it together as if it had been sent: else it shows when a worker is lost."""
         try:
-            check_sendable(self._sent())
+            check_sendable(self._sent(), partial(newcomers.own_tensors, self.module))
         except Exception as error:  # noqa: BLE001 - whatever it is, this worker does not need it yet
             log.warning(
                 "step %d: no worker that joins, or is started again, could receive this state, so the run goes on with "
@@ -395,11 +398,19 @@ class ModelState(WithCompanions, State):
             when = "ranks have parted since the last sync"
             self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)
 
+    def _freeze_as(self, source: int, world_size: int, device: torch.device) -> None:
+        """Have the source's parameters require a gradient on all ranks: DDP ends processes that differ in these."""
+        parameters = named_parameters(self.module).values()
+        mine = torch.tensor([one.requires_grad for one in parameters], dtype=torch.uint8, device=device)
+        for parameter, requires_grad in zip(parameters, all_gathered(mine, world_size)[source].tolist(), strict=True):
+            parameter.requires_grad_(bool(requires_grad))
+        log.error("step %d: the same parameters require a gradient on all ranks now as on rank %d", self.step, source)
+
     def _parts(self) -> dict[str, Any]:
         parameters = named_parameters(self.module)
         return {
             "module": parameters,
-            "flags": {kind: sorted(names) for kind, names in flags_of(self.module).items()},
+            "frozen": {name: not parameter.requires_grad for name, parameter in parameters.items()},
             "buffers": buffers_of(self.module),
             "optimizer": self._optimizers.named_state(parameters),
             "scheduler": self._schedulers.state_dict(),

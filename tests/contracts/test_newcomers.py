@@ -15,6 +15,7 @@ from tests.contracts.census import Census, census_of, differences
 from tests.contracts.coded_momentum import Coded, CodedMomentum
 from tests.contracts.training_states import CHANGES, Change, World, world
 from tests.process.forked_ranks import run_ranks, values
+from torchelastic.model import newcomers
 from torchelastic.repeated_failures import is_final
 
 
@@ -60,18 +61,73 @@ def joined(change: str) -> tuple[Census, Census]:
     return before, census_of(**one.roots)
 
 
+#: One of each kind for every day.
+DAILY = (
+    *("nothing", "eval of one layer", "unfreeze", "another parameter, which is trained", "buffer that was None"),
+    *("buffer of another size", "buffer of another type", "buffer that is not persistent", "attribute", "hook"),
+    *(
+        "extra state of a module",
+        "state of the optimizer",
+        "a group of the model's parameters",
+        "a group of parameters",
+    ),
+    *("order of the optimizer's parameters", "scheduler", "extra: an object without state", "extra: a generator"),
+    "extra: a module's buffer",
+)
+
+
 def cases() -> list[Any]:
-    reasons = (NOT_SENT | REFUSED).items()
-    marks = {name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in reasons}
-    return [pytest.param(name, marks=marks.get(name, []), id=name) for name in (*CHANGES, *OWN_CHANGES)]
+    reasons = NOT_SENT | REFUSED
+    found = []
+    for name in (*CHANGES, *OWN_CHANGES):
+        marks = [pytest.mark.xfail(strict=True, reason=reasons[name])] if name in reasons else []
+        found.append(pytest.param(name, marks=marks if name in DAILY else [*marks, pytest.mark.long], id=name))
+    return found
 
 
 @pytest.mark.parametrize("change", cases())
 def test_a_worker_that_joins_has_what_its_source_has(change: str) -> None:
     (_, source), (before, newcomer) = values(run_ranks(joined, change, ranks=2))
     assert differences(source, before)
-    found = differences(source, newcomer)
-    assert {path: text for path, text in found.items() if not OWN.search(path)} == {}
+    assert apart(source, newcomer) == {}
+
+
+def apart(source: Census, newcomer: Census) -> dict[str, str]:
+    """In what they differ, beside what is each rank's own."""
+    return {path: text for path, text in differences(source, newcomer).items() if not OWN.search(path)}
+
+
+#: What is sent, and a change that only this part brings.
+PARTS = {
+    "module": "weights in place",
+    "flags": "eval of one layer",
+    "buffers": "buffer that is not persistent",
+    "optimizer": "learning rate",
+    "scheduler": "scheduler",
+    "extra": "extra: a number",
+}
+
+
+def joined_without(part: str) -> tuple[Census, Census]:
+    receive = newcomers.receive
+
+    def without(tree: Any, module: Any, own: Any, trained: Any, **options: Any) -> None:
+        mine = newcomers.sent(module, own, trained, {})
+        if part in mine:
+            tree[part] = mine[part]
+        else:
+            tree["values"][None][part] = mine["values"][None][part]
+        receive(tree, module, own, trained, **options)
+
+    newcomers.receive = without  # in this process, which ends with the case
+    return joined(PARTS[part])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", PARTS)
+def test_without_any_one_part_the_census_would_tell(part: str) -> None:
+    (_, source), (_, newcomer) = values(run_ranks(joined_without, part, ranks=2))
+    assert apart(source, newcomer)
 
 
 def refused() -> tuple[str, bool] | None:

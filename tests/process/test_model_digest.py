@@ -144,6 +144,7 @@ def touch(tensor: torch.Tensor) -> None:
 
 MISCHIEF: dict[str, Mischief] = {
     "module": lambda state: touch(layer(state, 2).weight),
+    "frozen": lambda state: layer(state, 0).bias.requires_grad_(False),
     "buffers": lambda state: touch(layer(state, 1).running_mean),
     "optimizer": lambda state: touch(state.optimizer.state[layer(state, 0).bias]["momentum_buffer"]),
     "rate": lambda state: state.optimizer.param_groups[0].update(lr=7.0),
@@ -167,7 +168,7 @@ def everything(rank: int) -> dict[str, Any]:
         if rank == 1:
             mischief(state)
         state.sync()
-        results[name] = outcome(state)
+        results[name] = outcome(state) | {"trained": [one.requires_grad for one in state.module.parameters()]}
         state._status = StateStatus.COMPLETE if rank == 0 else StateStatus.INITIAL  # synchronize the others again
         state.sync()
         results[f"{name} repaired"] = outcome(state)
@@ -289,6 +290,7 @@ def test_where_nothing_was_sent_a_sample_is_compared(results: list[dict[str, Any
     ("name", "part", "told"),
     [
         ("module", "module", ("2.weight",)),
+        ("frozen", "frozen", ("0.bias",)),
         ("optimizer", "optimizer", ("state.0.bias.momentum_buffer",)),
         ("rate", "optimizer", ("param_groups.0.lr",)),
         ("scheduler", "scheduler", ("gamma",)),
@@ -303,6 +305,11 @@ def test_every_rank_is_told_what_differs_and_on_whom(
         assert (level.differing, level.names) == ({part: (1,)}, {part: told})
         assert not level.is_in_sync
         assert result[f"{name} repaired"]["level"].is_in_sync
+
+
+def test_parameters_that_only_one_rank_has_frozen_are_thawed_there(results: list[dict[str, Any]]) -> None:
+    """Else DDP would end the processes: it would reduce other gradients on each."""
+    assert [result["frozen"]["trained"] for result in results] == [[True] * 6] * WORLD_SIZE
 
 
 def test_ranks_that_hold_other_tensors_altogether_are_told_apart_without_a_hang(results: list[dict[str, Any]]) -> None:

@@ -160,41 +160,67 @@ def test_parameters_that_are_unfrozen_in_a_run_are_averaged_too() -> None:
     assert first == second
 
 
-def thawed_with_a_group(is_alone: bool) -> tuple[int, list[list[float]], int]:
+class Thawing:
     """As scripts do it: a part that is still frozen is thawed, and gets a group of its own, from a step on."""
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    module[0].requires_grad_(False)
-    state = torchelastic.ModelState(module, torch.optim.Adam(module[1].parameters(), lr=0.1))
-    state.sync(*((1, 0) if is_alone else ()))
-    refused = 0
-    while state.step < 4:
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        self.module[0].requires_grad_(False)
+        self.state = torchelastic.ModelState(self.module, torch.optim.Adam(self.module[1].parameters(), lr=0.1))
+
+    def step(self) -> bool:
+        """Whether it was committed; else it was refused and undone."""
+        state = self.state
         before = state.snapshot()
-        if state.step >= 2 and not module[0].weight.requires_grad:
-            module[0].requires_grad_(True)
-            state.optimizer.add_param_group({"params": list(module[0].parameters()), "lr": 0.01})
+        if state.step >= 2 and not self.module[0].weight.requires_grad:
+            self.module[0].requires_grad_(True)
+            state.optimizer.add_param_group({"params": list(self.module[0].parameters()), "lr": 0.01})
         state.optimizer.zero_grad()
-        state.model(torch.ones(2, 4) * state.step).square().mean().backward()
+        state.model(torch.ones(2, 4) * (state.step + 1)).square().mean().backward()
         try:
             state.optimizer.step()
         except torchelastic.RetryableException:
-            refused += 1
             state.apply(before)
-            state.sync()
-        else:
-            state.commit()
-    weights = [parameter.flatten().tolist() for parameter in module.parameters()]
-    return refused, weights, len(state.optimizer.param_groups)
+            return False
+        state.commit()
+        return True
+
+    def until(self, end: int) -> tuple[list[float], int]:
+        """The weights in the end, and the number of groups."""
+        while self.state.step < end:
+            assert self.step()
+        weights = torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
+        return weights.tolist(), len(self.state.optimizer.param_groups)
 
 
-def test_a_step_that_thaws_a_part_is_undone_as_a_whole_before_it_is_repeated() -> None:
+def in_group(folder: Path, ranks: int) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
+
+
+def joined_as_a_part_is_thawed(folder: Path) -> tuple[list[float], int]:
+    rank = dist.get_rank()
+    one = Thawing()
+    if rank < 2:
+        in_group(folder, 2)
+        one.state.sync()
+        assert [one.step() for _ in range(3)] == [True, True, False]
+    in_group(folder, 3)
+    one.state.sync()
+    return one.until(4)
+
+
+def test_a_step_that_thaws_a_part_is_undone_as_a_whole_before_it_is_repeated(tmp_path: Path) -> None:
     """Were the flags left, the second attempt would take the part for thawed, and add no group for it."""
-    refused, expected, groups = thawed_with_a_group(is_alone=True)
-    assert (refused, groups) == (0, 2)
-    for refused, weights, groups in values(run_ranks(thawed_with_a_group, False, ranks=2)):
-        assert (refused, groups) == (1, 2)
-        for mine, theirs in zip(weights, expected, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-6)
+    undisturbed = Thawing()
+    undisturbed.state.sync(1, 0)
+    expected, groups = undisturbed.until(4)
+    assert groups == 2
+    for weights, groups in values(run_ranks(joined_as_a_part_is_thawed, tmp_path, ranks=3)):
+        assert groups == 2
+        assert weights == pytest.approx(expected, abs=1e-6)
 
 
 class Locked(torch.optim.SGD):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchelastic import ModelState
-from torchelastic.model.transfer import check_sendable
+from torchelastic.model.transfer import Own, check_sendable
 
 CANNOT = "no worker that joins, or is started again, could receive this state"
 
@@ -47,9 +47,9 @@ def count_trials(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """As many as there were trials from now on."""
     trials: list[None] = []
 
-    def counting(tree: object) -> None:
+    def counting(tree: object, own: Own) -> None:
         trials.append(None)
-        check_sendable(tree)
+        check_sendable(tree, own)
 
     monkeypatch.setattr("torchelastic.model_state.check_sendable", counting)
     return trials

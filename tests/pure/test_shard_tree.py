@@ -29,7 +29,7 @@ from torchelastic.checkpoint.format.header import (
     encode_preamble,
     lay_out,
 )
-from torchelastic.checkpoint.format.tree import MAX_DEPTH, MAX_INLINE_BYTES, tensor_names
+from torchelastic.checkpoint.format.tree import MAX_DEPTH, MAX_INLINE_BYTES, path_of, tensor_names, unflatten_beside
 from torchelastic.checkpoint.shards import ShardOf, flatten, unflatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|prototype stage)")  # of torch's own kinds
@@ -319,6 +319,18 @@ def test_a_tensor_that_is_made_of_others_comes_back_as_one_of_its_class() -> Non
 def test_what_only_the_program_knows_of_a_tensor_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="'m/~context'"):
         flatten({"m": Wrapper(torch.arange(3), object())})
+
+
+def test_what_only_the_program_knows_of_a_tensor_is_taken_from_its_own_one_in_the_same_place() -> None:
+    mine, theirs = datetime.date(2026, 1, 1), datetime.date(2025, 1, 1)
+    flat = flatten({"m": {"a/b": Wrapper(torch.arange(3), theirs)}}, allow_pickles=True)
+    tensors = {named.name: named.tensor for named in flat.tensors}
+    found = unflatten_beside(flat.structure, tensors, {path_of("m", "a/b"): Wrapper(torch.zeros(3), mine)})
+    assert found["m"]["a/b"].about is mine
+    assert found["m"]["a/b"].held.tolist() == [0, 1, 2]
+    for own in ({}, {path_of("m", "b"): Wrapper(torch.zeros(3), mine)}):
+        with pytest.raises(CheckpointError, match="pickled"):
+            unflatten_beside(flat.structure, tensors, own)
 
 
 def test_no_other_class_can_be_named_than_those_of_tensors_that_are_there() -> None:

@@ -1,8 +1,9 @@
-"""What a training state consists of; so far what a failed step may have changed beside weights, and how it is undone.
+"""What a training state consists of: how a failed step is undone, and what a worker that joins gets.
 
-`module_structure.py` has a module's flags, slots, hooks and attributes, `attributes.py` the values of any object, and
-`generators.py` the random numbers. Each copies what is there before a step (`copy`), and puts it back after a failed
-one (`put`): first which object is where, then its shape, then its bytes. `put` does not raise for anything that a step
-can do. tests/contracts/test_inventory.py proves by a census what is undone; what is not is listed there, and in
-docs/state.md.
+For undoing, `module_structure.py` has a module's flags, slots, hooks and attributes, `attributes.py` the values of any
+object, and `generators.py` the random numbers. Each copies what is there before a step (`copy`), and puts it back after
+a failed one (`put`): first which object is where, then its shape, then its bytes. `put` does not raise for anything
+that a step can do. For joining, `module_values.py` has what a module has besides its weights and `optimizer_values.py`
+an optimizer's state and groups, by the names that `names.py` gives. tests/contracts/test_inventory.py and
+test_newcomers.py prove by a census what is undone and what is sent; what is not is listed there, and in docs/state.md.
 """

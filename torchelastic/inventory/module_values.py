@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import put_tensor
@@ -165,12 +166,16 @@ def differing_attributes(module: torch.nn.Module, others: Mapping[str, Any]) -> 
     []
     >>> differing_attributes(torch.nn.Dropout(0.5), {"p": 0.1, "q": 1})
     ['p is 0.1 there and 0.5 here', 'q is 1 there and not set here']
+    >>> differing_attributes(torch.nn.LazyLinear(2), {"in_features": 4})
+    []
     """
     own = attributes_of(module)
+    # the first forward pass of a lazy module sets them
+    unmade = {path for path, one in named_modules(module) if isinstance(one, LazyModuleMixin)}
     return [
         f"{name} is {value!r} there and {f'{own[name]!r} here' if name in own else 'not set here'}"
         for name, value in others.items()
-        if name not in own or repr(value) != repr(own[name])
+        if (name not in own or repr(value) != repr(own[name])) and name.rpartition(".")[0] not in unmade
     ]
 
 

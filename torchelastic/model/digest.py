@@ -4,10 +4,11 @@ The digest is a sum of the bytes, taken as 64-bit integers, with a weight that d
 element always changes it, a few independent changes do but for one case in 2**60 or so. It finds mistakes and broken
 memory; it is no protection against somebody who wants to be overlooked.
 
-Parts: "module" (parameters), "flags" (frozen parameters, modules in evaluation mode), "buffers", "optimizer",
-"scheduler", "sampler" and "extra" (objects with a state of their own). Buffers are compared and never found fault with:
-DDP makes running statistics rank 0's before each forward pass, and then each rank's take in its own batch, unless the
-module has SyncBatchNorm. Random numbers and plain values of `extra` are each rank's own and not compared.
+Parts: "module" (parameters), "frozen" (those that require no gradient), "buffers", "optimizer", "scheduler", "sampler"
+and "extra" (objects with a state of their own). Buffers are compared and never found fault with: DDP makes running
+statistics rank 0's before each forward pass, and then each rank's take in its own batch, unless the module has
+SyncBatchNorm. Random numbers and plain values of `extra` are each rank's own and not compared; nor are modes of
+modules, for one rank alone may have evaluated last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torchelastic.model.transfer import all_gathered
 from torchelastic.torch_internals.tensors import tensors_within
 
-PARTS = ("module", "flags", "buffers", "optimizer", "scheduler", "sampler", "extra")
+PARTS = ("module", "frozen", "buffers", "optimizer", "scheduler", "sampler", "extra")
 #: Parts that may differ from rank to rank.
 OWN = ("buffers",)
 #: What a quick comparison reads at most of each member's tensors, all together ..

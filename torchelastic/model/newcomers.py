@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from torchelastic.checkpoint.format.tree import path_of
 from torchelastic.inventory.module_values import changed_attributes, differing_attributes, put_flags, values_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.model import module_state
 from torchelastic.model.companions import Companions, Trained
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import tensors_within
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,13 @@ def sent(module: torch.nn.Module, own: Companions, trained: Trained, built_with:
         "attributes": changed_attributes(module, built_with),
         "optimizer": trained.optimizers.named_state(named_parameters(module)),
     }
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those parameters and buffers that are made of other tensors, by their places in what is sent."""
+    state = module_state.state_of(module).items()
+    made = ((name, value) for name, value in state if isinstance(value, torch.Tensor) and tensors_within(value))
+    return {path_of("module", name): value for name, value in made}
 
 
 def receive(

@@ -7,7 +7,7 @@ Receivers get fresh tensors: what they hold stays whole until all has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
-from torchelastic.checkpoint.format.tree import flatten, unflatten
+from torchelastic.checkpoint.format.tree import flatten, unflatten_beside
 from torchelastic.errors import UnfitError
 from torchelastic.group.backends import gpu_backend
 from torchelastic.group.communicators import wait_for_collectives
@@ -29,6 +29,8 @@ CHUNK_BYTES = 32 * 1024 * 1024
 #: From this size on a tensor travels alone: sent from where it lies and received where it stays, without a copy of it.
 LARGE_BYTES = 1024 * 1024
 
+#: Gives tensors by their places in a state, see `unflatten_beside`.
+Own = Callable[[], Mapping[str, torch.Tensor]]
 #: In the place of a state that cannot be sent: the reason.
 _UNSENT = "unsent"
 
@@ -75,8 +77,12 @@ def pack(tree: Any) -> Packed:
     return Packed(msgspec.msgpack.encode((flat.structure, forms)), tuple(part.tensor for part in flat.tensors))
 
 
-def unpack(packed: Packed) -> Any:
+def unpack(packed: Packed, own: Own = dict) -> Any:
     """Put a state together again.
+
+    Args:
+        packed: what `pack` made.
+        own: see `synchronize`.
 
     Raises:
         UnsendableError: it holds anything but plain values and tensors, or a tensor that cannot be sent.
@@ -86,7 +92,8 @@ def unpack(packed: Packed) -> Any:
     if isinstance(structure, dict) and _UNSENT in structure:
         raise UnsendableError(str(structure[_UNSENT]))
     try:
-        return unflatten(structure, {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)})
+        tensors = {form.name: tensor for form, tensor in zip(forms, packed.tensors, strict=True)}
+        return unflatten_beside(structure, tensors, own())
     except CheckpointError as error:
         unloadable = [place for place, _ in places_of(structure, ("pickle",))]
         if not unloadable:
@@ -97,9 +104,9 @@ def unpack(packed: Packed) -> Any:
         ) from error
 
 
-def check_sendable(tree: Any) -> None:
+def check_sendable(tree: Any, own: Own = dict) -> None:
     """Raise UnsendableError for what no other worker could receive; nothing is copied."""
-    unpack(_packed(tree))
+    unpack(_packed(tree), own)
 
 
 def _packed(tree: Any) -> Packed:
@@ -140,7 +147,14 @@ def all_gathered(mine: torch.Tensor, world_size: int) -> list[torch.Tensor]:
 
 
 def synchronize(
-    tree: Any, *, source: int, stale: Sequence[int], rank: int, world_size: int, device: torch.device
+    tree: Any,
+    *,
+    source: int,
+    stale: Sequence[int],
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    own: Own = dict,
 ) -> Any | None:
     """Move the source's state to the stale ranks; called on every rank of the default group.
 
@@ -151,6 +165,8 @@ def synchronize(
         rank: of this process.
         world_size: of the group.
         device: where messages must lie for the group's backend.
+        own: gives this rank's tensors that are made of others, by their places in the tree: what is no plain value in
+            one that comes is taken from the one there.
 
     Returns:
         The state on a stale rank, with tensors on `device`, or on the CPU where the source has them there; None on all
@@ -181,7 +197,7 @@ def synchronize(
     if rank not in stale:
         return None
     placed = (tensor.cpu() if form.is_on_cpu else tensor for form, tensor in zip(forms, tensors, strict=True))
-    return unpack(Packed(skeleton, tuple(placed)))
+    return unpack(Packed(skeleton, tuple(placed)), own)
 
 
 class _Channel:

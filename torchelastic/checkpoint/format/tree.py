@@ -23,6 +23,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.format.described_objects import described, rebuilt
 from torchelastic.checkpoint.format.made_of_tensors import class_name, put_together
 from torchelastic.checkpoint.format.regions import Region
+from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.checkpoint.format.tensor_parts import (
     LEAF_TYPES,
     autograd_of,
@@ -108,10 +109,31 @@ def unflatten(
         CheckpointError: it holds pickles, and they are not allowed; or a tensor is missing.
         CorruptCheckpointError: the structure is none that `flatten` makes.
     """
+    return _decoded(structure, _Unflattener(tensors, allow_pickles, in_place, {}))
+
+
+def unflatten_beside(structure: Plain, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Any:
+    """As `unflatten`, where tensors that are made of others lie in the same places here.
+
+    Args:
+        structure: what `flatten` made.
+        tensors: by name.
+        own: those that are here, by `path_of`: what is no plain value in one of the tree is taken from the one of the
+            same class in the same place.
+    """
+    return _decoded(structure, _Unflattener(tensors, False, (), own))
+
+
+def _decoded(structure: Plain, walk: _Unflattener) -> Any:
     try:
-        return _Unflattener(tensors, allow_pickles, in_place).decode(structure)
+        return walk.decode(structure)
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
+
+
+def path_of(*keys: object) -> str:
+    """The place of a value in a tree, as tensors are named by it."""
+    return "/".join(map(_token, keys))
 
 
 def encode_plain(value: float | str) -> Plain:
@@ -187,7 +209,8 @@ class _Flattener:
     ) -> Plain:
         inner = [[name, self.encode(tensor, (*path, _token(name)))] for name, tensor in within.items()]
         about = {"class": class_name(type(value)), "context": self.encode(context, (*path, "~context"))}
-        return {"made_of": inner, **about, "form": [list(value.shape), list(value.stride())], **autograd_of(value)}
+        form = [list(value.shape), list(value.stride())]
+        return {"made_of": inner, **about, "form": form, "at": "/".join(path), **autograd_of(value)}
 
     def _unused(self, name: str) -> str:
         candidate, number = name, 2
@@ -270,6 +293,7 @@ class _Unflattener:
     tensors: Mapping[str, torch.Tensor]
     allow_pickles: bool
     in_place: Container[str]
+    own: Mapping[str, torch.Tensor]
     _leaves: dict[object, torch.Tensor] = field(default_factory=dict)
 
     def decode(self, node: Plain) -> Any:
@@ -310,7 +334,14 @@ class _Unflattener:
     def _made_of(self, pairs: Any, about: Mapping[str, Plain]) -> torch.Tensor:
         inner = {name: self.decode(item) for name, item in pairs}
         shape, stride = about["form"]
-        return for_autograd(put_together(about["class"], inner, self.decode(about["context"]), shape, stride), about)
+        return for_autograd(put_together(about["class"], inner, self._context(about), shape, stride), about)
+
+    def _context(self, about: Mapping[str, Plain]) -> Any:
+        own = self.own.get(about.get("at", ""))
+        if own is not None and class_name(type(own)) == about["class"] and any(places_of(about["context"], _PICKLES)):
+            within = tensors_within(own)
+            return None if within is None else within[1]
+        return self.decode(about["context"])
 
     def _leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
         key = tuple(recipe["names"].items())
@@ -349,6 +380,7 @@ _NONSENSE = (
     RuntimeError,
     MemoryError,
 )
+_PICKLES = ("pickle",)
 _JSON_INT = 2**63  # Python turns longer numbers into decimal digits slowly, and beyond 4300 digits not at all
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
