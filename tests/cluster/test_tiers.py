@@ -138,7 +138,6 @@ def test_a_checkpoint_of_two_is_restored_by_three(jobs: MakeJob, tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.daily
 def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJob, tmpfs: Path, tmp_path: Path) -> None:
     job = jobs(
         gates=[KILLED_IN], tiers=[f"memory={tmpfs / 'tier'}", f"disk={tmp_path / 'tier'}"], policy="on signal",

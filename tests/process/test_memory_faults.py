@@ -191,6 +191,7 @@ def found_in(copies: Sequence[str]) -> tuple[list[Any], list[list[str]]]:
     return [outcome["found"] for outcome in first], warnings
 
 
+@pytest.mark.long
 def test_a_flipped_bit_on_one_host_is_made_good_by_the_other(root: Path) -> None:
     run(life, str(root), "ab", None, ranks=2)
     files = [*SHARDS, COMMIT]
