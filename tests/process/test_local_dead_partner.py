@@ -25,9 +25,9 @@ from torchelastic.checkpoint.compat.nvrx.local.strategies import LazyCliqueRepli
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
-from torchelastic.checkpoint.replication.protocol import ReplicaConnection
-from torchelastic.checkpoint.replication.receive import Reception
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.protocol import ReplicaConnection
+from torchelastic.checkpoint.replicas.receive import Reception
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
 
 STATE_BYTES = 8 << 20

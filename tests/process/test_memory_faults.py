@@ -40,7 +40,7 @@ from torchelastic.checkpoint.compat.flashpoint.commit import Commit
 from torchelastic.checkpoint.compat.flashpoint.container import Container
 from torchelastic.checkpoint.compat.flashpoint.ids import object_of
 from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
-from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.replicas.receive import digest_of
 from torchelastic.checkpoint.store.received_shards import sealed_bytes
 from torchelastic.checkpoint.store.save_id import ShardId
 

@@ -15,7 +15,7 @@ import pytest
 from tests.waiting import wait_until
 from torchelastic.agent.worker import catches
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.topology import own_address
+from torchelastic.checkpoint.replicas.topology import own_address
 from torchelastic.launch.run_options import chosen_network
 from torchelastic.network.interface_choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE
 from torchelastic.network.interfaces import address_towards, interfaces

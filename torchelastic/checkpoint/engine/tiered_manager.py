@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
+from torchelastic.checkpoint.checkpoint_manager import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.elastic_state import ElasticState, Observe
 from torchelastic.checkpoint.engine.epoch import agree_on_epoch
