@@ -39,7 +39,7 @@ GONE = ("deleted", "a folder", "a link to nowhere", *FOLDER_DAMAGES)
 WHOSE = ("own", "copy", "both", "all but one")
 CASES = [(name, keep, whose) for name, facade in FACADES.items() for keep in facade.keeps for whose in WHOSE]
 #: Of every other kind of checkpoint one of these, from kind to kind another one.
-DAILY = one_of_each([case for case in CASES if [*FACADES].index(case[0]) % 2], WHOSE)
+DAILY = one_of_each([case for case in CASES if [*FACADES].index(case[0]) % 2], WHOSE[1:] + WHOSE[:1])
 OTHER_WORLDS = [(name, world) for name, facade in FACADES.items() for world in facade.world_sizes[1:]]
 
 
