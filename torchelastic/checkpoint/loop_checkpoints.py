@@ -287,7 +287,7 @@ class LoopCheckpoints(LoopObserver):
             return peers.rank_0_says(is_due)
         except RuntimeError:
             if is_due and self._rank == 0 and _is_tiered(manager):
-                manager.call_off(self._step, self._peers)
+                manager.abort_save(self._step, self._peers)
             raise
 
     def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
