@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.environment import print_result, summary
-from torchelastic.checkpoint.replication.protocol import PIECE_BYTES
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.protocol import PIECE_BYTES
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 
 TARGET = 0.7
 PATIENCE_S = 60.0

@@ -1,10 +1,11 @@
 """Which tests wait for CI unless something that they are about has changed, and what has changed.
 
-Adapters, examples, pages and packaging change seldom, and their tests cost much: they import whole frameworks, or build
-the package. `make test` runs such a file of tests when git says that it has changed, or something that it belongs to
-(`BELONGS`): in the commits that the branch's upstream does not have, in the last commit, or since then in the working
-tree, files that git does not know yet included. Else its tests are `long`: `make test-long` and CI run them. Where git
-cannot say (no git, no repository, no commit before this one), all have changed.
+Adapters, examples, pages, packaging and what the tests themselves stand on change seldom, and their tests cost much:
+they import whole frameworks, build the package or start a pytest. `make test` runs such a file of tests when git says
+that it has changed, or something that it belongs to (`BELONGS`): in the commits that the branch's upstream does not
+have, in the last commit, or since then in the working tree, files that git does not know yet included. Else its tests
+are `long`: `make test-long` and CI run them. Where git cannot say (no git, no repository, no commit before this one),
+all have changed.
 
 What such a test needs of the rest of the package is not in the list: that a change there breaks an adapter is found
 by CI.
@@ -26,6 +27,7 @@ _HUGGING_FACE = (
 )
 _LIGHTNING = ("torchelastic/adapters/*.py", "torchelastic/adapters/lightning/*", "tests/process/*lightning*")
 _PAGES = ("docs/*", "README.md", "CONTRIBUTING.md", "benchmarks/README.md")
+_FORKED = ("tests/process/fork*", "torchelastic/processes/*")
 _TRANSFORMER = ("examples/transformer_slurm/*", "deploy/slurm/*", "tests/process/transformer_jobs.py")
 
 #: Patterns of files of tests, and of the paths that their tests are about; `*` matches any part of a path, `/` too.
@@ -41,6 +43,8 @@ BELONGS: Mapping[str, Collection[str]] = {
     "tests/process/test_sources_of_libraries.py": ("torchelastic/data/sources/*",),
     "tests/process/test_docs*.py": _PAGES,
     "tests/process/test_migrating_*.py": ("docs/migrating/*", "examples/migrating/*"),
+    "tests/process/test_killed_pytest.py": ("tests/cluster/harness.py", *_FORKED),
+    "tests/cluster/test_forked_workers.py": ("tests/cluster/fork*", *_FORKED),
     "tests/cluster/test_cookbook.py": ("docs/cookbook.md",),
     "tests/cluster/test_migrating_scripts.py": ("docs/migrating/*", "examples/migrating/*"),
     "tests/process/test_packaging.py": ("pyproject.toml", "setup.py", "*/py.typed", "constraints*.txt", "LICENSE"),

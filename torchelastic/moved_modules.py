@@ -39,11 +39,12 @@ MOVED = {
     "checkpoint.memory.staging": "checkpoint.compat.flashpoint.staged_items",
     "checkpoint.output_stream": "checkpoint.compat.elastic01.output_stream",
     "checkpoint.policy.failures": "checkpoint.policy.failure_rate",
-    "checkpoint.replication.client": "checkpoint.replication.replica_client",
-    "checkpoint.replication.errors": "checkpoint.replication.replication_errors",
+    "checkpoint.replication": "checkpoint.replicas",
+    "checkpoint.replication.client": "checkpoint.replicas.replica_client",
+    "checkpoint.replication.errors": "checkpoint.replicas.replication_errors",
     "checkpoint.replication.group_wrapper": "checkpoint.compat.nvrx.local.group_wrapper",
-    "checkpoint.replication.manager": "checkpoint.replication.replication_manager",
-    "checkpoint.replication.server": "checkpoint.replication.replica_server",
+    "checkpoint.replication.manager": "checkpoint.replicas.replication_manager",
+    "checkpoint.replication.server": "checkpoint.replicas.replica_server",
     "checkpoint.replication.strategies": "checkpoint.compat.nvrx.local.strategies",
     "checkpoint.restore": "checkpoint.engine.restore",
     "checkpoint.restore_plan": "checkpoint.store.restore_plan",
@@ -106,7 +107,9 @@ _FROM_FILES = {stored: now for now, stored in IN_FILES.items()}
 
 #: Packages whose old path is promised to callers: a module of its own, with the public names alone. What was in such a
 #: package has moved, and is found as if it still were one.
-FRONT_DOORS = frozenset({"checkpoint.memory", "checkpoint.local", "checkpoint.async_ckpt", "checkpoint.shards"})
+FRONT_DOORS = frozenset(
+    {"checkpoint.memory", "checkpoint.local", "checkpoint.async_ckpt", "checkpoint.shards", "checkpoint.replication"}
+)
 
 
 def new_path(old: str) -> str | None:

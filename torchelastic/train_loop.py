@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic.checkpoint.api import CheckpointManager
+from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator

@@ -44,7 +44,9 @@ def script(folder: Path, text: str) -> str:
 # --- the launcher's own addresses -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "no port"])
+@pytest.mark.parametrize(
+    "is_taken", [pytest.param(True, id="taken"), pytest.param(False, id="no port", marks=pytest.mark.long)]
+)
 def test_metrics_that_cannot_be_served_are_one_line(jobs: MakeJob, tmp_path: Path, is_taken: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if is_taken else 99999
@@ -101,8 +103,10 @@ def test_when_the_run_fails_the_traceback_is_the_last_thing_on_the_screen(jobs: 
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("def f(:\n", "SyntaxError: "), ("raise SystemExit('no data set')\n", "no data set")],
-    ids=["syntax error", "own exit"],
+    [
+        pytest.param("def f(:\n", "SyntaxError: ", id="syntax error"),
+        pytest.param("raise SystemExit('no data set')\n", "no data set", id="own exit", marks=pytest.mark.long),
+    ],
 )
 def test_a_script_that_never_gets_to_training_is_not_started_again(
     jobs: MakeJob, tmp_path: Path, text: str, error: str
@@ -227,6 +231,7 @@ def test_a_coordinator_that_cannot_work_is_refused_at_once(
 # --- the agent itself -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_nothing_outlives_an_agent_that_is_killed(jobs: MakeJob) -> None:
     job = jobs(gates=[5])
     job.forked = False  # the real command: what is its child is what it has started

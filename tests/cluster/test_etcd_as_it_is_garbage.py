@@ -162,13 +162,10 @@ def test_garbage_in_place_of_the_round_does_not_stop_a_change_of_membership(
     in_a_scene(etcd, run_id, scenario)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "leader"),
-    [
-        ("incarnation", 0),
-        pytest.param("leader", 0, marks=pytest.mark.long),
-        pytest.param("leader", 2, marks=pytest.mark.long),
-    ],
+    [("incarnation", 0), ("leader", 0), ("leader", 2)],
     ids=["the store's name", "the leader's name", "the leader's name, which begins a new session"],
 )
 def test_garbage_in_place_of_a_name_costs_no_round_and_leaves_the_run_with_a_leader(

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster.harness import Job
 from tests.cluster.secured_etcd import PASSWORD, Authority, Pair, SecuredEtcd, etcdctl, guard
+from tests.few_examples import some_daily
 from tests.waiting import wait_until
 from torchelastic.agent.etcd_opening import connect
 from torchelastic.rendezvous.credentials import Credentials
@@ -276,11 +277,14 @@ def test_an_endpoint_that_refuses_us_does_not_hide_one_that_serves_or_is_away(
 
 @pytest.mark.parametrize(
     ("case", "complaint"),
-    [
-        ("unknown authority", "a certificate that does not hold"),
-        ("expired certificate", "refuses the client certificate"),
-        ("no TLS", "speaks TLS and this client does not"),
-    ],
+    some_daily(
+        [
+            ("unknown authority", "a certificate that does not hold"),
+            ("expired certificate", "refuses the client certificate"),
+            ("no TLS", "speaks TLS and this client does not"),
+        ],
+        lambda case: case[0] == "unknown authority",
+    ),
 )
 def test_a_run_that_cannot_show_itself_by_tls_ends_at_once_with_one_message(
     jobs: MakeJob,
@@ -300,7 +304,7 @@ def test_a_run_that_cannot_show_itself_by_tls_ends_at_once_with_one_message(
     ends_at_once(job, tls_etcd, run_id, *(() if case == "no TLS" else tls), complaint=complaint)
 
 
-@pytest.mark.parametrize("user", ["trainer", "reader"])
+@pytest.mark.parametrize("user", some_daily(["trainer", "reader"], lambda user: user == "trainer"))
 def test_a_run_with_a_wrong_password_or_too_few_permissions_ends_at_once_with_one_message(
     jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str, password_file: Path, user: str
 ) -> None:

@@ -96,7 +96,6 @@ def test_a_notice_in_the_middle_of_the_run_is_met_with_a_save_in_every_tier(
 
 
 @pytest.mark.long
-@pytest.mark.daily
 def test_a_host_whose_deadline_is_near_leaves_and_the_others_go_on(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path
 ) -> None:

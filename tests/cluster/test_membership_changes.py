@@ -67,7 +67,6 @@ def test_a_launcher_with_other_numbers_than_the_one_that_leads_says_which_and_tr
 
 
 @pytest.mark.long
-@pytest.mark.daily
 def test_spares_wait_and_step_in_and_end_well_with_the_run(jobs: MakeJob) -> None:
     kill = Fault("kill", "backward", rank=1, step=20)
     job = jobs([kill], gates=[10, 35])

@@ -17,7 +17,6 @@ HINT = "which its script names (init_method), and not in this launcher's"
 
 
 @pytest.mark.long
-@pytest.mark.daily
 def test_workers_of_a_script_that_names_the_launchers_run_are_started_again_like_any_others(
     etcd: EtcdServer, jobs: MakeJob, run_id: str
 ) -> None:

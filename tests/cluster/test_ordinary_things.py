@@ -20,6 +20,7 @@ from tests.cluster.conftest import AtTerminal
 from tests.cluster.harness import ROOT
 from tests.cluster.ordinary_script import script
 from tests.cluster.shell import launcher
+from tests.few_examples import some_daily
 from tests.process.small_tmpfs import small_tmpfs
 from tests.waiting import wait_until
 
@@ -134,15 +135,18 @@ def test_under_nohup_a_run_outlives_its_terminal(at_terminal: AtTerminal, host_f
 
 @pytest.mark.parametrize(
     ("words", "remedy"),
-    [
-        (("--nproc-per-nod=2", "train.py"), "did you mean --nproc-per-node?"),
-        (("--nproc-per-node=two", "train.py"), "write a number"),
-        (("--nnodes=2", "train.py"), "--rdzv-endpoint HOST:PORT"),
-        (("--rdzv-endpoint=http://host:2379", "--rdzv-id=a", "train.py"), "write HOST:PORT[,..], without a scheme"),
-        (("--term-grace=nan", "train.py"), "give seconds, 0 or more"),
-        (("trian.py",), "there is no file 'trian.py'"),
-        ((), "script"),
-    ],
+    some_daily(
+        [
+            (("--nproc-per-nod=2", "train.py"), "did you mean --nproc-per-node?"),
+            (("--nproc-per-node=two", "train.py"), "write a number"),
+            (("--nnodes=2", "train.py"), "--rdzv-endpoint HOST:PORT"),
+            (("--rdzv-endpoint=http://host:2379", "--rdzv-id=a", "train.py"), "write HOST:PORT[,..], without a scheme"),
+            (("--term-grace=nan", "train.py"), "give seconds, 0 or more"),
+            (("trian.py",), "there is no file 'trian.py'"),
+            ((), "script"),
+        ],
+        lambda case: len(case[0]) == 1,
+    ),
 )
 def test_wrong_words_are_answered_in_one_line_that_names_the_remedy(
     at_terminal: AtTerminal, words: tuple[str, ...], remedy: str
@@ -204,6 +208,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_the_bar_of_tqdm_moves_in_its_place(at_terminal: AtTerminal) -> None:
     pytest.importorskip("tqdm")
     shell = at_terminal("run", "--log-dir=logs", "train.py", text=TQDM)
@@ -236,7 +241,13 @@ def test_a_picture_of_several_lines_is_drawn_in_its_place(at_terminal: AtTermina
     assert all("100%" in line for line in said[1:4])
 
 
-@pytest.mark.parametrize(("name", "text", "ends"), [("tqdm", TQDM, ["100%|"]), ("rich", RICH, ["one", "two", "three"])])
+@pytest.mark.parametrize(
+    ("name", "text", "ends"),
+    some_daily(
+        [("tqdm", TQDM, ["100%|"]), ("rich", RICH, ["one", "two", "three"])],
+        lambda case: case[0] == "tqdm",
+    ),
+)
 def test_in_a_file_a_bar_is_one_line_and_nothing_has_a_colour(
     host_folder: Path, name: str, text: str, ends: list[str]
 ) -> None:

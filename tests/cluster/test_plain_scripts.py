@@ -235,7 +235,8 @@ def test_on_two_hosts_a_script_that_fails_after_the_others_have_finished_is_a_fa
     assert "\nworker 1 failed: exit code 1" in said, "the last word of its launcher"
 
 
-@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_two_hosts_meet_at_one_of_them_as_with_torchrun(tmp_path: Path, backend: str) -> None:
     (port,) = unused_ports("127.0.0.1")
     each: tuple[tuple[str, ...], ...] = ()

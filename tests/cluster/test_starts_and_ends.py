@@ -107,7 +107,8 @@ print("RANK", coordinator.rank)
 """
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
 def test_the_launcher_fails_if_rank_0_is_lost_while_the_others_finish(jobs: MakeJob, tmp_path: Path, lost: int) -> None:
     job, script = jobs(), tmp_path / "script.py"
     script.write_text(LOST_FIRST.replace("LOST", str(lost)))

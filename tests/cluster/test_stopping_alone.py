@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.harness import Job
+from tests.few_examples import some_daily
 from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -27,8 +28,12 @@ class Stopping(Job):
 
 
 def in_either_order(**options: Any) -> pytest.MarkDecorator:
-    orders = [{"first": first, **options} for first in ("coordinator", "deadline")]
+    orders = some_daily([{"first": first, **options} for first in ("coordinator", "deadline")], is_daily)
     return pytest.mark.parametrize("job", orders, ids=lambda options: options["first"], indirect=True)
+
+
+def is_daily(options: dict[str, Any]) -> bool:
+    return bool(options["first"] == "coordinator")
 
 
 @pytest.fixture

@@ -140,7 +140,6 @@ def test_a_kill_at_each_phase_of_a_step_ends_with_the_bits_of_one_worker(
     assert torch.equal(job.final(), alone.final())
 
 
-@pytest.mark.daily
 def test_samples_of_a_lost_worker_that_are_dropped_come_later_in_the_epoch(stream_jobs: MakeJob) -> None:
     faults = [Fault("kill", "backward", rank=1, step=5)]
     job = stream_jobs(faults, salvage="drop", shards="data only")

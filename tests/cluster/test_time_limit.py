@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.few_examples import some_daily
 from torchelastic.launch.run_options import limited
 from torchelastic.lifetime import STOPPED_EARLY
 
@@ -44,7 +45,10 @@ def test_a_worker_saves_and_stops_before_the_limit_and_is_not_started_again(tmp_
     assert done.stderr.count("deadline: elastic instance") == 1, "one life, one stop"
 
 
-@pytest.mark.parametrize(("limit", "variables"), [("0", {}), ("nan", {}), ("5", {VARIABLE: "soon"})])
+@pytest.mark.parametrize(
+    ("limit", "variables"),
+    some_daily([("0", {}), ("nan", {}), ("5", {VARIABLE: "soon"})], lambda case: case[0] == "nan"),
+)
 def test_what_is_no_limit_is_refused_before_anything_is_started(
     tmp_path: Path, limit: str, variables: dict[str, str]
 ) -> None:

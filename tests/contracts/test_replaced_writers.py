@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.cluster.conftest import jobs as jobs
 from tests.cluster.harness import Job, process_tree, resume
 from tests.contracts import local_ranks, memory_ranks
+from tests.process.forked_ranks import run_ranks, values
 from tests.waiting import pause, stands_still, wait_until
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
@@ -60,28 +59,20 @@ def test_a_host_that_was_paused_in_its_save_does_not_publish_the_newest_checkpoi
     job.wait()
 
 
-IN_MEMORY = """
-import sys
-from pathlib import Path
-from tests.contracts import memory_ranks
-root = Path(sys.argv[1])
-assert memory_ranks.recover(root) == (5, True)
-memory_ranks.save(root, 10)
-"""
-LOCAL = """
-import sys
-from pathlib import Path
-from tests.contracts import local_ranks
-root = Path(sys.argv[1])
-assert local_ranks.resume(root) == {"found": 5, "loaded": 5}
-local_ranks.save(root, 10)
-"""
+def others_in_memory(root: Path) -> None:
+    assert memory_ranks.recover(root) == (5, True)
+    memory_ranks.save(root, 10)
+
+
+def others_locally(root: Path) -> None:
+    assert local_ranks.resume(root) == {"found": 5, "loaded": 5}
+    local_ranks.save(root, 10)
 
 
 class StoppedBeforeItPublishes(FaultyDisk):
     """The process does nothing from the moment before a file is renamed until others have saved a checkpoint."""
 
-    def __init__(self, root: Path, others: str, file: str) -> None:
+    def __init__(self, root: Path, others: Callable[[Path], None], file: str) -> None:
         super().__init__()
         self._root, self._others, self._file = root, others, file
         self.is_replaced = False
@@ -93,7 +84,7 @@ class StoppedBeforeItPublishes(FaultyDisk):
     def stop_before(self, target: Path) -> None:
         if target.name == self._file and not self.is_replaced:
             self.is_replaced = True
-            subprocess.run([sys.executable, "-c", self._others, str(self._root)], check=True)
+            values(run_ranks(self._others, self._root))
 
 
 class StoppedBeforeItsShard(StoppedBeforeItPublishes):
@@ -108,7 +99,7 @@ def test_a_writer_into_memory_that_was_replaced_in_the_moment_before_it_publishe
     tmp_path: Path,
 ) -> None:
     memory_ranks.save(tmp_path, 5)
-    disk = StoppedBeforeItPublishes(tmp_path, IN_MEMORY, "manifest.json")
+    disk = StoppedBeforeItPublishes(tmp_path, others_in_memory, "manifest.json")
     with pytest.raises(CheckpointException, match="was replaced"):
         memory_ranks.save(tmp_path, 20, disk)
     assert disk.is_replaced
@@ -117,7 +108,7 @@ def test_a_writer_into_memory_that_was_replaced_in_the_moment_before_it_publishe
 
 def test_a_writer_of_local_checkpoints_that_was_replaced_before_it_publishes_leaves_none(tmp_path: Path) -> None:
     local_ranks.save(tmp_path, 5)
-    disk = StoppedBeforeItsShard(tmp_path, LOCAL, "shard-00000-of-00001.shard")
+    disk = StoppedBeforeItsShard(tmp_path, others_locally, "shard-00000-of-00001.shard")
     with pytest.raises(CheckpointError, match="was replaced"):
         local_ranks.save(tmp_path, 20, disk=disk)
     assert disk.is_replaced
@@ -132,7 +123,7 @@ def test_a_writer_of_local_checkpoints_that_was_replaced_before_its_manifest_wri
     assert request is not None
     assert request.async_fn is not None
     request.async_fn(*request.async_fn_args)
-    subprocess.run([sys.executable, "-c", LOCAL, str(tmp_path)], check=True)
+    values(run_ranks(others_locally, tmp_path))
     (finalize,) = request.finalize_fns
     with pytest.raises(CheckpointError, match="was replaced"):
         finalize()

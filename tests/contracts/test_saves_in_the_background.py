@@ -78,9 +78,11 @@ def run(name: str, folder: Path) -> None:
     JOBS[name][1](folder)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_helper_process) if name == "memory, process" else name for name in JOBS]
-)
+#: Those that start an interpreter.
+IN_PROCESSES = {"local, persistent": [pytest.mark.long], "memory, process": [pytest.mark.long, needs_helper_process]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=IN_PROCESSES.get(name, [])) for name in JOBS])
 def test_what_training_does_meanwhile_is_not_in_it_and_the_last_one_is_resumed(name: str, tmp_path: Path) -> None:
     values(run_ranks(run, name, tmp_path / "saved"))
     facade = KINDS.get(JOBS[name][0]) or VARIANTS[JOBS[name][0]][1]

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.group_facades import GROUPS, WITH_COPIES, resume, save, save_and_die
+from tests.few_examples import some_daily
 from tests.process.forked_ranks import run_ranks, values
 
 SAVED = 7
 #: What may be lost of the four hosts of a job without a shared place: none, or one where each shard has a copy.
 AT_LEAST = {"training, private disk": 4, **dict.fromkeys(WITH_COPIES, 3)}
-CASES = [(name, *ranks) for name in GROUPS for ranks in ((1, 1), (4, 4), (2, 4), (4, AT_LEAST.get(name, 2)))]
+CASES = [(name, *ranks) for name in GROUPS for ranks in ((2, 4), (4, AT_LEAST.get(name, 2)), (1, 1), (4, 4))]
+#: The hosts that are lost of three; of one and of two, one each is of every day.
+LOST, DAILY = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], [(1,), (0, 2)]
 
 
-@pytest.mark.parametrize(("name", "before", "after"), CASES)
+@pytest.mark.parametrize(("name", "before", "after"), some_daily(CASES, lambda case: case[1] != case[2]))
 def test_what_was_saved_before_all_were_killed_is_resumed(name: str, before: int, after: int, tmp_path: Path) -> None:
     killed = run_ranks(save_and_die, name, tmp_path, SAVED, ranks=before)
     assert [one.was_killed for one in killed] == [True] * before
@@ -24,7 +27,7 @@ def test_what_was_saved_before_all_were_killed_is_resumed(name: str, before: int
     assert [one.get("value") for one in found] == [SAVED] * after, found
 
 
-@pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("lost", some_daily([(hosts,) for hosts in LOST], lambda case: case[0] in DAILY))
 @pytest.mark.parametrize("name", WITH_COPIES)
 def test_one_lost_host_costs_nothing_and_two_are_told_on_all_ranks(
     name: str, lost: tuple[int, ...], tmp_path: Path

@@ -11,13 +11,15 @@ import multiprocessing
 import os
 import select
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+import psutil
 
 #: Torch takes a process two seconds, and torch._dynamo, which optimizers and DDP import, two more.
 _IMPORTED = [
@@ -41,6 +43,29 @@ def started(target: Callable[..., Any], *arguments: Any, daemon: bool = True) ->
     process = fork_server().Process(target=_begin, args=(_life()[0], target, arguments), daemon=daemon)
     process.start()
     return process
+
+
+@contextmanager
+def living(target: Callable[..., Any], *arguments: Any) -> Iterator[psutil.Process]:
+    """One that has called a module's function, and keeps what that returns until the block ends or it is killed."""
+    here, there = fork_server().Pipe()
+    process = started(_live, there, target, arguments)
+    there.close()
+    try:
+        assert here.recv() == "called"
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+
+
+def _live(end: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    kept = target(*arguments)
+    end.send("called")
+    with suppress(EOFError):
+        end.recv()
+    del kept
 
 
 def kill(process: BaseProcess) -> None:

@@ -27,10 +27,10 @@ from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
+from torchelastic.checkpoint.replicas.protocol import ReplicaConnection
+from torchelastic.checkpoint.replicas.receive import Reception
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
 from torchelastic.checkpoint.replication import ReplicationError
-from torchelastic.checkpoint.replication.protocol import ReplicaConnection
-from torchelastic.checkpoint.replication.receive import Reception
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import read_manifest
 from torchelastic.checkpoint.store.save_id import ShardId

@@ -6,14 +6,15 @@ import contextlib
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.process.fork_server import living
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.host_memory.dead_jobs import JOB_FILE
@@ -21,15 +22,6 @@ from torchelastic.checkpoint.store.owner import FENCE_NAME
 
 #: What is in a container in which nothing was saved.
 EMPTY = [FENCE_NAME, FENCE_LOCK_NAME, JOB_FILE]
-
-_MEMBER = """
-import sys
-from pathlib import Path
-from tests.process.memory_jobs import entered
-with entered(Path(sys.argv[1]), sys.argv[2]):
-    print("entered", flush=True)
-    sys.stdin.read()
-"""
 
 
 @contextlib.contextmanager
@@ -54,17 +46,15 @@ def tmpfs_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def living_job(base: Path, run_id: str = "") -> Iterator[subprocess.Popen[str]]:
+def living_job(base: Path, run_id: str = "") -> AbstractContextManager[psutil.Process]:
     """A process that has entered a container; it lives until the end of the block, or until it is killed."""
-    command = [sys.executable, "-c", _MEMBER, str(base), run_id]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "entered\n"
-            yield process
-        finally:
-            process.kill()
+    return living(_enter, base, run_id)
+
+
+def _enter(base: Path, run_id: str) -> object:
+    job = entered(base, run_id)
+    job.__enter__()
+    return job
 
 
 def dead_job(base: Path, run_id: str = "", size_bytes: int = 4096) -> Path:

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
-from torchelastic.checkpoint.replication import protocol
-from torchelastic.checkpoint.replication.protocol import ReplicaConnection
-from torchelastic.checkpoint.replication.receive import MemoryShelf
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas import protocol
+from torchelastic.checkpoint.replicas.protocol import ReplicaConnection
+from torchelastic.checkpoint.replicas.receive import MemoryShelf
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
@@ -164,10 +164,10 @@ def between_pieces(call: Callable[[], object]) -> Iterator[None]:
 
 PREAMBLE = """
 import sys, time
-from torchelastic.checkpoint.replication import protocol
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
-from torchelastic.checkpoint.replication.receive import MemoryShelf, digest_of
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas import protocol
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.receive import MemoryShelf, digest_of
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_pieces, content_of
 """
 

@@ -224,6 +224,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_a_worker_whose_trainer_is_gone_before_it_is_ready_ends_without_a_word(tmp_path: Path) -> None:
     with (tmp_path / "said").open("w+") as said:  # not a pipe, which the worker would hold open
         subprocess.run([sys.executable, "-c", GONE_AT_ONCE], cwd=ROOT, stdout=said, stderr=said, check=True)
@@ -241,6 +242,7 @@ queue.maybe_finalize_async_calls(blocking=True)
 """
 
 
+@pytest.mark.long
 def test_a_script_that_forgets_to_close_its_queue_ends_without_a_word() -> None:
     done = subprocess.run([sys.executable, "-c", FORGETFUL], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("saved\n", "")

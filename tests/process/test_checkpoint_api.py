@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
+from torchelastic import checkpoint
 from torchelastic.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -194,6 +195,6 @@ for name in names:
     assert name in dir(torchelastic.checkpoint) and name in torchelastic.checkpoint.__all__
 from torchelastic.checkpoint.api import *
 assert "torch" not in sys.modules
-from torchelastic.checkpoint import *  # all names exist; those of the tiers need torch
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+    assert all(hasattr(checkpoint, name) for name in dir(checkpoint)), "those of the tiers need torch"

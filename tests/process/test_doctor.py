@@ -283,6 +283,7 @@ def test_torch_says_which_nccl_it_loads_and_which_engine_makes_its_groups(tmp_pa
     assert (legacy.failure, legacy.is_nccl2, legacy.may_share) == ("", False, False)
 
 
+@pytest.mark.long
 def test_the_torch_that_is_installed_answers_all_that_is_asked() -> None:
     facts = gather_accelerators(os.environ, LONG_S)
     assert (facts.failure, facts.torch) == ("", str(torch.__version__))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.fork_server import living
 from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, sealed, staging_folder
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.format.disk import Disk
@@ -31,16 +32,14 @@ def test_claims_at_the_same_time_take_different_epochs_and_all_can_join_the_last
     assert hidden_in(tmp_path) == []
 
 
+def claimed_by_others(root: Path) -> Fence:
+    fence = Fence(root)
+    fence.claim("theirs", "node-7")
+    return fence
+
+
 def test_another_run_that_is_alive_is_named_and_one_that_has_ended_is_not_in_the_way(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib; from torchelastic.checkpoint.store.fence import Fence\n"
-        "fence = Fence(pathlib.Path(sys.argv[1])); fence.claim('theirs', 'node-7')\n"
-        "print('claimed', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"claimed\n"
+    with living(claimed_by_others, tmp_path) as other:
         fence = Fence(tmp_path)
         for attempt in (lambda: fence.claim("ours", "me"), lambda: fence.join(5, "ours")):
             with pytest.raises(
@@ -48,6 +47,7 @@ def test_another_run_that_is_alive_is_named_and_one_that_has_ended_is_not_in_the
             ):
                 attempt()
         other.kill()
+        other.wait(60)
     assert fence.claim("ours", "me") == 2
 
 

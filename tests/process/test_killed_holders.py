@@ -30,9 +30,9 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.format.header import lay_out
 from torchelastic.checkpoint.format.stage import image_of
 from torchelastic.checkpoint.format.tree import flatten
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 from torchelastic.checkpoint.store import MemoryTier
 from torchelastic.checkpoint.store.restore_plan import ShardSource
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.few_examples import some_daily
 from tests.process.forked_ranks import run_ranks
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.log_ears import heard
@@ -25,9 +26,9 @@ from torchelastic.checkpoint.compat.nvrx.local.strategies import LazyCliqueRepli
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
-from torchelastic.checkpoint.replication.protocol import ReplicaConnection
-from torchelastic.checkpoint.replication.receive import Reception
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.protocol import ReplicaConnection
+from torchelastic.checkpoint.replicas.receive import Reception
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
 
 STATE_BYTES = 8 << 20
@@ -119,7 +120,7 @@ CREW_SIZE = 2
 SILENT = pytest.param("is silent", marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", some_daily([False, True], bool), ids=["sync", "async"])
 @pytest.mark.parametrize("fate", ["does not listen", "has no room", SILENT])
 def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_partner(
     crew: Crew, tmp_path: Path, fate: str, is_async: bool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -96,42 +95,6 @@ def load(root: Path) -> Any:
         finally:
             dist.barrier()
             manager.close()
-
-
-def iterations_and_parts(answers: list[Any]) -> list[Any]:
-    """Of each rank: the iteration that it found, and the part that it loaded; all of it right."""
-    assert all(is_right for _, _, is_right, _ in succeeded(answers))
-    return [(found, part) for found, part, _, _ in answers]
-
-
-def parts(iteration: int, ranks: int) -> list[Any]:
-    return [(iteration, (iteration, rank, "session")) for rank in range(ranks)]
-
-
-def shards(root: Path, host: int, iteration: int = 0, of_rank: int | None = None) -> list[Path]:
-    rank = "?????" if of_rank is None else f"{of_rank:05d}"
-    step = f"{iteration:09d}" if iteration else "*"
-    return sorted((root / f"host-{host}").glob(f"session/step-{step}.*/shard-{rank}-of-*.shard"))
-
-
-def lose(root: Path, host: int) -> None:
-    shutil.rmtree(root / f"host-{host}")
-
-
-# Saving and losing
-
-
-def test_a_lost_clique_means_an_older_checkpoint_or_none(crew: Crew, tmp_path: Path) -> None:
-    succeeded(crew.run(save, tmp_path, [3, 7], 2, False, 2, ranks=4))
-    for host in (0, 1):
-        for path in shards(tmp_path, host, 7):
-            path.unlink()
-    answers = crew.run(load, tmp_path, ranks=4)
-    assert iterations_and_parts(answers) == parts(3, 4)
-    assert all("lacks the shards of rank(s) 0, 1" in " ".join(messages) for *_, messages in answers)
-    lose(tmp_path, 2)
-    lose(tmp_path, 3)
-    assert [answer[0] for answer in succeeded(crew.run(load, tmp_path, ranks=4))] == [-1] * 4
 
 
 # Other ranks, other cliques, other worlds

@@ -18,7 +18,7 @@ from torchelastic.checkpoint.compat.nvrx.local.strategies import (
     default_jump,
 )
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
-from torchelastic.checkpoint.replication.placement import ExchangePlan
+from torchelastic.checkpoint.replicas.placement import ExchangePlan
 
 CREW_SIZE = 4
 

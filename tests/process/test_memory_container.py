@@ -5,9 +5,6 @@ What faults and replaced writers leave is a matter of the contracts. Further dow
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from tests.process.fork_server import living
 from torchelastic.checkpoint.compat.flashpoint.buffer_io import BufferIO
 from torchelastic.checkpoint.compat.flashpoint.commit import Commit
 from torchelastic.checkpoint.compat.flashpoint.container import Container, read_commit
@@ -26,18 +24,6 @@ from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObje
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
-
-WRITER = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_memory_container import save
-from torchelastic.checkpoint.compat.flashpoint.container import Container
-container = Container(sys.argv[1])
-save(container, 1, rank=1, generation=1)
-print("saved", flush=True)
-time.sleep(60)
-"""
 
 
 def save(container: Container, step: int, rank: int = 0, generation: int | None = None) -> ShardId:
@@ -90,11 +76,14 @@ def test_the_attached_files_of_a_step_are_those_of_its_newest_save(base: Path) -
     assert (container.folder_of(1) / "common.pt").read_bytes() == b"new"
 
 
+def saved_by_another(base: Path) -> Container:
+    container = Container(base)
+    save(container, 1, rank=1, generation=1)
+    return container
+
+
 def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base: Path) -> None:
-    arguments = [sys.executable, "-c", WRITER, str(base), str(Path(__file__).parent)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "saved\n"
+    with living(saved_by_another, base) as writer:
         container = Container(base)
         theirs = shard_of(SaveId(1, 0, 1, 1, "00000007"), 1, 2)
         save(container, 1)
@@ -103,8 +92,8 @@ def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base:
         assert container.tidy() == []
         assert container.newest() == SaveId(1, 0, 2, 2, "00000007")
         assert [*container.path_of(theirs).parent.glob("shard-*")] == [container.path_of(theirs)]
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.wait(60)
         assert container.tidy() == [1]
 
 

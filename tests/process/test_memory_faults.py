@@ -40,7 +40,7 @@ from torchelastic.checkpoint.compat.flashpoint.commit import Commit
 from torchelastic.checkpoint.compat.flashpoint.container import Container
 from torchelastic.checkpoint.compat.flashpoint.ids import object_of
 from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
-from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.replicas.receive import digest_of
 from torchelastic.checkpoint.store.received_shards import sealed_bytes
 from torchelastic.checkpoint.store.save_id import ShardId
 
@@ -191,6 +191,7 @@ def found_in(copies: Sequence[str]) -> tuple[list[Any], list[list[str]]]:
     return [outcome["found"] for outcome in first], warnings
 
 
+@pytest.mark.long
 def test_a_flipped_bit_on_one_host_is_made_good_by_the_other(root: Path) -> None:
     run(life, str(root), "ab", None, ranks=2)
     files = [*SHARDS, COMMIT]

@@ -1,4 +1,4 @@
-"""What is left of checkpoints in memory when hosts are lost, copies are damaged, or the number of ranks changes."""
+"""What is left of checkpoints in memory when hosts are lost, or the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -35,29 +35,6 @@ def save_steps(root: str, hosts: str, steps: list[int], replicate: bool = True, 
 
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def repair_one(root: str, hosts: str, file: str) -> list[bool]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        checkpoint = each.container.folder_of(5)
-        if rank == 0:
-            ranks.damage(each.container.root / file)
-            with each.loader.repair(checkpoint, file) as again:
-                again.verify()
-        each.meet()
-        values = ranks.read_back(each, 5)
-        each.meet()
-        return values
-
-
-def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    found = succeeded(crew.run(repair_one, str(root), "ab", str(ranks.shard(0, 2, 5, 0)), ranks=2))
-    assert found == [[True, True]] * 2
 
 
 def read_a_step(root: str, hosts: str, step: int) -> list[Any]:

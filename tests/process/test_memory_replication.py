@@ -21,10 +21,10 @@ from tests.process.memory_ranks import JOB, Member
 from torchelastic.checkpoint.compat.flashpoint.ids import object_of
 from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
 from torchelastic.checkpoint.memory import CheckpointContainerId, DefaultCheckpointSaver, MemoryStorageWriter
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.replication_errors import AuthenticationError, ReplicaRefusedError
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
-from torchelastic.checkpoint.replication.replication_errors import AuthenticationError, ReplicaRefusedError
 from torchelastic.checkpoint.store.received_shards import sealed_bytes
 from torchelastic.network.ports import unused_ports
 

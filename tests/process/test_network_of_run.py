@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.few_examples import some_daily
 from tests.waiting import wait_until
 from torchelastic.agent.worker import catches
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.topology import own_address
+from torchelastic.checkpoint.replicas.topology import own_address
 from torchelastic.launch.run_options import chosen_network
 from torchelastic.network.interface_choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE
 from torchelastic.network.interfaces import address_towards, interfaces
@@ -88,7 +89,7 @@ def test_an_etcd_whose_name_nobody_knows_is_waited_for_and_then_named(tmp_path: 
     assert "the run was not started" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", some_daily([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], signal.SIGTERM.__eq__))
 def test_a_launcher_that_waits_for_etcd_heeds_a_signal_and_nothing_of_it_stays(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -165,6 +165,7 @@ def test_torch_is_asked_for_the_addresses_and_an_old_one_does_not_know_them(
         pci_addresses()
 
 
+@pytest.mark.long
 def test_a_command_line_of_a_host_without_gpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     command = [sys.executable, "-m", "torchelastic", "run", "--numa-binding=exclusive", "train.py"]

@@ -23,7 +23,7 @@ from tests.process.replicas import (
     content_of,
 )
 from tests.waiting import wait_until
-from torchelastic.checkpoint.replication.protocol import (
+from torchelastic.checkpoint.replicas.protocol import (
     PIECE_BYTES,
     PROTOCOL,
     ReplicaConnection,
@@ -31,10 +31,10 @@ from torchelastic.checkpoint.replication.protocol import (
     greet_client,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
-from torchelastic.checkpoint.replication.replication_errors import (
+from torchelastic.checkpoint.replicas.receive import digest_of
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.replication_errors import (
     AuthenticationError,
     CorruptReplicaError,
     OutdatedRoundError,

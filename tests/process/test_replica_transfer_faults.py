@@ -27,11 +27,11 @@ from tests.process.replicas import (
 from tests.waiting import pause, wait_until
 from torchelastic.checkpoint.engine.restore import first_good_copy
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.replicas.receive import digest_of
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.replication_errors import CorruptReplicaError, PeerLostError, PeerStalledError
 from torchelastic.checkpoint.replication import ReplicationError
-from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
-from torchelastic.checkpoint.replication.replication_errors import CorruptReplicaError, PeerLostError, PeerStalledError
 from torchelastic.checkpoint.store.restore_plan import ShardSource
 
 

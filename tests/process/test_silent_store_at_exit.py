@@ -15,7 +15,6 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.few_examples import some_daily
 from tests.older_torch import needs_released_interpreter
 from tests.process.test_heartbeat import server_and_client
 from tests.waiting import wait_until
@@ -64,7 +63,8 @@ print(sum(thread.name != "MainThread" for thread in threading.enumerate()), flus
 
 
 @needs_released_interpreter
-@pytest.mark.parametrize("who", some_daily(["heartbeat", "note", "formation"], "heartbeat".__eq__))
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["heartbeat", "note", "formation"])
 def test_it_ends_as_usual(who: str) -> None:
     with server_and_client() as (server, of_group):
         command = [sys.executable, "-c", ENDS, who, str(of_group.port), str(server)]

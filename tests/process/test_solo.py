@@ -77,6 +77,7 @@ def run(folder: Path, *words: str, stdin: str = "", code: int = 0, **more: str) 
     return out, err
 
 
+@pytest.mark.long
 def test_readmes_first_program_trains_alone_under_plain_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(readme())
     out, err = run(tmp_path, "train.py")

@@ -23,8 +23,8 @@ from torchelastic.checkpoint.engine import durable_copies
 from torchelastic.checkpoint.engine.restore import fetch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import Transferred
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import Transferred
 from torchelastic.checkpoint.shards import read_tree
 from torchelastic.checkpoint.store import (
     DiskTier,

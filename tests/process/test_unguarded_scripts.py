@@ -45,7 +45,8 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_its_data_worker_processes_do_not_train_and_one_error_names_the_remedy(
     tmp_path: Path, start_method: str
 ) -> None:

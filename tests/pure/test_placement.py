@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from torchelastic.checkpoint.replicas.placement import holders_of, partners, retrieve_plan
 from torchelastic.checkpoint.replication import (
     ExchangePlan,
     NoReplicasAvailableError,
     parse_group_sequence,
 )
-from torchelastic.checkpoint.replication.placement import holders_of, partners, retrieve_plan
 
 # --- NVRx's rule ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.replication.protocol import (
+from torchelastic.checkpoint.replicas.protocol import (
     HEADER_BYTES,
     MOST_MESSAGE_BYTES,
     check_timeout,
@@ -24,8 +24,8 @@ from torchelastic.checkpoint.replication.protocol import (
     text_in,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import MemoryShelf, Reception, check_object_id, digest_of
-from torchelastic.checkpoint.replication.replication_errors import (
+from torchelastic.checkpoint.replicas.receive import MemoryShelf, Reception, check_object_id, digest_of
+from torchelastic.checkpoint.replicas.replication_errors import (
     CorruptReplicaError,
     DamagedFrameError,
     OutdatedRoundError,

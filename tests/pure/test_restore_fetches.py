@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.few_examples import examples
-from torchelastic.checkpoint.replication.placement import partners
+from torchelastic.checkpoint.replicas.placement import partners
 from torchelastic.checkpoint.store.restore_plan import (
     ShardSource,
     candidates,

@@ -72,16 +72,18 @@ CHECKPOINT_FLOORS: dict[str, int] = {
     "checkpoint.errors": 0,
     "checkpoint.format": 1,
     "checkpoint.policy": 1,
-    "checkpoint.api": 1,
+    "checkpoint.checkpoint_manager": 1,
     "checkpoint.store": 2,
-    "checkpoint.replication": 3,
+    "checkpoint.replicas": 3,
     "checkpoint.engine": 4,
     "checkpoint.compat": 5,
     "checkpoint.loop_checkpoints": 5,
     "checkpoint.command": 6,
-    "checkpoint.memory": 7,  # the doors by which users come in
+    "checkpoint.api": 7,  # the doors by which users come in
+    "checkpoint.memory": 7,
     "checkpoint.local": 7,
     "checkpoint.async_ckpt": 7,
+    "checkpoint.replication": 7,
     "checkpoint.shards": 7,
     "checkpoint": 7,
 }
@@ -121,13 +123,19 @@ def _is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
+def _is_own_name(node: ast.AST) -> bool:
+    """Whether an import makes a name one of the module's own, as `lazy_names` has it: `import name as name`."""
+    return isinstance(node, ast.ImportFrom) and all(alias.asname == alias.name for alias in node.names)
+
+
 @functools.cache
 def imports_of(path: Path) -> frozenset[str]:
-    """What a module imports, also inside functions, but not for types only."""
+    """What a module imports, also inside functions, and what it loads on first use; but not for types only."""
     found: set[str] = set()
     nodes = list(ast.walk(ast.parse(path.read_text())))
     for_types = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    left_out = {id(inner) for node in for_types for statement in node.body for inner in ast.walk(statement)}
+    inner = [inner for node in for_types for statement in node.body for inner in ast.walk(statement)]
+    left_out = {id(node) for node in inner if not _is_own_name(node)}
     for node in nodes:
         if id(node) in left_out:
             continue

@@ -79,8 +79,8 @@ def test_each_fault_alone_breaks_no_promise(verb: str) -> None:
     [
         ("lose, delay and repeat messages", "kill a worker"),  # a late record of one that has ended
         ("back the store up", "restore the backup", "kill a worker"),  # ghosts of those that have ended since
-        ("cut a host off from the store", "crash a host", "kill a worker"),
-        ("stop a host in order", "stop the store", "crash a host"),
+        pytest.param(("cut a host off from the store", "crash a host", "kill a worker"), marks=pytest.mark.long),
+        pytest.param(("stop a host in order", "stop the store", "crash a host"), marks=pytest.mark.long),
     ],
     ids=" + ".join,
 )

@@ -111,14 +111,14 @@ def test_a_policy_needs_a_manager_to_save_with() -> None:
 def test_a_policy_decides_for_a_manager_of_0_1(monkeypatch: pytest.MonkeyPatch) -> None:
     import torchelastic
     from tests.pure.test_train_loop import MemoryManager, SavedCounter, ScriptedCoordinator, count_to
-    from torchelastic.checkpoint import api
+    from torchelastic.checkpoint import checkpoint_manager
 
     class Quiet(SavedCounter):
         def should_save_checkpoint(self, rank: int) -> bool:
             return self.count == 5
 
     manager = MemoryManager()
-    monkeypatch.setattr(api, "_manager", manager)
+    monkeypatch.setattr(checkpoint_manager, "_manager", manager)
     torchelastic.train(ScriptedCoordinator(), count_to(7), Quiet(), checkpoint=EverySteps(3))
     assert [checkpoint.stream.getvalue() for checkpoint in manager.saved] == [b"3", b"5", b"6"]
 

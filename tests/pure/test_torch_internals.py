@@ -163,7 +163,11 @@ TRAINER = "import torchelastic; torchelastic.{name}"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("torch.__version__ = '2.5.1'", "ImportError: torch 2.5.1 is too old for torchelastic, which needs torch 2.6"),
+        pytest.param(
+            "torch.__version__ = '2.5.1'",
+            "ImportError: torch 2.5.1 is too old for torchelastic, which needs torch 2.6",
+            marks=pytest.mark.long,
+        ),
         (
             "torch.__version__ = '99.0.0'; del torch.distributed.distributed_c10d._world",
             "ImportError: torch 99.0.0 is newer than this release of torchelastic knows: it has no "

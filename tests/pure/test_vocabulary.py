@@ -44,7 +44,7 @@ NAMES = (
             "replica_refused_error|why_refused|refuse_strangers|is_refusal|refused": OTHERS,
         },
     ),
-    Rule("call(s|ed|ing)?_off", "abort", {"call_off": PUBLIC}),
+    Rule("call(s|ed|ing)?_off", "abort", {"call_off": "an old name of `abort_save`, until 1.1.0"}),
     Rule(
         "abandon(s|ed|ing)?", "abort", {"abandon": PUBLIC, "abandoned": "the module that publishes `groups.abandoned`"}
     ),

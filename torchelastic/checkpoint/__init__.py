@@ -1,10 +1,10 @@
 """Checkpoints: what is saved where, by whom, and how it is found again. This page is the map.
 
 Rooms, lowest first: `format` (one file, a shard, for everything), `policy` (when to save, what to keep; pure), `store`
-(what makes a checkpoint, and the tiers where it lies), `replication` (copies on other hosts), `engine` (saves and
+(what makes a checkpoint, and the tiers where it lies), `replicas` (copies on other hosts), `engine` (saves and
 restores of all ranks together), `compat` (the five systems whose users come here), `command` (`torchelastic
-checkpoint`). `loop_checkpoints.py` is the train loop's side; `api.py` and `memory`, `local`, `async_ckpt`, `shards`
-beside this file are names to import.
+checkpoint`). `checkpoint_manager.py` says what a manager is, `loop_checkpoints.py` is the train loop's side; `api`,
+`memory`, `local`, `async_ckpt`, `replication`, `shards` beside this file are names to import.
 
 A save of every rank, `TieredCheckpointManager.save_step` (`engine/tiered_manager.py`):
 
@@ -12,7 +12,7 @@ A save of every rank, `TieredCheckpointManager.save_step` (`engine/tiered_manage
 2. The state becomes a tree of plain values and named tensors (`format/tree.py`), laid out as one shard a rank
    (`format/layout.py`) and copied into a slot of warm memory (`format/stage.py`): only this stops the training.
 3. On a thread (`engine/finishing.py`): checksums seal the shard, and each tier of `store` puts it.
-4. Memory has copies on other hosts (`engine/replicas.py`, pushed by `replication/replica_client.py`).
+4. Memory has copies on other hosts (`engine/replicas.py`, pushed by `replicas/replica_client.py`).
 5. Each rank notes what it has stored (`engine/save_agreement.py`). With the notes of all, rank 0 writes the manifest
    (`store/manifest.py`): from then on the checkpoint exists.
 6. What `policy/keeping.py` does not keep is removed (`store/folder_tier.py`); a rank that was replaced can do neither
@@ -21,7 +21,7 @@ A save of every rank, `TieredCheckpointManager.save_step` (`engine/tiered_manage
 A restore, `TieredCheckpointManager.restore` (`engine/tiered_restore.py`), on all ranks of a new group:
 
 1. The ranks agree on an epoch, which fences the writers of before (`engine/epoch.py`).
-2. Each lists what its tiers hold (`store/inventory.py`), and serves it to the others (`replication/replica_server.py`).
+2. Each lists what its tiers hold (`store/inventory.py`), and serves it to the others (`replicas/replica_server.py`).
 3. `store/restore_plan.py` decides from all lists which checkpoint is the newest that exists whole, and who gets which
    shard from whom (pure, the same answer on each rank).
 4. Shards are read where they lie or fetched (`engine/restore.py`); nothing is handed out before its checksum was
@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.api import Checkpoint as Checkpoint
-    from torchelastic.checkpoint.api import CheckpointManager as CheckpointManager
-    from torchelastic.checkpoint.api import get_checkpoint_manager as get_checkpoint_manager
-    from torchelastic.checkpoint.api import set_checkpoint_manager as set_checkpoint_manager
+    from torchelastic.checkpoint.checkpoint_manager import Checkpoint as Checkpoint
+    from torchelastic.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
+    from torchelastic.checkpoint.checkpoint_manager import get_checkpoint_manager as get_checkpoint_manager
+    from torchelastic.checkpoint.checkpoint_manager import set_checkpoint_manager as set_checkpoint_manager
     from torchelastic.checkpoint.compat.elastic01.file_system import (
         FileSystemCheckpointManager as FileSystemCheckpointManager,
     )

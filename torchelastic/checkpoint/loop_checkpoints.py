@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
-from torchelastic.checkpoint import api
-from torchelastic.checkpoint.api import CheckpointManager
+from torchelastic.checkpoint import checkpoint_manager
+from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.engine.schedule import SaveSchedule
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
@@ -61,7 +61,7 @@ class LoopCheckpoints(LoopObserver):
     ) -> None:
         if given is not None and not isinstance(given, (CheckpointManager, SavePolicy)):
             raise TypeError(f"checkpoint is a {type(given).__name__}: give a CheckpointManager, or a SavePolicy")
-        if isinstance(given, SavePolicy) and api.get_checkpoint_manager() is None:
+        if isinstance(given, SavePolicy) and checkpoint_manager.get_checkpoint_manager() is None:
             raise ValueError(
                 "checkpoint is a policy, which says when to save, and there is no manager to save with: call "
                 "torchelastic.checkpoint.set_checkpoint_manager first"
@@ -121,7 +121,7 @@ class LoopCheckpoints(LoopObserver):
     @property
     def manager(self) -> CheckpointManager | None:
         """Who saves; None: nobody."""
-        return self._given if self._given is not None else api.get_checkpoint_manager()
+        return self._given if self._given is not None else checkpoint_manager.get_checkpoint_manager()
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class LoopCheckpoints(LoopObserver):
         if _is_tiered(manager):
             self._enter_with_all(manager, state, is_wanted)
         elif rank == 0 and (not self._synced_before if is_wanted is None else is_wanted):
-            loaded = api.load_latest(manager, state)
+            loaded = checkpoint_manager.load_latest(manager, state)
             if loaded is not None:
                 self._schedule.began(self._step)
                 self._was_loaded = True
@@ -287,7 +287,7 @@ class LoopCheckpoints(LoopObserver):
             return peers.rank_0_says(is_due)
         except RuntimeError:
             if is_due and self._rank == 0 and _is_tiered(manager):
-                manager.call_off(self._step, self._peers)
+                manager.abort_save(self._step, self._peers)
             raise
 
     def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
@@ -311,7 +311,7 @@ class LoopCheckpoints(LoopObserver):
         self._schedule.began(self._step)
         began_s = self._clock()
         try:
-            api.save(manager, state)
+            checkpoint_manager.save(manager, state)
         except (OSError, RuntimeError) as error:
             self._failed(error)  # the disk may be full: the step that was trained stays trained
         else:

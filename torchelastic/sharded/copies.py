@@ -24,7 +24,7 @@ from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header, encode_header, header_of, placed
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage
-from torchelastic.checkpoint.replication.placement import partners
+from torchelastic.checkpoint.replicas.placement import partners
 from torchelastic.checkpoint.store.host_memory.room import measure
 from torchelastic.processes.background import in_background
 from torchelastic.sharded.offers import Layout, Version

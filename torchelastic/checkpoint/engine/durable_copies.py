@@ -24,8 +24,8 @@ from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.schedule import TierSchedules
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
-from torchelastic.checkpoint.replication.receive import Destination, digest_of
-from torchelastic.checkpoint.replication.replica_client import Transferred
+from torchelastic.checkpoint.replicas.receive import Destination, digest_of
+from torchelastic.checkpoint.replicas.replica_client import Transferred
 from torchelastic.checkpoint.store.durable_tier import DurableTier
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.manifest import Manifest

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from torchelastic.checkpoint.engine.restore import Pull, folder_id, make_copies, shards_of
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.placement import partners
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.placement import partners
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 from torchelastic.checkpoint.store.memory_tier import MemoryTier
 from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.store.save_id import ShardId

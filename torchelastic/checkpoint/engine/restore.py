@@ -19,10 +19,10 @@ from torchelastic.checkpoint.format.partial import Fetch, PartialCopy
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.shard_writing import HIDDEN
 from torchelastic.checkpoint.format.stage import tensors_of
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import Transferred, pull_into
-from torchelastic.checkpoint.replication.replication_errors import ReplicationError
-from torchelastic.checkpoint.replication.topology import root_id
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import Transferred, pull_into
+from torchelastic.checkpoint.replicas.replication_errors import ReplicationError
+from torchelastic.checkpoint.replicas.topology import root_id
 from torchelastic.checkpoint.store.folder_tier import FolderTier
 from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
 from torchelastic.checkpoint.store.memory_tier import MemoryTier

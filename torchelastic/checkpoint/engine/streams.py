@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import torch
 
-from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
+from torchelastic.checkpoint.checkpoint_manager import DEFAULT_KEY, Checkpoint
 from torchelastic.checkpoint.engine.elastic_state import ElasticState
 from torchelastic.checkpoint.engine.read_rules import WholeOnRank0
 from torchelastic.checkpoint.engine.tiered_restore import Restored, TieredRestore

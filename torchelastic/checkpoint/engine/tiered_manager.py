@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
+from torchelastic.checkpoint.checkpoint_manager import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.elastic_state import ElasticState, Observe
 from torchelastic.checkpoint.engine.epoch import agree_on_epoch
@@ -301,7 +301,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._finisher.begin(save)
         return save.ended
 
-    def call_off(self, step: int, peers: Peers) -> None:
+    def abort_save(self, step: int, peers: Peers) -> None:
         """Tell the other ranks that rank 0 does not save this step: the group broke while rank 0 announced the save.
 
         Ranks that have heard the announcement would wait for rank 0 otherwise. On the training thread of rank 0. Like
@@ -323,6 +323,9 @@ class TieredCheckpointManager(CheckpointManager):
                     self._background.release()
 
         self._background.submit(skip)
+
+    call_off = abort_save
+    """The name that it had first: 1.1.0 has it no more."""
 
     def _next_save(self, step: int, peers: Peers) -> tuple[SaveAgreement, SaveId]:
         agreement = self.join(peers)

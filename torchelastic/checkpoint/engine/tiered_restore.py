@@ -27,10 +27,10 @@ from torchelastic.checkpoint.engine.restore import (
 )
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
-from torchelastic.checkpoint.replication.replication_errors import CorruptReplicaError, NoReplicasAvailableError
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.replication_errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.store.folder_tier import FolderTier
 from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, candidates, lacks, plan_reads
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId

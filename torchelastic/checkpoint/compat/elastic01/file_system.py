@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
+from torchelastic.checkpoint.checkpoint_manager import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.compat.elastic01.output_stream import OutputStream
 from torchelastic.checkpoint.compat.elastic01.staging import (
     delete_stale,

@@ -30,11 +30,11 @@ from torchelastic.checkpoint.engine.durable_copies import DurableInventory
 from torchelastic.checkpoint.engine.restore import Pull, fetch, make_copies, newest_readable, shards_of, verify
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import Transferred
-from torchelastic.checkpoint.replication.replication_errors import ReplicationError
-from torchelastic.checkpoint.replication.replication_manager import ReplicationManager
-from torchelastic.checkpoint.replication.topology import root_id
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import Transferred
+from torchelastic.checkpoint.replicas.replication_errors import ReplicationError
+from torchelastic.checkpoint.replicas.replication_manager import ReplicationManager
+from torchelastic.checkpoint.replicas.topology import root_id
 from torchelastic.checkpoint.store.restore_plan import (
     Candidate,
     ShardSource,

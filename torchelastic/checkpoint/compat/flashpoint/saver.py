@@ -69,7 +69,7 @@ from torchelastic.processes.background import in_background
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
-    from torchelastic.checkpoint.replication.replication_manager import ReplicationManager
+    from torchelastic.checkpoint.replicas.replication_manager import ReplicationManager
 
 log = logging.getLogger(__name__)
 

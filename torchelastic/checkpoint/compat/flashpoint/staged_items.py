@@ -26,7 +26,7 @@ from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.stage import Stage, read_header, seal
-from torchelastic.checkpoint.replication.replication_errors import UNREACHABLE, ReplicationError
+from torchelastic.checkpoint.replicas.replication_errors import UNREACHABLE, ReplicationError
 from torchelastic.checkpoint.store.host_memory.room import NotSaved
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import record_of, require_shard
@@ -35,7 +35,7 @@ from torchelastic.metrics import publish_metric
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.engine.durable_copies import DurableCopies
-    from torchelastic.checkpoint.replication.replication_manager import ReplicationManager
+    from torchelastic.checkpoint.replicas.replication_manager import ReplicationManager
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.replication.topology import address_among, network_id
+from torchelastic.checkpoint.replicas.topology import address_among, network_id
 from torchelastic.checkpoint.store.disk_tier import DiskTier
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME

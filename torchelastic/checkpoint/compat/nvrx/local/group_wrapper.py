@@ -19,9 +19,9 @@ from torchelastic.checkpoint.compat.nvrx.local.state_dict import (
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.stage import image_of, tensors_of
-from torchelastic.checkpoint.replication.placement import ExchangePlan
-from torchelastic.checkpoint.replication.receive import MemoryShelf
-from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet
+from torchelastic.checkpoint.replicas.placement import ExchangePlan
+from torchelastic.checkpoint.replicas.receive import MemoryShelf
+from torchelastic.checkpoint.replicas.topology import ReplicationRetryConfig, meet
 from torchelastic.checkpoint.store.restore_plan import Id
 from torchelastic.group.rank_group import RankGroup
 

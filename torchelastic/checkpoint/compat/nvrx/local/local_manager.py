@@ -37,10 +37,10 @@ from torchelastic.checkpoint.format.mapped_files import can_release
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import Transferred
-from torchelastic.checkpoint.replication.replication_errors import ReplicationError
-from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import Transferred
+from torchelastic.checkpoint.replicas.replication_errors import ReplicationError
+from torchelastic.checkpoint.replicas.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.store.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.restore_plan import ShardSource, lost_copies, sources_elsewhere
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from torchelastic.checkpoint.compat.nvrx.local.strategies import ReplicationStrategy
-    from torchelastic.checkpoint.replication.replica_server import ReplicaServer
+    from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
     from torchelastic.checkpoint.store.durable_tier import DurableTier
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.stage import Stage, seal
-from torchelastic.checkpoint.replication.replication_errors import UNREACHABLE
-from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.replicas.replication_errors import UNREACHABLE
+from torchelastic.checkpoint.replicas.topology import PeerTopology
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.metrics import publish_metric

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.compat.nvrx.local.group_wrapper import GroupWrapper
 from torchelastic.checkpoint.compat.nvrx.local.names import CkptID
-from torchelastic.checkpoint.replication.placement import ExchangePlan, holders_of, parse_group_sequence, retrieve_plan
+from torchelastic.checkpoint.replicas.placement import ExchangePlan, holders_of, parse_group_sequence, retrieve_plan
 
 if TYPE_CHECKING:
     import torch

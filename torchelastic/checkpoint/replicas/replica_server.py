@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from torchelastic.checkpoint.format.regions import Length
-from torchelastic.checkpoint.replication.protocol import (
+from torchelastic.checkpoint.replicas.protocol import (
     MOST_MESSAGE_BYTES,
     Message,
     ReplicaConnection,
@@ -22,8 +22,8 @@ from torchelastic.checkpoint.replication.protocol import (
     text_in,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import Reception, ReplicaStore, check_object_id
-from torchelastic.checkpoint.replication.replication_errors import (
+from torchelastic.checkpoint.replicas.receive import Reception, ReplicaStore, check_object_id
+from torchelastic.checkpoint.replicas.replication_errors import (
     AuthenticationError,
     CorruptReplicaError,
     NoReplicasAvailableError,

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.placement import by_domain, partners
-from torchelastic.checkpoint.replication.receive import ReplicaStore
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient
-from torchelastic.checkpoint.replication.replica_server import ReplicaServer
-from torchelastic.checkpoint.replication.replication_errors import NoReplicasAvailableError
+from torchelastic.checkpoint.replicas.placement import by_domain, partners
+from torchelastic.checkpoint.replicas.receive import ReplicaStore
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient
+from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
+from torchelastic.checkpoint.replicas.replication_errors import NoReplicasAvailableError
 from torchelastic.network.interface_choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address

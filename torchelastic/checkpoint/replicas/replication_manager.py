@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.receive import Destination
-from torchelastic.checkpoint.replication.replica_client import ReplicaClient, Transferred, pull_into
-from torchelastic.checkpoint.replication.replication_errors import NoReplicasAvailableError, ReplicationError
-from torchelastic.checkpoint.replication.topology import (
+from torchelastic.checkpoint.replicas.receive import Destination
+from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred, pull_into
+from torchelastic.checkpoint.replicas.replication_errors import NoReplicasAvailableError, ReplicationError
+from torchelastic.checkpoint.replicas.topology import (
     FAILURE_DOMAIN_ENV,
     DestinationStrategy,
     ObjectManager,

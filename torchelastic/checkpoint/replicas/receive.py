@@ -11,7 +11,7 @@ from typing import Protocol
 import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.replication_errors import (
+from torchelastic.checkpoint.replicas.replication_errors import (
     DamagedFrameError,
     OutdatedRoundError,
     ReplicaBusyError,

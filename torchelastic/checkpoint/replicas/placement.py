@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from torchelastic.checkpoint.replication.replication_errors import NoReplicasAvailableError
+from torchelastic.checkpoint.replicas.replication_errors import NoReplicasAvailableError
 from torchelastic.checkpoint.store.restore_plan import Id, ShardSource, plan_reads
 
 

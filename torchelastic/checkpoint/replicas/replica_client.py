@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
-from torchelastic.checkpoint.replication.protocol import (
+from torchelastic.checkpoint.replicas.protocol import (
     Message,
     ReplicaConnection,
     check_timeout,
@@ -19,14 +19,14 @@ from torchelastic.checkpoint.replication.protocol import (
     text_in,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import (
+from torchelastic.checkpoint.replicas.receive import (
     Destination,
     ReplicaStore,
     check_object_id,
     digest_of,
     writable,
 )
-from torchelastic.checkpoint.replication.replication_errors import (
+from torchelastic.checkpoint.replicas.replication_errors import (
     CorruptReplicaError,
     DamagedFrameError,
     PeerLostError,

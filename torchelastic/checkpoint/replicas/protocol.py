@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import xxhash
 
-from torchelastic.checkpoint.replication.replication_errors import (
+from torchelastic.checkpoint.replicas.replication_errors import (
     AuthenticationError,
     CorruptReplicaError,
     DamagedFrameError,
