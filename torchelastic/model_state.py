@@ -128,6 +128,7 @@ class ModelState(WithCompanions, State):
         are_salvaged, extras = self._gradients.are_salvaged, self._own.extras
         self._undo = WeightUndo(snapshot, model, self._structure, self._optimizers, extras, are_watched=are_salvaged)
         self._status = StateStatus.INITIAL
+        self._awaits_sync = False  # no step comes before the next one, which changes no weight before all have arrived
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
@@ -188,14 +189,16 @@ class ModelState(WithCompanions, State):
 
         Copies are valid as long as the snapshot is kept, and their memory is used again after that.
         """
-        self._optimizers.begin(is_copied_whole=self._undo.copies)
+        copies = self._undo.copies and not self._awaits_sync
+        self._optimizers.begin(is_copied_whole=copies)
         self._gradients.begin_step()
-        return self._capture(self._undo.copy)
+        return self._capture(self._undo.copy if copies else lambda: None)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
         if snapshot.replaced != self._replaced:
             return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
+        self._awaits_sync = True
         if self._random_when_failed is None:  # else a sync has failed, behind the step
             self._random_when_failed = (snapshot.step + 1, generators())
         is_untouched = self._optimizers.progress is OptimizerProgress.UNTOUCHED
@@ -276,7 +279,7 @@ class ModelState(WithCompanions, State):
                 "checkpoint manager to go back to"
             )
         was_moved = self._synchronize(all_progress, rank, device)
-        self._status = StateStatus.COMPLETE
+        self._status, self._awaits_sync = StateStatus.COMPLETE, False
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved, when="after the sync")
         if self.replica_comparison is not None and self.replica_comparison.names.get("frozen"):

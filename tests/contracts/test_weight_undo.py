@@ -357,3 +357,5 @@ def test_a_large_average_in_extra_is_undone_with_the_weights() -> None:
         assert differences(before, census_of(average=average, model=model))
         state.apply(snapshot)
         assert differences(before, census_of(average=average, model=model)) == {}
+        assert state.snapshot().large is None, "no step comes before the sync"
+        state.sync(1, 0)
