@@ -70,6 +70,76 @@ def sharpness_aware() -> Program:
     return Program(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), step, 3)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps another optimizer, whose state is in no `state` of its own, and follows it slowly (SAM, Lookahead)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.steps = inner, 0
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            slow.lerp_(parameter.detach(), 0.5)
+            parameter.copy_(slow)
+
+
+def optimizer_in_an_optimizer() -> Program:
+    module = net()
+
+    def step(state: Any, fail: Fail) -> None:
+        state.optimizer.zero_grad()
+        loss_of(state).backward()
+        fail()
+        state.optimizer.step()
+        fail()
+
+    optimizer = Wrapping(torch.optim.Adam(module.parameters(), lr=0.01))
+    return Program(module, optimizer, step, 2)
+
+
+class Merging(nn.Linear):
+    """LoRA as loralib has it: `eval()` adds the low-rank part to the weight through `.data`, `train()` takes it off."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(2, 2))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if mode is self.is_merged:
+            self.weight.data.add_(self.up.data @ self.down.data, alpha=-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        return outputs if self.is_merged else outputs + inputs @ self.down.T @ self.up.T
+
+
+def merged_for_a_validation() -> Program:
+    module = Merging()
+
+    def step(state: Any, fail: Fail) -> None:
+        loss_of(state).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        module.eval()
+        fail()
+        state.extra["validation"].append(float(module(torch.ones(1, 4)).sum()))
+        fail()
+        module.train()
+
+    trained = [module.down, module.up]
+    return Program(module, torch.optim.AdamW(trained, lr=0.01), step, 2, {"validation": []})
+
+
 class Siamese(nn.Module):
     """A network, and one that follows it (MoCo, BYOL): no gradient, and a queue of keys in a buffer."""
 
@@ -270,6 +340,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     build.__name__: build
     for build in (
         sharpness_aware,
+        optimizer_in_an_optimizer,
+        merged_for_a_validation,
         momentum_encoder,
         averages_for_a_validation,
         accumulation_over_steps,

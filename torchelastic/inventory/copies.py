@@ -14,13 +14,13 @@ from operator import is_
 import torch
 
 from torchelastic.inventory.attributes import put_tensor
-from torchelastic.torch_internals.tensors import copy_each
+from torchelastic.torch_internals.tensors import copy_all
 
 #: Classes of tensors whose memory can be exchanged, and copied as bytes.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Copies:
+class TensorCopies:
     """Copies of some tensors; valid as long as this object is kept. On the thread that has made them."""
 
     __slots__ = ("__weakref__", "_insides", "_loose", "_of_loose", "_settled")
@@ -76,14 +76,14 @@ class CopyMemory:
         self._moved: set[int] = set()
 
     @torch.no_grad()
-    def of(self, tensors: Sequence[torch.Tensor]) -> Copies:
+    def of(self, tensors: Sequence[torch.Tensor]) -> TensorCopies:
         """Copies of these, in memory that nobody holds any more."""
         settled, loose = (None, tensors) if self._are_new or not tensors else self._copy_settled(tensors)
         memory = self._loose_memory(loose) if loose else None
         insides: Sequence[torch.Tensor | None] = ()
         if loose:
             insides = [one.detach() if not self._are_new and _has_memory(one) else None for one in loose]
-        copies = Copies(settled, loose, () if memory is None else memory.tensors, insides)
+        copies = TensorCopies(settled, loose, () if memory is None else memory.tensors, insides)
         holder = weakref.ref(copies)
         for held in (settled, memory):
             if held is not None:
@@ -135,7 +135,7 @@ class _Held:
         holder: of the copies in it; None: there was none.
     """
 
-    holder: weakref.ref[Copies] | None = None
+    holder: weakref.ref[TensorCopies] | None = None
 
     @property
     def is_free(self) -> bool:
@@ -188,17 +188,14 @@ class _Settled(_Held):
             torch.cat(parts, out=self.copies[device])
 
     def put(self) -> None:
-        """See `Copies.put`."""
+        """See `TensorCopies.put`."""
         for tensor, inside, address in zip(self._tensors, self._insides, self._addresses, strict=True):
             _exchange(tensor, inside, address)
         for device, parts in self._parts.items():
-            copied = list(torch.split(self.copies[device], [one.numel() for one in parts]))
-            if not copy_each(parts, copied):
-                for part, before in zip(parts, copied, strict=True):
-                    part.copy_(before)
+            copy_all(parts, torch.split(self.copies[device], [one.numel() for one in parts]))
 
     def by_tensor(self) -> dict[int, torch.Tensor]:
-        """See `Copies.by_tensor`; those that have no elements are as they are."""
+        """See `TensorCopies.by_tensor`; those that have no elements are as they are."""
         found = {id(one): inside for one, inside in zip(self._tensors, self._insides, strict=True)}
         places = dict.fromkeys(self.copies, 0)
         for number in self._dense:
@@ -223,13 +220,7 @@ class _Loose(_Held):
         if self._kinds is None or _kinds(sources) != self._kinds:
             return False
         try:
-            if copy_each(self.tensors, sources):
-                return True
-        except (RuntimeError, NotImplementedError):  # a type without such a kernel is among them, or a DTensor
-            pass
-        try:
-            for place, source in zip(self.tensors, sources, strict=True):
-                place.copy_(source)
+            copy_all(self.tensors, sources)
         except (RuntimeError, NotImplementedError):
             return False
         return True

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_or_logged, put_mapping
-from torchelastic.inventory.copies import Copies, CopyMemory
+from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.torch_internals.tensors import slots_of
 
 #: What every module has of its own: flags, and dicts and sets of parameters, buffers, children and hooks.
@@ -42,7 +42,7 @@ class KeptStructure(NamedTuple):
     contents: list[Any]
     parameters: list[torch.nn.Parameter]
     flags: list[bool]
-    buffers: Copies
+    buffers: TensorCopies
     attributes: list[Restore]
 
     def put(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_value, put_mapping
-from torchelastic.inventory.copies import Copies, CopyMemory
+from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.torch_internals.tensors import version_of
 
 
@@ -34,18 +34,13 @@ class KeptWeights:
         others: what puts back the rest.
     """
 
-    tensors: Copies
+    tensors: TensorCopies
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor | None]
     versions: Sequence[int]
-    of_gradients: Copies | None
+    of_gradients: TensorCopies | None
     contents: Sequence[tuple[Any, Mapping[Any, Any]]]
     others: Sequence[Restore]
-
-    @property
-    def bytes(self) -> int:
-        """How much memory it takes."""
-        return self.tensors.bytes + (0 if self.of_gradients is None else self.of_gradients.bytes)
 
     @property
     def have_changed_gradients(self) -> bool:
@@ -103,7 +98,7 @@ class WeightCopier:
         """
         own = self._that_change(list(parameters))
         tensors, contents, others = list(own), list[tuple[Any, Mapping[Any, Any]]](), list[Restore]()
-        for optimizer in optimizers:
+        for optimizer in with_inner(optimizers):
             mappings = _mappings_of(optimizer)
             contents += [(mapping, dict(mapping)) for mapping in mappings]
             for value in _values_in(mappings):
@@ -121,7 +116,7 @@ class WeightCopier:
     def needed_bytes(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
         """How much memory a copy takes, but for lists and the like in an optimizer's state."""
         own = self._that_change(list(parameters))
-        values = [value for optimizer in optimizers for value in _values_in(_mappings_of(optimizer))]
+        values = [value for optimizer in with_inner(optimizers) for value in _values_in(_mappings_of(optimizer))]
         gradients = [one.grad for one in own] if self.with_gradients else []
         return sum(one.nbytes for one in (*own, *values, *gradients) if isinstance(one, torch.Tensor))
 
@@ -140,6 +135,15 @@ class WeightCopier:
 
     def __setstate__(self, _: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # the memory of another process means nothing here
+
+
+def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """These, and those that they keep in attributes: SAM, Lookahead and the like step another one."""
+    found = list(optimizers)
+    for one in found:  # grows meanwhile
+        inner = (value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer))
+        found += [value for value in inner if not any(value is other for other in found)]
+    return found
 
 
 def _mappings_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
 from torchelastic.inventory.module_values import put_buffers
-from torchelastic.torch_internals.tensors import copy_each
+from torchelastic.torch_internals.tensors import copy_all
 
 #: Of the number of the layout; as long as the largest element, so that each buffer lies where its type may.
 _HEAD_BYTES = 16
 
 
-class _Form(NamedTuple):
+class _BufferForm(NamedTuple):
     """A buffer without its content; in each process's own names."""
 
     name: str
@@ -55,7 +55,7 @@ class BufferBroadcast:
             RuntimeError: a peer is lost.
         """
         present = {name: buffer for name, buffer in buffers.items() if _is_plain(buffer)}
-        forms = [_Form(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in present.items()]
+        forms = [_BufferForm(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in present.items()]
         if not self._is_source:
             self._receive(present, forms)
             return
@@ -64,7 +64,7 @@ class BufferBroadcast:
         self._number += has_changed
         self._head[0] = self._number
         if not has_changed:
-            _copy(self._views, [present[form.name] for form in self._forms])
+            copy_all(self._views, [present[form.name] for form in self._forms])
             dist.broadcast(self._message, src=0)
             return
         dist.broadcast(self._message, src=0)
@@ -72,10 +72,10 @@ class BufferBroadcast:
         dist.broadcast(torch.tensor([len(layout)]), src=0)
         dist.broadcast(torch.frombuffer(bytearray(layout), dtype=torch.uint8), src=0)
         self._lay_out(in_order)
-        _copy(self._views, [present[form.name] for form in self._forms])
+        copy_all(self._views, [present[form.name] for form in self._forms])
         dist.broadcast(self._message, src=0)
 
-    def _receive(self, buffers: Mapping[str, torch.Tensor], forms: Sequence[_Form]) -> None:
+    def _receive(self, buffers: Mapping[str, torch.Tensor], forms: Sequence[_BufferForm]) -> None:
         dist.broadcast(self._message, src=0)
         if int(self._head[0]) != self._number:
             self._number = int(self._head[0])
@@ -83,17 +83,17 @@ class BufferBroadcast:
             dist.broadcast(length, src=0)
             layout = torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(layout, src=0)
-            self._lay_out(msgspec.msgpack.decode(layout.numpy().tobytes(), type=list[_Form]))
+            self._lay_out(msgspec.msgpack.decode(layout.numpy().tobytes(), type=list[_BufferForm]))
             dist.broadcast(self._message, src=0)
         own = set(forms)
         views = dict(zip(self._forms, self._views, strict=True))
         same = [form for form in self._forms if form in own]
-        _copy([buffers[form.name] for form in same], [views[form] for form in same])
+        copy_all([buffers[form.name] for form in same], [views[form] for form in same])
         if len(same) < len(self._forms):
             others = {form.name: view.clone() for form, view in views.items() if form not in own}
             put_buffers(self._module, others, stored=(), own=buffers.keys())
 
-    def _lay_out(self, forms: Sequence[_Form]) -> None:
+    def _lay_out(self, forms: Sequence[_BufferForm]) -> None:
         """The memory for a message with these buffers, those of larger elements first."""
         sizes_bytes = [_element_bytes(form) * torch.Size(form.shape).numel() for form in forms]
         self._forms = list(forms)
@@ -105,19 +105,9 @@ class BufferBroadcast:
         ]
 
 
-def _element_bytes(form: _Form) -> int:
+def _element_bytes(form: _BufferForm) -> int:
     return dtype_named(form.dtype).itemsize
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     return buffer.layout is torch.strided and not buffer.is_quantized and type(buffer) is torch.Tensor
-
-
-def _copy(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    try:
-        if copy_each(places, sources):
-            return
-    except (RuntimeError, NotImplementedError):  # a type without such a kernel is among them
-        pass
-    for place, source in zip(places, sources, strict=True):
-        place.copy_(source)

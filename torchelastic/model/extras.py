@@ -19,7 +19,7 @@ import torch
 
 from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.inventory.attributes import SMALL_BYTES, attributes_of
-from torchelastic.inventory.copies import Copies, CopyMemory
+from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.model.one_or_many import is_stateful
 from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
@@ -59,7 +59,7 @@ class Copied(NamedTuple):
 class CopiedStates(NamedTuple):
     """The states of large objects, by name: their leaves with copies of the tensors among them, and their form."""
 
-    states: dict[str, tuple[list[Any], Copies, Any]]
+    states: dict[str, tuple[list[Any], TensorCopies, Any]]
 
 
 class Extras:

@@ -33,7 +33,7 @@ from torchelastic.inventory.optimizer_values import (
     put_groups,
     state_of,
 )
-from torchelastic.inventory.weights import KeptWeights, WeightCopier
+from torchelastic.inventory.weights import KeptWeights, WeightCopier, with_inner
 from torchelastic.model.digest import sample_digest
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.torch_internals.tensors import version_of
@@ -249,7 +249,7 @@ class Optimizers:
         """What puts back the attributes of the optimizers: what those of a user's own count there."""
         return [
             restore
-            for one in self.objects
+            for one in with_inner(self.objects)
             for restore in attributes_of(one, type(one).__name__, kept_otherwise=_of_each_optimizer())
         ]
 

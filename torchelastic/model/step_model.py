@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic.torch_internals.tensors import slots_of
 
 
-class _First:
+class _StandsFirst:
     """Stands before the user's class, which may keep a list of its subclasses and is not to learn of this one."""
 
     def __init_subclass__(cls, **_: Any) -> None: ...
@@ -66,7 +66,7 @@ def step_model(
     of_ddp = {"module": property(lambda _: module), "no_sync": no_sync}
     body |= {name: value for name, value in of_ddp.items() if not hasattr(module, name)}
     try:
-        derived = types.new_class(kind.__name__, (_First, kind), exec_body=lambda names: names.update(body))
+        derived = types.new_class(kind.__name__, (_StandsFirst, kind), exec_body=lambda names: names.update(body))
         made: torch.nn.Module = object.__new__(derived)
         object.__setattr__(made, "__dict__", vars(module))
     except TypeError:

@@ -42,10 +42,6 @@ class Packed:
     skeleton: bytes
     tensors: tuple[torch.Tensor, ...]
 
-    def cloned(self) -> Packed:
-        """The same with memory of its own."""
-        return Packed(self.skeleton, tuple(tensor.clone() for tensor in self.tensors))
-
 
 class _TensorForm(NamedTuple):
     """A tensor without its content."""

@@ -39,7 +39,7 @@ class Undo(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Choice:
+class UndoChoice:
     """What was decided.
 
     Attributes:
@@ -51,7 +51,7 @@ class Choice:
     why: str = ""
 
 
-def choose(copy_s: Sequence[float], step_s: Sequence[float]) -> Choice:
+def choose(copy_s: Sequence[float], step_s: Sequence[float]) -> UndoChoice:
     """Whether copies are cheap. Pure.
 
     Args:
@@ -64,11 +64,11 @@ def choose(copy_s: Sequence[float], step_s: Sequence[float]) -> Choice:
     <Undo.TRIAL: 'copied, while it is measured what that costs'>
     """
     if len(copy_s) < WARM_UP_STEPS + MEASURED_STEPS:
-        return Choice(Undo.TRIAL)
+        return UndoChoice(Undo.TRIAL)
     copy, step = (statistics.median(each[WARM_UP_STEPS:]) for each in (copy_s, step_s))
     if copy <= max(CHEAP_S, CHEAP_PART * step):
-        return Choice(Undo.COPIES)
-    return Choice(Undo.RULE, f"a copy takes {1000 * copy:.3g} ms, and a step {1000 * step:.3g} ms")
+        return UndoChoice(Undo.COPIES)
+    return UndoChoice(Undo.RULE, f"a copy takes {1000 * copy:.3g} ms, and a step {1000 * step:.3g} ms")
 
 
 def why_too_large(needed_bytes: int, free_bytes: int) -> str | None:
@@ -112,7 +112,7 @@ class Trial:
         """It was made."""
         self._copied_s = self._clock()
 
-    def step_ends(self) -> Choice:
+    def step_ends(self) -> UndoChoice:
         """A step has succeeded."""
         self._copy_s.append(self._copied_s - self._began_s)
         self._step_s.append(self._clock() - self._copied_s)

@@ -20,7 +20,7 @@ FIRST_AFTER = 10
 WORDS = 5
 
 
-class Verdict(NamedTuple):
+class ReplicaVerdict(NamedTuple):
     """What the ranks have found; the same on all of them.
 
     Attributes:
@@ -77,11 +77,11 @@ class ReplicaWatch:
             self._cost_s = self._clock() - began_s
         return [0] * WORDS
 
-    def read(self, words: Sequence[int]) -> Verdict | None:
+    def read(self, words: Sequence[int]) -> ReplicaVerdict | None:
         """What has come of the last exchange, the maximum of all ranks' words. None: there was no digest in it."""
         self._exchanges += 1
         if not self._is_sent:
             return None
         self._is_sent = False
         self._next_at = self._exchanges + words[4]
-        return Verdict(words[0] == -words[1], words[2] == -words[3])
+        return ReplicaVerdict(words[0] == -words[1], words[2] == -words[3])

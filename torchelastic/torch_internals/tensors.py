@@ -48,6 +48,21 @@ def copy_each(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     return True
 
 
+def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its place: all at once, or one by one where there is no way to do that.
+
+    Raises:
+        RuntimeError, NotImplementedError: one of them cannot be copied at all.
+    """
+    try:
+        if copy_each(places, sources):
+            return
+    except (RuntimeError, NotImplementedError):  # a type without such a kernel is among them, or a DTensor
+        pass
+    for place, source in zip(places, sources, strict=True):
+        place.copy_(source)
+
+
 def quantized(values: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
     """A quantized tensor of its integers. Raises NoSuchTensorsError where this torch has none."""
     make = _maker_of_quantized(_QUANTIZED)
