@@ -139,7 +139,12 @@ def moved_bytes() -> int:
             descriptor = os.dup(one.descriptor)
         except OSError:
             continue  # another thread has closed it meanwhile
-        with socket.socket(fileno=descriptor) as connection:
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:
+            os.close(descriptor)
+            continue  # and its number is another file's by now
+        with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
                 total += sum(struct.unpack_from("QQ", information, 120))  # tcpi_bytes_acked, tcpi_bytes_received

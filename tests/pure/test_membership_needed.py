@@ -51,6 +51,15 @@ def test_it_does_not_wait_for_one_that_has_failed_for_good() -> None:
     assert (leader.round.hopeless, leader.round.roster) == (False, ("a", "c"))
 
 
+def test_nor_for_one_of_which_that_was_known_when_the_smaller_round_began() -> None:
+    leader = running("a", "b").hear(replace(ended("b"), gave_up=True))
+    leader.hear(at_step(leader, "a", 5))
+    assert leader.round.roster == ("a",)
+    leader.hear(needs(leader, "a", 2))
+    assert leader.round.hopeless
+    assert leader.round.because == "b failed for good; the others are fewer than min_workers=2"
+
+
 def test_it_may_leave_while_it_waits() -> None:
     leader = alone_in_need()
     leader.hear(leaves(leader, "a"))
