@@ -19,17 +19,20 @@ from torchelastic.inventory.generators import (
     drawing_torch,
     generators,
     put_drawing_torch,
+    put_rows_of_generators,
+    rows_draw_alike,
 )
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.module_values import attributes_of, buffers_of
+from torchelastic.inventory.module_values import buffers_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
-from torchelastic.model import digest, module_state, newcomers, wrapping
+from torchelastic.model import digest, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
+from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
 from torchelastic.model.transfer import (
     all_gathered,
     check_sendable,
@@ -131,7 +134,8 @@ class ModelState(WithCompanions, State):
         self._awaits_sync = False  # no step comes before the next one, which changes no weight before all have arrived
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
-        self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
+        self._stored = StoredForm(model, self._optimizers, self._own)
+        self._random_rows: torch.Tensor | None = None  # of a checkpoint that was loaded, until the next sync gives them
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
@@ -268,8 +272,7 @@ class ModelState(WithCompanions, State):
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
-        if self._built_with is None:
-            self._built_with = attributes_of(self.module)
+        self._stored.look()
         all_progress, offers, thawing = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
@@ -280,7 +283,7 @@ class ModelState(WithCompanions, State):
             )
         was_moved = self._synchronize(all_progress, rank, device)
         self._status, self._awaits_sync = StateStatus.COMPLETE, False
-        self._ahead = self._random_when_failed = None
+        self._ahead = self._random_when_failed = self._random_rows = None
         self._compare(world_size, device, thorough=was_moved, when="after the sync")
         if self.replica_comparison is not None and self.replica_comparison.names.get("frozen"):
             self._freeze_as(all_progress.index(best), world_size, device)
@@ -315,7 +318,9 @@ class ModelState(WithCompanions, State):
                 self._status = StateStatus.COMPLETE
                 self._draws_alike = received["draws_alike"]
                 self._replaced += 1
-                if received["draws_alike"]:
+                if received["random_rows"] is not None:
+                    put_rows_of_generators(received["random_rows"], rank)
+                elif received["draws_alike"]:
                     put_drawing_torch(received["drawing"])
                 elif self._random_when_failed is not None and self._random_when_failed[0] == self.step:
                     self._random_when_failed[1].put()  # of after the step, which others have committed
@@ -326,8 +331,9 @@ class ModelState(WithCompanions, State):
         return bool(stale)
 
     def _sent(self) -> dict[str, Any]:
-        tree = newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
-        return {**tree, "draws_alike": self._draws_alike, "drawing": drawing_torch()}
+        tree = newcomers.sent(self.module, self._own, self._trained, self._stored.changed_attributes())
+        random = {"draws_alike": self._draws_alike, "drawing": drawing_torch(), "random_rows": self._random_rows}
+        return {**tree, **random}
 
     def _kind_of_content(self) -> list[int]:
         """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
@@ -425,21 +431,23 @@ class ModelState(WithCompanions, State):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as a tree of plain values and tensors; the tensors are not copied."""
-        return {**self._weights(), **self._own.state_dict(self._trained)}
+        return self._stored.plain_tree(self._trained)
 
     def load_state_dict(self, tree: dict[str, Any], *, with_random: bool = True) -> None:
         """The inverse of `state_dict`; raises what the parts raise if it does not fit them."""
-        self._load_weights(tree)
-        self._own.load_state_dict(tree, self._trained, with_random=with_random)
+        was_trained = self._status is not StateStatus.INITIAL
+        self._random_rows = self._stored.load(tree, self._trained, with_random=with_random, was_trained=was_trained)
+        if self._random_rows is not None:
+            self._draws_alike = rows_draw_alike(self._random_rows)
         self._status = StateStatus.COMPLETE
         self._replaced += 1
 
     def checkpoint_tree(self) -> dict[str, Any]:
-        """What is saved: the state_dict; no weight is copied."""
-        return self.state_dict()
+        """What is saved, see `model.stored_form`; no weight is copied."""
+        return self._stored.tree(self._trained)
 
     def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
-        """Set the whole state from what was saved."""
+        """Set the whole state from what was saved, in any form."""
         self.load_state_dict(tree)
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
@@ -447,9 +455,13 @@ class ModelState(WithCompanions, State):
         weights = {f"module/{name}" for name in named_parameters(self.module)}
         return {name for name in names if name.startswith("optimizer/") or name in weights}
 
+    def of_each_rank(self, names: Sequence[str]) -> Collection[str]:
+        """The random numbers."""
+        return {name for name in names if name.startswith(OF_EACH_RANK)}
+
     def save(self, stream: BinaryIO) -> None:
         """Write everything to a file-like object. Raises TypeError for what `load` would refuse."""
-        state = self.state_dict()
+        state = self.checkpoint_tree()
         extra = {f"extra[{name!r}]": value for name, value in state["extra"].items()}
         check_loadable({name: value for name, value in state.items() if name != "extra"} | extra)
         torch.save(state, stream)
@@ -459,14 +471,6 @@ class ModelState(WithCompanions, State):
         with torch.serialization.safe_globals(numpy_globals()):
             tree = torch.load(stream, map_location="cpu", weights_only=True)
         self.load_state_dict(tree)
-
-    def _weights(self) -> dict[str, Any]:
-        return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
-
-    def _load_weights(self, tree: dict[str, Any]) -> None:
-        keeps_types = module_state.has_types_of(self.module, tree["module"])
-        module_state.load_into(self.module, tree["module"])
-        self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
 
     # --- inside -----------------------------------------------------------------------------------
 

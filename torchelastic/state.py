@@ -143,6 +143,14 @@ class State(ABC):
         """
         return ()
 
+    def of_each_rank(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
+        """Of which of these tensors of the tree each rank has its own, of one shape on all: every rank's is saved.
+
+        `load_checkpoint_tree` gets one tensor of it with a row for each rank that has saved. The default: of none, so
+        rank 0's are saved.
+        """
+        return ()
+
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - part of the contract
         """Whether to save after this step; the answer of rank 0 counts."""
         return False

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from torchelastic.errors import UnfitStateError
 
 #: Of a Mersenne Twister in numpy's memory: 624 words and the position among them.
 _TWISTER_BYTES = 624 * 4 + 4
@@ -76,6 +79,88 @@ def _put_torch(cpu: torch.Tensor, cuda: tuple[torch.Tensor, ...]) -> None:
     torch.set_rng_state(cpu)
     if cuda:
         torch.cuda.set_rng_state_all(cuda)
+
+
+# --- as they are stored -----------------------------------------------------------------------------------------------
+
+#: A row holds the lengths of its parts, and then these; all rows are of one size, whether their ranks use GPUs or not.
+ROW_BYTES = 12 * 1024
+_LENGTHS = struct.Struct("<4I")
+_PYTHON = struct.Struct("<625I?d")  # the words and the place among them, whether a normal number waits, and which
+_NUMPY = struct.Struct("<624II?d")
+
+
+def row_of_generators() -> torch.Tensor:
+    """This rank's, as they are now, as one tensor of `ROW_BYTES` bytes."""
+    cpu, *cuda = (state.numpy().tobytes() for state in drawing_torch())
+    _, words, waiting = random.getstate()
+    parts = [cpu, *(cuda or [b""]), _PYTHON.pack(*words, waiting is not None, waiting or 0.0), _numpy_bytes()]
+    row = _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
+    return torch.frombuffer(bytearray(row.ljust(ROW_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def put_rows_of_generators(rows: torch.Tensor, rank: int) -> None:
+    """Draw what this rank drew that was saved; one that was not saved draws from what was, and from its number.
+
+    Where all that were saved drew alike from torch's, so does this one.
+
+    Args:
+        rows: of every rank that was saved, by rank, as `row_of_generators` gave them.
+        rank: of this process.
+
+    Raises:
+        UnfitStateError: these are no such rows; nothing has changed.
+    """
+    saved = [_parts_of(row.cpu().numpy().tobytes()) for row in rows]
+    if not saved:
+        return
+    if rank < len(saved):
+        _put_parts(saved[rank])
+        return
+    content = b"".join(map(b"".join, saved)) + str(rank).encode()
+    seed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if rows_draw_alike(rows):
+        cpu, cuda, *_ = saved[0]
+        _put_parts((cpu, cuda, b"", b""))
+
+
+def rows_draw_alike(rows: torch.Tensor) -> bool:
+    """Whether all ranks that were saved drew the same numbers from torch's; where one was saved, nobody knows."""
+    of_torch = {_parts_of(row.cpu().numpy().tobytes())[:2] for row in rows}
+    return len(rows) > 1 and len(of_torch) == 1
+
+
+def _parts_of(row: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    lengths = _LENGTHS.unpack_from(row) if len(row) >= _LENGTHS.size else ()
+    if not lengths or _LENGTHS.size + sum(lengths) > len(row) or lengths[3] not in (0, _NUMPY.size):
+        raise UnfitStateError("the random numbers in the state that is loaded are not in the form that is known here")
+    ends = [_LENGTHS.size + sum(lengths[: number + 1]) for number in range(4)]
+    cpu, cuda, python, numpy = (row[end - length : end] for end, length in zip(ends, lengths, strict=True))
+    return cpu, cuda, python, numpy
+
+
+def _put_parts(parts: tuple[bytes, bytes, bytes, bytes]) -> None:
+    """Those that are there."""
+    cpu, cuda, python, numpy = parts
+    put_drawing_torch([torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (cpu, cuda) if part])
+    if python:
+        *words, is_waiting, waiting = _PYTHON.unpack(python)
+        random.setstate((3, tuple(words), waiting if is_waiting else None))
+    if numpy:
+        *key, position, has_waiting, waiting = _NUMPY.unpack(numpy)
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(has_waiting), waiting))
+
+
+def _numpy_bytes() -> bytes:
+    """Nothing where a script has given numpy a generator of another kind."""
+    state = _numpys.state()
+    if state["bit_generator"] != "MT19937":
+        return b""
+    inner = state["state"]
+    return _NUMPY.pack(*inner["key"].tolist(), inner["pos"], bool(state["has_gauss"]), state["gauss"])
 
 
 class _NumpyState:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import put_tensor
 from torchelastic.inventory.module_structure import STANDARD
-from torchelastic.inventory.names import joined, named_modules, named_parameters, plain_name
+from torchelastic.inventory.names import NamedParts, joined, named_modules, named_parameters, named_parts, plain_name
 from torchelastic.torch_internals.tensors import slots_of
 
 #: Flags by name: which parameters require no gradient ("frozen"), and which modules are in evaluation mode ("eval").
@@ -27,11 +27,12 @@ _PLAIN = (bool, int, float, str, type(None))
 _MOST_CHARACTERS, _MOST_VALUES = 200, 16
 
 
-def flags_of(module: torch.nn.Module) -> Flags:
-    """Of a module and all below it."""
+def flags_of(module: torch.nn.Module, parts: NamedParts | None = None) -> Flags:
+    """Of a module and all below it, whose parts are known, or are looked for."""
+    modules, parameters = parts or named_parts(module)
     return {
-        "frozen": {name for name, value in named_parameters(module).items() if not value.requires_grad},
-        "eval": {name for name, one in named_modules(module) if not one.training},
+        "frozen": {name for name, value in parameters.items() if not value.requires_grad},
+        "eval": {name for name, one in modules if not one.training},
     }
 
 
@@ -78,11 +79,11 @@ def _tied(ties: Mapping[str, str], name: str) -> str:
     return f"one with {ties[name]!r}" if name in ties else "a parameter of its own"
 
 
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+def buffers_of(module: torch.nn.Module, parts: NamedParts | None = None) -> dict[str, torch.Tensor | None]:
     """What is in each slot for a buffer, by name; without those that the first forward pass is going to make."""
     return {
         joined(path, key): buffer
-        for path, one in named_modules(module)
+        for path, one in (named_modules(module) if parts is None else parts.modules)
         for key, buffer in _slots(one).items()
         if not _is_unmade(buffer)
     }
@@ -140,21 +141,23 @@ def _slots(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 # --- attributes -------------------------------------------------------------------------------------------------------
 
 
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+def attributes_of(module: torch.nn.Module, parts: NamedParts | None = None) -> dict[str, Any]:
     """The plain attributes of a module and of all below it by name: numbers, texts and short lists of them."""
     return {
         joined(path, name): list(value) if type(value) is list else value
-        for path, one in named_modules(module)
+        for path, one in (named_modules(module) if parts is None else parts.modules)
         for name, value in vars(one).items()
         if name not in STANDARD and _is_plain(value)
     }
 
 
-def changed_attributes(module: torch.nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+def changed_attributes(
+    module: torch.nn.Module, before: Mapping[str, Any], parts: NamedParts | None = None
+) -> dict[str, Any]:
     """Those that are others than before, or new."""
     return {
         name: value
-        for name, value in attributes_of(module).items()
+        for name, value in attributes_of(module, parts).items()
         if name not in before or repr(value) != repr(before[name])
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.errors import UnfitStateError
 from torchelastic.text import shortlist
 
 #: Parameters of the model, by name.
@@ -42,12 +43,47 @@ def named_state(optimizer: torch.optim.Optimizer, parameters: Named) -> Any:
         for group, of_group in zip(state["param_groups"], names, strict=True)
         for number, name in zip(group["params"], of_group, strict=True)
     }
+    return _with_names(state, by_number, names)
+
+
+def stored_names(state: Any, optimizer: torch.optim.Optimizer, parameters: Named) -> list[str] | None:
+    """The name of each number in an optimizer's `state_dict`; None where it saves itself in a form of its own."""
+    if not _is_usual(state, optimizer):
+        return None
+    return [name for group in _names(optimizer, parameters) for name in group]
+
+
+def state_from_stored(state: Any, names: Sequence[str] | None) -> Any:
+    """What `named_state` gave there.
+
+    Args:
+        state: the `state_dict` there.
+        names: what `stored_names` gave.
+
+    Raises:
+        UnfitStateError: they do not belong together.
+    """
+    if names is None:
+        return {OWN_FORM: state}
+    by_number = dict(enumerate(names))
+    try:
+        of_groups = [[by_number[number] for number in group["params"]] for group in state["param_groups"]]
+        return _with_names(state, by_number, of_groups)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnfitStateError(
+            "the optimizer's state in the checkpoint and the names of its parameters there do not belong together"
+        ) from error
+
+
+def _with_names(
+    state: Mapping[str, Any], by_number: Mapping[int, str], names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     return {
         **state,
         "state": {by_number[key]: value for key, value in state["state"].items() if key in by_number},
         _OTHERS: {key: value for key, value in state["state"].items() if key not in by_number},
         "param_groups": [
-            {**group, "params": of_group} for group, of_group in zip(state["param_groups"], names, strict=True)
+            {**group, "params": list(of_group)} for group, of_group in zip(state["param_groups"], names, strict=True)
         ],
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.format.tree import path_of
-from torchelastic.inventory.module_values import changed_attributes, differing_attributes, put_flags, values_of
+from torchelastic.inventory.module_values import differing_attributes, put_flags, values_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.model import module_state
 from torchelastic.model.companions import Companions, Trained
@@ -22,20 +22,20 @@ log = logging.getLogger(__name__)
 _MODEL = None
 
 
-def sent(module: torch.nn.Module, own: Companions, trained: Trained, built_with: Mapping[str, Any]) -> dict[str, Any]:
+def sent(module: torch.nn.Module, own: Companions, trained: Trained, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """What the source sends; plain values and tensors, which are not copied.
 
     Args:
         module: the plain one.
         own: what belongs to the state beside weights and optimizers.
         trained: what else is trained.
-        built_with: the attributes of the module when this process came into its first group.
+        attributes: those of the module that the run has changed.
     """
     return {
         **own.state_dict(trained),
         "module": module_state.state_of(module),
         "values": {name: values_of(one) for name, one in _modules(module, own).items()},
-        "attributes": changed_attributes(module, built_with),
+        "attributes": dict(attributes),
         "optimizer": trained.optimizers.named_state(named_parameters(module)),
     }
 

@@ -31,7 +31,9 @@ from torchelastic.inventory.optimizer_values import (
     named_state,
     numbered_state,
     put_groups,
+    state_from_stored,
     state_of,
+    stored_names,
 )
 from torchelastic.inventory.weights import KeptWeights, WeightCopier, with_inner
 from torchelastic.model.digest import sample_digest
@@ -290,12 +292,29 @@ class Optimizers:
         """As `state_dict`, with the names of the model's parameters where that has numbers."""
         return self._all.as_given([named_state(optimizer, parameters) for optimizer in self.objects])
 
-    def load_named_state(self, state: Any, parameters: Named, *, keeps_types: bool, may_lose: bool) -> None:
+    def stored_names(self, state: Any, parameters: Named) -> Any:
+        """The names of the numbers in what `state_dict` gave; see `optimizer_values.stored_names`."""
+        pairs = zip(self.states_in(state), self.objects, strict=True)
+        return self._all.as_given([stored_names(one, optimizer, parameters) for one, optimizer in pairs])
+
+    def named_from_stored(self, state: Any, names: Any) -> Any:
+        """What `named_state` gave, of what `state_dict` and `stored_names` gave.
+
+        Raises:
+            UnfitStateError: they are of other optimizers.
+        """
+        pairs = zip(self.states_in(state), self.states_in(names), strict=True)
+        return self._all.as_given([state_from_stored(*pair) for pair in pairs])
+
+    def load_named_state(
+        self, state: Any, parameters: Named, *, keeps_types: bool, may_lose: bool, is_stored: bool = False
+    ) -> None:
         """The inverse; groups are made like those of the state.
 
         Args:
             state: as `named_state` gave it.
             parameters: of the model that is here.
+            is_stored: whether it is a checkpoint's, and not of a rank of this group.
             keeps_types: see `load_state_dict`.
             may_lose: see `group_faults`.
 
@@ -305,11 +324,9 @@ class Optimizers:
         states = list(zip(self.names, self.objects, self.states_in(state), strict=True))
         for name, optimizer, one in states:
             for fault in _named_faults(one, optimizer, parameters, may_lose=may_lose):
-                raise UnfitStateError(
-                    f"the state that this worker receives does not fit the optimizer{f' {name}' if name else ''}: "
-                    f"{fault}. Build model and optimizer as the other workers do; parameters that are trained from a "
-                    "later step on have to be the model's from the beginning"
-                )
+                comes, remedy = _RECEIVED if not is_stored else _LOADED
+                of = f" {name}" if name else ""
+                raise UnfitStateError(f"the state that {comes} does not fit the optimizer{of}: {fault}. {remedy}")
         for _, optimizer, one in states:
             if OWN_FORM not in one:
                 put_groups(one, optimizer, parameters)
@@ -409,6 +426,18 @@ def _named_faults(
     settings = [_without_members(group) for group in state["param_groups"][:own]]
     faults = group_faults(state, optimizer, parameters, may_lose=may_lose)
     return faults or (optimizer_faults(settings, optimizer) if len(settings) == own else [])
+
+
+#: How a state comes, and what to do where it does not fit.
+_RECEIVED = (
+    "this worker receives",
+    "Build model and optimizer as the other workers do; parameters that are trained from a later step on have to be "
+    "the model's from the beginning",
+)
+_LOADED = (
+    "is loaded",
+    "Build the optimizer as the script built it that has saved this state, or save to another folder",
+)
 
 
 class _Call:

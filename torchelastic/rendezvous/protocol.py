@@ -434,6 +434,6 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         lost=tuple(name for name in view.round.roster if name in view.departed)[:MAX_FORGOTTEN],
         spared=tuple(m.member_id for m in _live(view) if m.member_id not in names and not m.leaving)[:MAX_FORGOTTEN],
     )
-    # of those that this round has lost the tombstones stay for as long as somebody may wait for them, with what they say:
-    # that they are not started again may have been written already, or be written at this moment
+    # Of those that this round has lost the tombstones stay for as long as somebody may wait for them: that they are not
+    # started again may be in there already, or be written at this moment.
     return Publish(round_, forgotten=_forgotten(view.tombstones - view.roster))

@@ -30,6 +30,9 @@ class ElasticState(Protocol):
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """Which tensors of the tree every rank holds with the same bits."""
 
+    def of_each_rank(self, names: Sequence[str]) -> Collection[str]:
+        """Of which tensors of the tree each rank has its own."""
+
     def save(self, stream: BinaryIO, /) -> object:
         """Writes everything into a stream."""
 

@@ -247,7 +247,8 @@ class TieredCheckpointManager(CheckpointManager):
                 # streams have no form that recurs
                 tree, layout, kind = streams_of(state, peers.rank), RecurringLayout(), STREAMS
             meta, rank, world_size = {"kind": kind, **meta}, peers.rank, peers.world_size
-            return layout.lay_out(tree, meta, replicated=state.replicated, rank=rank, world_size=world_size)
+            of_ranks = {"replicated": state.replicated, "own": state.of_each_rank}
+            return layout.lay_out(tree, meta, **of_ranks, rank=rank, world_size=world_size)
 
         self.save_shard(lay_out, step, peers, everywhere=everywhere, observe=observe, metrics=metrics)
 

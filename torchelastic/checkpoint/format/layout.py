@@ -18,36 +18,40 @@ from torchelastic.checkpoint.format.header import Entry, Header, place
 from torchelastic.checkpoint.format.regions import Extent, Region, split_replicated
 from torchelastic.checkpoint.format.tree import Flat, NamedTensor, flatten
 
-#: Which of the tensors of these names every rank holds with the same bits.
-Replicated = Callable[[Sequence[str]], Collection[str]]
+#: Picks among the names of a state's tensors.
+Choice = Callable[[Sequence[str]], Collection[str]]
 
 
-def none_replicated(names: Sequence[str]) -> Collection[str]:  # noqa: ARG001 - a `Replicated`
-    """Every rank has a state of its own."""
+def none_of(names: Sequence[str]) -> Collection[str]:  # noqa: ARG001 - a `Choice`
+    """Picks none."""
     return ()
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """One tensor of the share: its place in the list of all, and which part of it; None: the whole."""
+    """One tensor of the share: its place in the list of all, and how to index it; None: the whole."""
 
     place: int
-    part: tuple[slice, ...] | None
+    part: tuple[slice | None, ...] | None
 
 
-def parts_of_rank(flat: Flat, replicated: Replicated, rank: int, world_size: int) -> list[NamedTensor]:
+def parts_of_rank(
+    flat: Flat, replicated: Choice, rank: int, world_size: int, *, own: Choice = none_of
+) -> list[NamedTensor]:
     """The tensors, or parts of them, that a rank writes. Pure.
 
     What every rank holds alike is split evenly; of what is marked as a part (`ShardOf`, DTensor) each rank writes its
-    own; the rest is rank 0's.
+    own; of what each rank has its own it writes one row of a tensor with a row for each; the rest is rank 0's.
 
     Args:
         flat: the state on this rank; the replicated tensors must be the same list on all ranks.
         replicated: which of some names are of tensors that every rank holds with the same bits.
         rank: of the group that saves.
         world_size: its size.
+        own: which of some names are of tensors, of one shape, of which each rank has its own.
     """
-    alike = set(replicated([named.name for named in flat.tensors if not named.is_shard]))
+    unmarked = [named.name for named in flat.tensors if not named.is_shard]
+    alike, rows = set(replicated(unmarked)), set(own(unmarked))
     extents = [
         Extent(named.name, named.shape, named.tensor.element_size()) for named in flat.tensors if named.name in alike
     ]
@@ -59,9 +63,16 @@ def parts_of_rank(flat: Flat, replicated: Replicated, rank: int, world_size: int
             if region is not None:
                 tensor = named.tensor[region.within(Region.whole(named.shape))]
                 parts.append(NamedTensor(named.name, tensor, named.shape, region))
+        elif named.name in rows:
+            parts.append(_row(named, rank, world_size))
         elif named.is_shard or rank == 0:
             parts.append(named)
     return parts
+
+
+def _row(named: NamedTensor, rank: int, world_size: int) -> NamedTensor:
+    place = Region((rank, *(0 for _ in named.shape)), (1, *named.shape))
+    return NamedTensor(named.name, named.tensor[None], (world_size, *named.shape), place, is_shard=True)
 
 
 class RecurringLayout:
@@ -85,7 +96,8 @@ class RecurringLayout:
         tree: Any,
         meta: Mapping[str, Any],
         *,
-        replicated: Replicated = none_replicated,
+        replicated: Choice = none_of,
+        own: Choice = none_of,
         rank: int = 0,
         world_size: int = 1,
     ) -> tuple[Header, list[torch.Tensor]]:
@@ -98,6 +110,7 @@ class RecurringLayout:
             tree: the state; nothing in it is changed or copied.
             meta: see `Header`.
             replicated: what is split over the ranks, see `parts_of_rank`.
+            own: see there.
             rank: of the group that saves this state together.
             world_size: its size.
 
@@ -111,7 +124,7 @@ class RecurringLayout:
                 sources = list(tensors) if self._picks is None else [_picked(tensors, pick) for pick in self._picks]
                 return self._header(structure, meta), sources
         flat = flatten(tree, allow_pickles=self._allow_pickles)
-        parts = parts_of_rank(flat, replicated, rank, world_size)
+        parts = parts_of_rank(flat, replicated, rank, world_size, own=own)
         places = {named.name: number for number, named in enumerate(flat.tensors)}
         picks = [_Pick(places[part.name], _slices(part, flat.tensors[places[part.name]])) for part in parts]
         is_all = picks == [_Pick(number, None) for number in range(len(flat.tensors))]
@@ -123,7 +136,9 @@ class RecurringLayout:
         return Header(structure if self._group[0] == 0 else None, self._entries, MappingProxyType(dict(meta)))
 
 
-def _slices(part: NamedTensor, whole: NamedTensor) -> tuple[slice, ...] | None:
+def _slices(part: NamedTensor, whole: NamedTensor) -> tuple[slice | None, ...] | None:
+    if len(part.shape) > len(whole.shape):
+        return (None,)
     return None if part.region == whole.region else part.region.within(whole.region)
 
 

@@ -1,0 +1,215 @@
+"""What a checkpoint of a `ModelState` holds, and how it is read: by form 2, or by form 1, which had less.
+
+Form 2 has, besides what form 1 had:
+
+    {"form": 2,
+     "parameters": [NAME, ..]            the name of each number in "optimizer"; of several optimizers as that has them
+     "values": {"": .., NAME: ..}        of the model, and of each module in `extra`: see `inventory.stored_values`
+     "attributes": {NAME: ..}            plain ones that the run has changed: they are told, and not set
+     "own": {"random": ..}}              a row for each rank that has saved, see `inventory.generators`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchelastic.errors import UnfitStateError
+from torchelastic.inventory.generators import put_rows_of_generators, row_of_generators
+from torchelastic.inventory.module_values import attributes_of, changed_attributes, differing_attributes
+from torchelastic.inventory.names import NamedParts, named_parameters, named_parts, plain_name
+from torchelastic.inventory.stored_values import (
+    Built,
+    as_built,
+    put_stored_buffers,
+    put_stored_flags,
+    stored_values,
+)
+from torchelastic.model import module_state
+from torchelastic.model.companions import Companions, Trained
+from torchelastic.model.optimizers import Optimizers
+from torchelastic.text import shortlist
+
+log = logging.getLogger(__name__)
+
+FORM = 2
+#: All that a tree of form 2 may hold.
+PARTS = frozenset(
+    {
+        "form", "module", "values", "attributes", "optimizer", "optimizer_steps", "parameters", "scheduler", "sampler",
+        "extra", "step", "epoch", "random", "own",
+    }
+)  # fmt: skip
+#: Where each rank's own is.
+OF_EACH_RANK = "own/"
+#: The model, among the modules of "values"; others are called as in `extra`.
+_MODEL = ""
+
+
+class StoredForm:
+    """How one state is saved and loaded; of what a script has built it keeps how that was.
+
+    Args:
+        module: the plain model.
+        optimizers: its optimizers.
+        own: what belongs to the state besides.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizers: Optimizers, own: Companions) -> None:
+        self._module, self._optimizers, self._own = module, optimizers, own
+        self._built: dict[str, Built] = {}
+        self._attributes: dict[str, Any] | None = None
+
+    def look(self) -> None:
+        """Take the modules that were not there before as they were built. Before anything is trained."""
+        if self._attributes is None:
+            self._attributes = attributes_of(self._module)
+        for name, one in self._modules().items():
+            if name not in self._built:
+                self._built[name] = as_built(one, _persistent(one))
+
+    def changed_attributes(self, parts: NamedParts | None = None) -> dict[str, Any]:
+        """Plain attributes of the model, whose parts may be known, that are others now than a script has built."""
+        return changed_attributes(self._module, self._attributes or {}, parts)
+
+    def plain_tree(self, trained: Trained) -> dict[str, Any]:
+        """All but what form 2 has in addition; the tensors are not copied."""
+        weights = {"module": module_state.state_of(self._module), "optimizer": self._optimizers.state_dict()}
+        return {**weights, **self._own.state_dict(trained)}
+
+    def tree(self, trained: Trained) -> dict[str, Any]:
+        """What is saved; the tensors are not copied."""
+        self.look()
+        tree = self.plain_tree(trained)
+        modules = self._modules()
+        parts = {name: named_parts(one) for name, one in modules.items()}
+        return {
+            "form": FORM,
+            **tree,
+            "parameters": self._optimizers.stored_names(tree["optimizer"], parts[_MODEL].parameters),
+            "values": {
+                name: stored_values(one, parts[name], set(map(plain_name, _state_in(tree, name))), self._built[name])
+                for name, one in modules.items()
+            },
+            "attributes": self.changed_attributes(parts[_MODEL]),
+            "own": {"random": row_of_generators()},
+        }
+
+    def load(
+        self, tree: Mapping[str, Any], trained: Trained, *, with_random: bool, was_trained: bool
+    ) -> torch.Tensor | None:
+        """Have all of a tree, of any form.
+
+        Args:
+            tree: what `tree` or `plain_tree` gave.
+            trained: what else is trained here.
+            with_random: whether this process draws what the first rank drew that has saved.
+            was_trained: whether the state was in a group before, and its optimizers may have been changed in the run.
+
+        Returns:
+            The rows of the random numbers of all ranks that have saved; None: it has none.
+
+        Raises:
+            UnfitStateError: it is of another model, of other optimizers, or of a newer release.
+        """
+        form = form_of(tree)
+        if form > 1:
+            self._put_buffers(tree)
+        self._load_weights(tree, was_trained=was_trained)
+        self._own.load_state_dict(dict(tree), trained, with_random=with_random)
+        if form == 1:
+            return None
+        self._put_flags(tree)
+        differing = differing_attributes(self._module, tree.get("attributes", {}))
+        if differing:
+            log.warning(
+                "step %d: attributes of the model had changed in the run when this was saved, and are not set: %s "
+                "(there: in the checkpoint). Make what the training depends on a buffer, or return it from "
+                "get_extra_state", self._own.step, shortlist(differing),
+            )  # fmt: skip
+        rows: torch.Tensor = tree["own"]["random"]
+        rows = rows if rows.dim() == 2 else rows[None]  # a file has that of one rank
+        if with_random:
+            put_rows_of_generators(rows, 0)
+        return rows
+
+    def _load_weights(self, tree: Mapping[str, Any], *, was_trained: bool) -> None:
+        keeps_types = module_state.has_types_of(self._module, tree["module"])
+        module_state.load_into(self._module, tree["module"])
+        if "parameters" not in tree:
+            self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
+            return
+        optimizer = self._optimizers.named_from_stored(tree["optimizer"], tree["parameters"])
+        parameters = named_parameters(self._module)
+        self._optimizers.load_named_state(
+            optimizer, parameters, keeps_types=keeps_types, may_lose=was_trained, is_stored=True
+        )
+
+    def _put_buffers(self, tree: Mapping[str, Any]) -> None:
+        """Before all else, so that what is loaded fits."""
+        self.look()
+        kept = []
+        for name, one in self._stored(tree).items():
+            plain = {plain_name(key): value for key, value in _state_in(tree, name).items()}
+            of_one = put_stored_buffers(one, tree["values"][name], plain, _persistent(one), self._built[name])
+            kept += [_shown(name, each) for each in of_one]
+        if kept:
+            log.warning(
+                "buffers that are not persistent are built otherwise now than when this checkpoint was saved, and stay "
+                "as they are built: %s", shortlist(kept),
+            )  # fmt: skip
+
+    def _put_flags(self, tree: Mapping[str, Any]) -> None:
+        kept = []
+        for name, one in self._stored(tree).items():
+            kept += [_shown(name, each) for each in put_stored_flags(one, tree["values"][name], self._built[name])]
+        if kept:
+            log.warning(
+                "which parameters require a gradient, or which modules are in training mode, is built otherwise now "
+                "than when this checkpoint was saved, and stays as it is built: %s", shortlist(kept),
+            )  # fmt: skip
+
+    def _stored(self, tree: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+        """Those modules that the tree has, too."""
+        return {
+            name: one for name, one in self._modules().items()
+            if name in tree["values"] and (name == _MODEL or name in tree["extra"])
+        }  # fmt: skip
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        values = self._own.extras.values.items()
+        return {_MODEL: self._module, **{name: one for name, one in values if isinstance(one, torch.nn.Module)}}
+
+
+def form_of(tree: Mapping[str, Any]) -> int:
+    """The form of a tree that is to be loaded.
+
+    Raises:
+        UnfitStateError: a newer release has saved it.
+    """
+    form = tree.get("form", 1)
+    if form not in (1, FORM):
+        raise UnfitStateError(
+            f"this checkpoint has form {form}, and this release of torchelastic reads forms 1 and {FORM}: a newer one "
+            "has saved it; install that"
+        )
+    unknown = sorted(tree.keys() - PARTS) if form == FORM else []
+    if unknown:
+        log.warning("the state that is loaded has parts that nobody here knows, and they are skipped: %s", unknown)
+    return int(form)
+
+
+def _state_in(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = tree["module"] if name == _MODEL else tree["extra"][name]
+    return state
+
+
+def _persistent(module: torch.nn.Module) -> set[str]:
+    return set(module_state.state_of(module))
+
+
+def _shown(module: str, name: str) -> str:
+    return name if module == _MODEL else f"extra[{module!r}].{name}"
