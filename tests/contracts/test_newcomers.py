@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torchelastic
 from tests.contracts.census import Census, census_of, differences
 from tests.contracts.coded_momentum import Coded, CodedMomentum
+from tests.contracts.ordinary_programs import Wrapping
 from tests.contracts.training_states import CHANGES, Change, World, world
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.model import newcomers
@@ -95,6 +96,32 @@ def test_a_worker_that_joins_has_what_its_source_has(change: str) -> None:
 def apart(source: Census, newcomer: Census) -> dict[str, str]:
     """In what they differ, beside what is each rank's own."""
     return {path: text for path, text in differences(source, newcomer).items() if not OWN.search(path)}
+
+
+def joined_with_inner() -> tuple[Census, bool]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    module = torch.nn.Linear(3, 2)
+    optimizer = Wrapping(torch.optim.Adam(module.parameters(), lr=0.1))
+    state = torchelastic.ModelState(module, optimizer)
+    if rank == 0:
+        state.sync(1, 0)
+        for _ in range(2):
+            module(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            state.commit()
+        optimizer.param_groups[0]["lr"] = 0.02
+    state.sync()
+    optimizer.steps = 0  # an attribute
+    return census_of(module=module, optimizer=optimizer), optimizer.param_groups is optimizer.inner.param_groups
+
+
+def test_what_an_optimizer_keeps_inside_another_one_is_sent() -> None:
+    (source, _), (newcomer, is_shared) = values(run_ranks(joined_with_inner, ranks=2))
+    assert "exp_avg" in str(source.keys())
+    found = {path for path in apart(source, newcomer) if ".defaults." not in path}  # torch adds to these
+    assert found == set()
+    assert is_shared, "a scheduler that changes the one's learning rate changes the other's"
 
 
 #: What is sent, and a change that only this part brings.

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
+import random
 import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import torchelastic
 from tests.contracts.census import Census, census_of, differences
+from tests.contracts.ordinary_programs import PROGRAMS, Program
 from tests.contracts.test_newcomers import DAILY, NOT_SENT, OWN_CHANGES, REFUSED
 from tests.contracts.training_states import CHANGES, World, world
 from tests.process.forked_ranks import run_ranks, values
@@ -24,6 +27,7 @@ from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.errors import UnfitStateError
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.inventory.generators import generators
+from torchelastic.model import undo_choice
 
 #: Not in a checkpoint: what is not sent either. Each of these fails when it is, so that it is taken from this list.
 NOT_STORED = NOT_SENT
@@ -217,6 +221,63 @@ def test_each_rank_draws_what_it_drew_and_one_more_draws_something_of_its_own(tm
     if ranks > 2:
         assert after[2] not in before
         assert values(run_ranks(loaded_by_all, str(tmp_path), ranks=ranks)) == after, "and the same at each restart"
+
+
+# --- programs as people write them ------------------------------------------------------------------------------------
+
+STEPS, SAVED_AT = 8, 4
+#: Whose restarts end elsewhere: why.
+NOT_RESUMED = {
+    "accumulation_over_steps": "gradients are in no checkpoint: a warning says so once",
+    "several_epochs_over_the_same_samples": "a deque in `extra`",
+}
+
+
+def programs() -> list[Any]:
+    reasons = {name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in NOT_RESUMED.items()}
+    return [pytest.param(name, marks=reasons.get(name, []), id=name) for name in PROGRAMS]
+
+
+def trained(state: torchelastic.ModelState, program: Program, until: int) -> None:
+    state.sync(1, 0)
+    while state.step < until:
+        state.snapshot()
+        program.step(state, lambda: None)
+        state.commit()
+
+
+@pytest.mark.parametrize("name", programs())
+def test_a_published_program_that_is_started_again_ends_as_an_undisturbed_one(name: str) -> None:
+    def made() -> tuple[torchelastic.ModelState, Program]:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        program = PROGRAMS[name]()
+        return torchelastic.ModelState(program.module, program.optimizer, extra=program.extra), program
+
+    undisturbed, program = made()
+    trained(undisturbed, program, SAVED_AT)
+    stream = io.BytesIO()
+    undisturbed.save(stream)
+    trained(undisturbed, program, STEPS)
+    resumed, program = made()
+    stream.seek(0)
+    resumed.load(stream)
+    trained(resumed, program, STEPS)
+    assert resumed.step == undisturbed.step
+    for name, value in undisturbed.module.state_dict().items():
+        assert torch.equal(value, resumed.module.state_dict()[name]), name
+
+
+def test_gradients_that_are_kept_over_steps_are_said_once_to_be_in_no_checkpoint(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undo_choice, "CHEAP_S", 60.0)  # on a busy machine, too
+    program = PROGRAMS["accumulation_over_steps"]()
+    state = torchelastic.ModelState(program.module, program.optimizer)
+    trained(state, program, 12)
+    for _ in range(2):
+        state.checkpoint_tree()
+    assert caplog.text.count("gradients that are kept from one step for the next one are in no checkpoint") == 1
 
 
 # --- what was saved before --------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def named_state(optimizer: torch.optim.Optimizer, parameters: Named) -> Any:
     state = state_of(optimizer)
     if not _is_usual(state, optimizer):
         return {OWN_FORM: state}
-    names = _names(optimizer, parameters)
+    names = group_names(optimizer, parameters)
     by_number = {
         number: name
         for group, of_group in zip(state["param_groups"], names, strict=True)
@@ -50,7 +50,7 @@ def stored_names(state: Any, optimizer: torch.optim.Optimizer, parameters: Named
     """The name of each number in an optimizer's `state_dict`; None where it saves itself in a form of its own."""
     if not _is_usual(state, optimizer):
         return None
-    return [name for group in _names(optimizer, parameters) for name in group]
+    return [name for group in group_names(optimizer, parameters) for name in group]
 
 
 def state_from_stored(state: Any, names: Sequence[str] | None) -> Any:
@@ -101,7 +101,7 @@ def group_faults(
     """
     kind = type(optimizer).__name__
     theirs = [group["params"] for group in state["param_groups"]]
-    own = _names(optimizer, parameters)
+    own = group_names(optimizer, parameters)
     known = parameters.keys() | {name for group in own for name in group}
     unknown = [name for group in theirs for name in group if name not in known]
     if unknown:
@@ -166,7 +166,7 @@ def _is_usual(state: Any, optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _names(optimizer: torch.optim.Optimizer, parameters: Named) -> list[list[str]]:
+def group_names(optimizer: torch.optim.Optimizer, parameters: Named) -> list[list[str]]:
     """The names of the parameters of each group."""
     known = {id(parameter): name for name, parameter in parameters.items()}
     names: list[list[str]] = []
@@ -185,7 +185,7 @@ def _others(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, An
     """Those that are not the model's, by name."""
     return {
         name: parameter
-        for group, names in zip(optimizer.param_groups, _names(optimizer, parameters), strict=True)
+        for group, names in zip(optimizer.param_groups, group_names(optimizer, parameters), strict=True)
         for parameter, name in zip(group["params"], names, strict=True)
         if name not in parameters
     }

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.attributes import CHANGEABLE, Restore, kept_value, put_mapping
 from torchelastic.inventory.copies import CopyMemory, TensorCopies
+from torchelastic.inventory.inner_optimizers import with_inner
 from torchelastic.torch_internals.tensors import version_of
 
 
@@ -135,15 +136,6 @@ class WeightCopier:
 
     def __setstate__(self, _: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # the memory of another process means nothing here
-
-
-def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """These, and those that they keep in attributes: SAM, Lookahead and the like step another one."""
-    found = list(optimizers)
-    for one in found:  # grows meanwhile
-        inner = (value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer))
-        found += [value for value in inner if not any(value is other for other in found)]
-    return found
 
 
 def _mappings_of(optimizer: torch.optim.Optimizer) -> list[Any]:

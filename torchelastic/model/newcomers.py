@@ -37,6 +37,7 @@ def sent(module: torch.nn.Module, own: Companions, trained: Trained, attributes:
         "values": {name: values_of(one) for name, one in _modules(module, own).items()},
         "attributes": dict(attributes),
         "optimizer": trained.optimizers.named_state(named_parameters(module)),
+        "inner": trained.optimizers.inner_states(named_parameters(module)),
     }
 
 
@@ -78,7 +79,7 @@ def receive(
     for name, values in present.items():
         put_flags(modules[name], values["flags"])
     trained.optimizers.load_named_state(
-        tree["optimizer"], named_parameters(module), keeps_types=keeps_types, may_lose=was_in_sync
+        tree["optimizer"], named_parameters(module), inner=tree["inner"], keeps_types=keeps_types, may_lose=was_in_sync
     )
     own.load_state_dict(dict(tree), trained, with_random=False)
     differing = differing_attributes(module, tree["attributes"])

@@ -24,10 +24,12 @@ from torch.nn.parameter import is_lazy
 from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
 from torchelastic.inventory.attributes import Restore, attributes_of
+from torchelastic.inventory.inner_optimizers import inner_states, put_inner_states, shared_groups, with_inner
 from torchelastic.inventory.optimizer_values import (
     OWN_FORM,
     Named,
     group_faults,
+    group_names,
     named_state,
     numbered_state,
     put_groups,
@@ -35,7 +37,7 @@ from torchelastic.inventory.optimizer_values import (
     state_of,
     stored_names,
 )
-from torchelastic.inventory.weights import KeptWeights, WeightCopier, with_inner
+from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.model.digest import sample_digest
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.torch_internals.tensors import version_of
@@ -284,13 +286,18 @@ class Optimizers:
         states = list(zip(self.states_in(state), self.objects, strict=True))
         # one of a user's own may save in another form, which it knows itself
         self._require_fitting([one.get("param_groups", optimizer.param_groups) for one, optimizer in states])
-        self._all.load_state_dict(state)
+        with shared_groups(self.objects):
+            self._all.load_state_dict(state)
         for one, optimizer in states if keeps_types else ():
             put_types_back(optimizer, one)
 
     def named_state(self, parameters: Named) -> Any:
         """As `state_dict`, with the names of the model's parameters where that has numbers."""
         return self._all.as_given([named_state(optimizer, parameters) for optimizer in self.objects])
+
+    def group_names(self, parameters: Named) -> list[list[list[str]]]:
+        """The names of the parameters in each group of each optimizer."""
+        return [group_names(optimizer, parameters) for optimizer in self.objects]
 
     def stored_names(self, state: Any, parameters: Named) -> Any:
         """The names of the numbers in what `state_dict` gave; see `optimizer_values.stored_names`."""
@@ -306,17 +313,29 @@ class Optimizers:
         pairs = zip(self.states_in(state), self.states_in(names), strict=True)
         return self._all.as_given([state_from_stored(*pair) for pair in pairs])
 
+    def inner_states(self, parameters: Named) -> list[Any]:
+        """Of optimizers that these step, what is not in the `state_dict` of these; see `inventory.inner_optimizers`."""
+        return inner_states(self.objects, parameters)
+
     def load_named_state(
-        self, state: Any, parameters: Named, *, keeps_types: bool, may_lose: bool, is_stored: bool = False
+        self,
+        state: Any,
+        parameters: Named,
+        *,
+        inner: Sequence[Any],
+        keeps_types: bool,
+        may_lose: bool,
+        is_stored: bool = False,
     ) -> None:
         """The inverse; groups are made like those of the state.
 
         Args:
             state: as `named_state` gave it.
             parameters: of the model that is here.
-            is_stored: whether it is a checkpoint's, and not of a rank of this group.
+            inner: as `inner_states` gave it.
             keeps_types: see `load_state_dict`.
             may_lose: see `group_faults`.
+            is_stored: whether it is a checkpoint's, and not of a rank of this group.
 
         Raises:
             UnfitStateError: the state is of other optimizers; nothing has changed.
@@ -327,13 +346,15 @@ class Optimizers:
                 comes, remedy = _RECEIVED if not is_stored else _LOADED
                 of = f" {name}" if name else ""
                 raise UnfitStateError(f"the state that {comes} does not fit the optimizer{of}: {fault}. {remedy}")
-        for _, optimizer, one in states:
-            if OWN_FORM not in one:
-                put_groups(one, optimizer, parameters)
-            saved = one[OWN_FORM] if OWN_FORM in one else numbered_state(one)
-            optimizer.load_state_dict(saved)
-            if keeps_types:
-                put_types_back(optimizer, saved)
+        with shared_groups(self.objects):
+            for _, optimizer, one in states:
+                if OWN_FORM not in one:
+                    put_groups(one, optimizer, parameters)
+                saved = one[OWN_FORM] if OWN_FORM in one else numbered_state(one)
+                optimizer.load_state_dict(saved)
+                if keeps_types:
+                    put_types_back(optimizer, saved)
+            put_inner_states(self.objects, inner)
 
     def states_in(self, state: Any) -> list[Any]:
         """What a state as `state_dict` gives it has for each optimizer. Raises UnfitStateError if it is of others."""

@@ -4,6 +4,8 @@ Form 2 has, besides what form 1 had:
 
     {"form": 2,
      "parameters": [NAME, ..]            the name of each number in "optimizer"; of several optimizers as that has them
+     "groups": [[NAME, ..], ..]          of each optimizer, as the script had built them
+     "inner": [..]                       of optimizers that others keep, see `inventory.inner_optimizers`
      "values": {"": .., NAME: ..}        of the model, and of each module in `extra`: see `inventory.stored_values`
      "attributes": {NAME: ..}            plain ones that the run has changed: they are told, and not set
      "own": {"random": ..}}              a row for each rank that has saved, see `inventory.generators`
@@ -39,8 +41,8 @@ FORM = 2
 #: All that a tree of form 2 may hold.
 PARTS = frozenset(
     {
-        "form", "module", "values", "attributes", "optimizer", "optimizer_steps", "parameters", "scheduler", "sampler",
-        "extra", "step", "epoch", "random", "own",
+        "form", "module", "values", "attributes", "optimizer", "optimizer_steps", "parameters", "groups", "inner",
+        "scheduler", "sampler", "extra", "step", "epoch", "random", "own",
     }
 )  # fmt: skip
 #: Where each rank's own is.
@@ -62,11 +64,13 @@ class StoredForm:
         self._module, self._optimizers, self._own = module, optimizers, own
         self._built: dict[str, Built] = {}
         self._attributes: dict[str, Any] | None = None
+        self._groups: list[list[list[str]]] = []
 
     def look(self) -> None:
         """Take the modules that were not there before as they were built. Before anything is trained."""
         if self._attributes is None:
             self._attributes = attributes_of(self._module)
+            self._groups = self._optimizers.group_names(named_parameters(self._module))
         for name, one in self._modules().items():
             if name not in self._built:
                 self._built[name] = as_built(one, _persistent(one))
@@ -90,6 +94,8 @@ class StoredForm:
             "form": FORM,
             **tree,
             "parameters": self._optimizers.stored_names(tree["optimizer"], parts[_MODEL].parameters),
+            "groups": self._groups,
+            "inner": self._optimizers.inner_states(parts[_MODEL].parameters),
             "values": {
                 name: stored_values(one, parts[name], set(map(plain_name, _state_in(tree, name))), self._built[name])
                 for name, one in modules.items()
@@ -143,9 +149,15 @@ class StoredForm:
             self._optimizers.load_state_dict(tree["optimizer"], keeps_types=keeps_types)
             return
         optimizer = self._optimizers.named_from_stored(tree["optimizer"], tree["parameters"])
-        parameters = named_parameters(self._module)
+        # what the run has changed in groups that are built as they were then comes from the checkpoint
+        may_lose = was_trained or tree["groups"] == self._groups
         self._optimizers.load_named_state(
-            optimizer, parameters, keeps_types=keeps_types, may_lose=was_trained, is_stored=True
+            optimizer,
+            named_parameters(self._module),
+            inner=tree["inner"],
+            keeps_types=keeps_types,
+            may_lose=may_lose,
+            is_stored=True,
         )
 
     def _put_buffers(self, tree: Mapping[str, Any]) -> None:
