@@ -66,6 +66,7 @@ def test_a_run_that_was_killed_as_a_whole_is_restarted_without_waiting_for_orpha
     asked_s = max(event["t"] for event in job.of("asking") if event["t"] > killed_s)
     assert formed[-1]["t"] - asked_s < AT_ONCE_S, "nobody is left to wait for"
     assert "an earlier agent of this host was killed or crashed" in job.output_of(1)
+    assert job.output_of(1).count("round 2: no worker has a state of an earlier round, and there is no checkpoint") == 1
     assert job.wait() == [-signal.SIGKILL, 0], job.output()[-4000:]
     job.check_identity(finishers=2)
 

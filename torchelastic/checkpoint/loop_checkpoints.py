@@ -133,20 +133,35 @@ class LoopCheckpoints(LoopObserver):
             rank: of this worker.
         """
         self._rank = rank
-        manager = self.manager
-        if manager is None:
-            return
-        is_wanted = self._coordinator.nobody_has_progress()
-        if rank == 0:
+        manager, is_wanted = self.manager, self._coordinator.nobody_has_progress()
+        if manager is not None and rank == 0:
             self._take_over(manager)
         if _is_tiered(manager):
-            self._enter_with_all(manager, state, is_wanted)
-        elif rank == 0 and (not self._synced_before if is_wanted is None else is_wanted):
-            loaded = checkpoint_manager.load_latest(manager, state)
-            if loaded is not None:
-                self._schedule.began(self._step)
-                self._was_loaded = True
-            log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
+            is_loaded = self._enter_with_all(manager, state, is_wanted)
+        else:
+            is_loaded = self._enter_with_one(manager, state, is_wanted)
+        if is_wanted and not is_loaded and rank == 0:
+            self._say_what_is_lost()
+
+    def _enter_with_one(self, manager: CheckpointManager | None, state: State, is_wanted: bool | None) -> bool:
+        if manager is None or self._rank != 0 or not (not self._synced_before if is_wanted is None else is_wanted):
+            return False
+        loaded = checkpoint_manager.load_latest(manager, state)
+        if loaded is not None:
+            self._schedule.began(self._step)
+            self._was_loaded = True
+        log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
+        return loaded is not None
+
+    def _say_what_is_lost(self) -> None:
+        """A process that was in no group before leads a later one: whoever was in an earlier one has ended."""
+        peers = self._coordinator.peers()
+        if peers is not None and peers.round_number > 1 and not self._synced_before:
+            log.warning(
+                "round %d: no worker has a state of an earlier round, and there is no checkpoint: the run begins at "
+                "step 0, and what was trained before is lost. A checkpoint manager (docs/checkpoint.md) would keep it",
+                peers.round_number,
+            )
 
     def _take_over(self, manager: CheckpointManager) -> None:
         """A rank 0 of an older group that is only paused must not publish what it was saving."""
@@ -157,10 +172,10 @@ class LoopCheckpoints(LoopObserver):
             except OSError as error:  # the disk may be full, and may have room again when the next save is due
                 log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
 
-    def _enter_with_all(self, manager: TieredCheckpointManager, state: State, is_wanted: bool | None) -> None:
+    def _enter_with_all(self, manager: TieredCheckpointManager, state: State, is_wanted: bool | None) -> bool:
         self._peers = self._coordinator.peers() or Alone()
         if self._peers.world_size == 1 and self._rank != 0:
-            return  # the group is not known: rank 0 does it all
+            return False  # the group is not known: rank 0 does it all
         self._step, source_was_level = self._peers.all_gather([self._step, self._synced_before])[0]
         manager.enter_group(self._peers)
         if is_wanted or (is_wanted is None and not source_was_level):
@@ -168,6 +183,8 @@ class LoopCheckpoints(LoopObserver):
             if restored is not None:
                 self._step = self._durable[_RESTORED] = restored
                 self._schedule.began(restored)
+                return True
+        return False
 
     def in_sync(self, state: State) -> None:
         """From here on all ranks count the same steps."""
