@@ -9,12 +9,13 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchelastic
 from tests.contracts.census import Census, census_of, differences
@@ -175,6 +176,88 @@ def test_nothing_is_told_of_a_script_that_builds_the_same(tmp_path: Path, caplog
     assert not other.layer.norm.training
     assert told_in(caplog) == []
     assert "attributes" not in caplog.text
+
+
+# --- wrappers that are put on and taken off ---------------------------------------------------------------------------
+
+
+class Versioned(torch.nn.Module):
+    """Of its second version: what its first one has saved is doubled as it is loaded."""
+
+    _version = 2
+    table: torch.Tensor
+    hidden: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.ones(3))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}table"] = state[f"{prefix}table"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.norm(self.linear(inputs)) * self.table + self.hidden
+        return outputs
+
+
+def plain(block: Versioned) -> torch.nn.Module:
+    return torch.nn.Sequential(block)
+
+
+def compiled(block: Versioned) -> torch.nn.Module:
+    return cast("torch.nn.Module", torch.compile(torch.nn.Sequential(block), backend="eager"))
+
+
+def with_checkpointing(block: Versioned) -> torch.nn.Module:
+    return torch.nn.Sequential(checkpoint_wrapper(block))
+
+
+WRAPPED = (plain, compiled, with_checkpointing)
+
+
+@pytest.mark.parametrize("loads", WRAPPED)
+@pytest.mark.parametrize("saves", WRAPPED)
+@pytest.mark.parametrize("way", ["file", "tiers"])
+def test_what_is_saved_with_a_wrapper_is_loaded_without_it(saves: Any, loads: Any, way: str, tmp_path: Path) -> None:
+    def made(wrapped: Any) -> tuple[torchelastic.ModelState, Versioned]:
+        block = Versioned()
+        model = wrapped(block)
+        return torchelastic.ModelState(model, torch.optim.Adam(model.parameters(), lr=0.1)), block
+
+    one, block = made(saves)
+    one.sync(1, 0)
+    one.module(torch.randn(4, 3)).sum().backward()
+    one.optimizer.step()
+    one.commit()
+    block.norm.eval()
+    block.linear.bias.requires_grad_(False)
+    block.hidden.add_(5)
+    block.table.add_(1)
+    other, found = made(loads)
+    if way == "file":
+        stream = io.BytesIO()
+        one.save(stream)
+        stream.seek(0)
+        other.load(stream)
+    else:
+        manager = TieredCheckpointManager([DiskTier(tmp_path)], run_id="run")
+        manager.enter_group(Alone())
+        manager.save_step(one, 1, Alone())
+        assert manager.wait(30)
+        assert manager.restore(other, Alone()) == 1
+    assert found.training
+    assert not found.norm.training
+    assert [p.requires_grad for p in found.linear.parameters()] == [True, False]
+    assert found.hidden.tolist() == [5.0] * 3
+    assert found.table.tolist() == [2.0] * 3, "no migration runs on what this version has saved"
+    for here, there in zip(block.parameters(), found.parameters(), strict=True):
+        assert torch.equal(here, there)
+        assert torch.equal(one.optimizer.state[here]["exp_avg"], other.optimizer.state[there]["exp_avg"])
 
 
 # --- random numbers of every rank -------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 def state_of(module: torch.nn.Module) -> Mapping[str, Any]:
     """The module's state under the names of the module that was wrapped; the tensors are not copied."""
     state = module.state_dict()
-    return _renamed(state, {name: plain_name(name) for name in state}) if any(map(is_prefixed, state)) else state
+    # activation checkpointing takes its prefix out of the names, and leaves it in those of the versions
+    is_renamed = any(map(is_prefixed, state)) or any(map(is_prefixed, _versions_in(state) or ()))
+    return _renamed(state, {name: plain_name(name) for name in state}) if is_renamed else state
 
 
 def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -26,9 +28,9 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         UnfitStateError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
     """
-    own = list(module.state_dict())
-    if any(map(is_prefixed, own)) or any(map(is_prefixed, state)):
-        prefixed = {plain_name(name): name for name in [*(name for name, _ in module.named_modules()), *own]}
+    own, modules = list(module.state_dict()), [name for name, _ in module.named_modules()]
+    if any(map(is_prefixed, [*own, *modules])) or any(map(is_prefixed, state)):
+        prefixed = {plain_name(name): name for name in [*modules, *own]}
         state = _renamed(state, {name: prefixed.get(plain_name(name), name) for name in state}, prefixed)
     try:
         module.load_state_dict(state)
@@ -65,6 +67,10 @@ def put_values(module: torch.nn.Module, values: Mapping[str, Any], state: Mappin
     put_buffers(module, values["buffers"], stored=stored, own=state_of(module).keys())
 
 
+def _versions_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return metadata_of(state) if isinstance(state, OrderedDict) else None
+
+
 def _renamed(
     state: Mapping[str, Any], names: Mapping[str, str], modules: Mapping[str, str] | None = None
 ) -> OrderedDict[str, Any]:
@@ -76,7 +82,7 @@ def _renamed(
         modules: those of the modules; None: without prefixes.
     """
     renamed = OrderedDict((names[name], value) for name, value in state.items())
-    versions = metadata_of(state) if isinstance(state, OrderedDict) else None
+    versions = _versions_in(state)
     if versions is not None:
         given = {plain_name(name): version for name, version in versions.items()}
         placed = given if modules is None else {modules[name]: given[name] for name in modules.keys() & given.keys()}
