@@ -1,9 +1,9 @@
 """Small values that are more than dicts, lists and numbers, as such with the name of their class, and back.
 
-Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, `torch.Generator`: what many
-training states hold, and what can be built again without running anything that a checkpoint names. A class of the
-program is looked up among those that are imported already; nothing is imported for it, and neither its `__init__` nor
-its `__new__` is called.
+Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, `torch.Generator`, and what is in
+`plain_objects.py`: what many training states hold, and what can be built again without running anything that a
+checkpoint names. A class of the program is looked up among those that are imported already; nothing is imported for it,
+and neither its `__init__` nor its `__new__` is called.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.plain_objects import PLAIN_KINDS, content_of, made_of_content
 from torchelastic.moved_modules import path_from_files, path_in_files
 
 _NAMESPACES: dict[str, type] = {"argparse": argparse.Namespace, "types": types.SimpleNamespace}
@@ -29,6 +30,11 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
     "posix": pathlib.PurePosixPath,
     "windows": pathlib.PureWindowsPath,
 }
+#: What `Described.about` may call a value by.
+KINDS = (
+    frozenset({"enum", "named tuple", "defaultdict", "counter", "deque", "generator", "namespace", "path"})
+    | PLAIN_KINDS
+)
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 
 
@@ -70,7 +76,8 @@ def described(value: Any) -> Described | None:
     for name, path in _PATHS.items():
         if isinstance(value, path):
             return Described(str(value), {"as": "path", "of": name})
-    return None
+    plain = content_of(value)
+    return None if plain is None else Described(plain.content, {"as": plain.kind})
 
 
 def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
@@ -102,7 +109,7 @@ def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
         return namespace
     if what == "path":
         return _PATHS[about["of"]](content)
-    raise ValueError(f"unknown kind of object {what!r}")
+    return made_of_content(what, content)
 
 
 def _is_known(factory: Any) -> bool:

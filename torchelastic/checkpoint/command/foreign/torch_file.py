@@ -12,6 +12,7 @@ import torch
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError, underlying
 from torchelastic.checkpoint.compat.elastic01.verification import damage_of_torch_file
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained, torch_reason
+from torchelastic.checkpoint.format.described_objects import KINDS
 from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.text import shortlist
 
@@ -19,7 +20,13 @@ _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
 _ZIP = b"PK\x03\x04"
 
 #: Kinds of values that torch.load(weights_only=True) refuses (see `structures.places_of`), as a user knows them.
-_UNLOADABLE = {"frozenset": "a frozenset", "numpy": "a numpy array or number", "pickle": "an object of another type"}
+_UNLOADABLE = {
+    "frozenset": "a frozenset",
+    "numpy": "a numpy array or number",
+    "pickle": "an object of another type",
+    "made_of": "a tensor of a class that is made of others",
+    **{kind: f"no plain value ({kind})" for kind in KINDS if kind != "counter"},
+}
 
 
 def is_one(path: Path) -> bool:
@@ -63,7 +70,7 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
     """Raises CheckpointCommandError if a state holds what `torch.load(weights_only=True)` would refuse."""
     if allow_pickles:
         return
-    unloadable = [f"{place!r} is {_UNLOADABLE[kind]}" for place, kind in places_of(structure, _UNLOADABLE)]
+    unloadable = [f"{place} is {_UNLOADABLE[kind]}" for place, kind in places_of(structure, _UNLOADABLE)]
     if unloadable:
         raise CheckpointCommandError(
             f"torch.load(weights_only=True) could not read this state back: {shortlist(unloadable)}; use "
