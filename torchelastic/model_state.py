@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from torchelastic.checkpoint.format import torch_stream
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import (
     Generators,
@@ -26,7 +27,6 @@ from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, module_state, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
-from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
@@ -132,7 +132,7 @@ class ModelState(WithCompanions, State):
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
-        self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
+        self._tried: list[object] = []  # the kind of content of which it is known whether it can be sent
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
@@ -223,6 +223,7 @@ class ModelState(WithCompanions, State):
         kind = self._kind_of_content()
         if kind != self._tried:
             self._tried = kind
+            self.content_changes += 1
             self._try_to_send()
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
@@ -329,9 +330,11 @@ class ModelState(WithCompanions, State):
         tree = newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
         return {**tree, "draws_alike": self._draws_alike, "drawing": drawing_torch()}
 
-    def _kind_of_content(self) -> list[int]:
+    def _kind_of_content(self) -> list[object]:
         """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
-        kind = [len(self._own.extras.values).bit_length()]  # a name that is new in each step is nothing new
+        values = self._own.extras.values
+        kind: list[object] = [len(values).bit_length()]  # a name that is new in each step is nothing new
+        kind.append(frozenset(map(type, values.values())))
         for optimizer in self._optimizers.objects:
             of_one = next(iter(optimizer.state.values()), ())
             kind += (bool(optimizer.state), len(optimizer.param_groups), len(of_one) if isinstance(of_one, dict) else 0)
@@ -449,16 +452,15 @@ class ModelState(WithCompanions, State):
 
     def save(self, stream: BinaryIO) -> None:
         """Write everything to a file-like object. Raises TypeError for what `load` would refuse."""
-        state = self.state_dict()
-        extra = {f"extra[{name!r}]": value for name, value in state["extra"].items()}
-        check_loadable({name: value for name, value in state.items() if name != "extra"} | extra)
-        torch.save(state, stream)
+        torch_stream.write(self.state_dict(), stream)
 
     def load(self, stream: BinaryIO) -> None:
         """Read what `save` wrote; executes no pickled code."""
-        with torch.serialization.safe_globals(numpy_globals()):
-            tree = torch.load(stream, map_location="cpu", weights_only=True)
-        self.load_state_dict(tree)
+        self.load_state_dict(torch_stream.read(stream))
+
+    def check_savable(self) -> None:
+        """See `State`."""
+        torch_stream.check(self.state_dict())
 
     def _weights(self) -> dict[str, Any]:
         return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}

@@ -351,7 +351,7 @@ def test_a_tensor_that_is_made_of_others_comes_back_as_one_of_its_class() -> Non
 
 
 def test_what_only_the_program_knows_of_a_tensor_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"what __tensor_flatten__ gives of m is a object"):
+    with pytest.raises(TypeError, match=r"what __tensor_flatten__ gives of m is an object"):
         flatten({"m": Wrapper(torch.arange(3), object())})
 
 

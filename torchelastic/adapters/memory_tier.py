@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
+from torchelastic.checkpoint.failures import cause_text
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,
@@ -252,7 +253,7 @@ class StorageTier:
             try:
                 return work()
             except (Exception, CheckpointException) as error:  # DCP's own is no `Exception`
-                raise CheckpointError(f"{failure or call}: {type(error).__name__}: {_cause_text(error)}") from error
+                raise CheckpointError(f"{failure or call}: {type(error).__name__}: {cause_text(error)}") from error
 
         return self.ranks.own_on_all(call, checked)
 
@@ -326,10 +327,4 @@ class _Open:
 
 
 def _log_failure(checkpoint_id: str, error: BaseException) -> None:
-    log.error("the checkpoint %s was not saved, the one before it stays: %s", checkpoint_id, _cause_text(error))
-
-
-def _cause_text(error: BaseException) -> str:
-    """What went wrong, without the stacks of all ranks that DCP's own error has in its text."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    return "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in failures.items()) or str(error)
+    log.error("the checkpoint %s was not saved, the one before it stays: %s", checkpoint_id, cause_text(error))

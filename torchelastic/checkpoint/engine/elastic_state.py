@@ -30,6 +30,9 @@ class ElasticState(Protocol):
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """Which tensors of the tree every rank holds with the same bits."""
 
+    def check_savable(self) -> None:
+        """Raises UnsavableError for content that `save` could not write, or `load` would refuse."""
+
     def save(self, stream: BinaryIO, /) -> object:
         """Writes everything into a stream."""
 

@@ -280,7 +280,8 @@ class _Flattener:
         name = f"{module}{kind.__qualname__}" + (f" of {value.dtype}" if kind is np.ndarray else "")
         pickles = "" if self.allow_pickles is None else ", or pass allow_pickles=True when saving and when loading"
         remedy = f"save plain values and tensors, such as a state_dict(){pickles}"
-        raise TypeError(f"{place_text(path)} is a {name}: {remedy}")
+        article = "an" if name[0] in "aeio" else "a"
+        raise TypeError(f"{place_text(path)} is {article} {name}: {remedy}")
 
     def _described(self, value: Any, path: tuple[str, ...]) -> Plain | None:
         try:

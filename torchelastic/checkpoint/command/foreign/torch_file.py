@@ -14,6 +14,7 @@ from torchelastic.checkpoint.compat.elastic01.verification import damage_of_torc
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained, torch_reason
 from torchelastic.checkpoint.format.described_objects import KINDS
 from torchelastic.checkpoint.format.structures import places_of
+from torchelastic.checkpoint.format.torch_stream import put_together
 from torchelastic.text import shortlist
 
 _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
@@ -56,7 +57,7 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
         file.seek(0)
         is_zip = zipfile.is_zipfile(file)
     try:
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip)
+        return put_together(torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip))
     except pickle.UnpicklingError as error:
         raise CheckpointCommandError(
             f"{path} holds objects that run code when they are read ({torch_reason(error)}): use --allow-pickles if "
