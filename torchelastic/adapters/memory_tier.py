@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 #: How long one save, one load or one agreement may take.
 TIMEOUT_S = 600.0
 #: What saving and loading raise; DCP's own is no `Exception`.
-FAILURES = (CheckpointException, OSError, RuntimeError)
+FAILURES = (CheckpointException, Exception)
 
 
 AnyPath = str | os.PathLike[str] | UserString
@@ -116,6 +116,7 @@ class StorageTier:
         self._open: _Open | None = None
         self._pending: Future[Any] | None = None
         self._pending_id = ""
+        self._is_late = False  # whether it was waited for in vain
 
     def start(self) -> None:
         """Opens the tier, if it is not open; the process group must be there by now if the job has one."""
@@ -135,8 +136,13 @@ class StorageTier:
         Args:
             checkpoint_id: its container.
             tensors: what this rank gives, for the default planner of `torch.distributed.checkpoint`.
+
+        Raises:
+            CheckpointError: the save before is still not through after the time-out.
         """
         opened = self._opened()
+        if self._is_late and self._pending is not None and not self._pending.done():
+            raise CheckpointError(f"{self._pending_id} is still not written, so no other save is begun beside it")
         self.wait()
         options: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
@@ -164,7 +170,9 @@ class StorageTier:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if not wait([pending], self._timeout_s).done:
+        self._is_late = not wait([pending], self._timeout_s).done
+        if self._is_late:
+            self._pending = pending
             raise CheckpointError(
                 f"{self._pending_id} is not written after {self._timeout_s:g} s: a rank hangs or is lost, or the state "
                 "is large and needs a longer timeout_s"

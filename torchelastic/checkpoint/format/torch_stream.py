@@ -11,12 +11,13 @@ import _codecs
 import copy
 import io
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
+from torchelastic.checkpoint.format.places import place_text, token
 from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.errors import UnsavableError
 from torchelastic.torch_internals.tensors import tree_flatten, tree_map_only
@@ -79,6 +80,20 @@ def readable(tree: Any, path: tuple[Any, ...] = ()) -> Any:
         "structure": flat.structure,
         "tensors": {part.name: part.tensor for part in flat.tensors},
     }
+
+
+def unreadable(tree: Any) -> list[str]:
+    """The places of what torch would refuse when it reads it. Raises as `readable`."""
+    return list(_marked(readable(tree)))
+
+
+def _marked(tree: Any) -> Iterator[str]:
+    if type(tree) in (dict, OrderedDict):
+        if MARK in tree:
+            yield place_text([token(key) for key in tree["path"]])
+        else:
+            for value in tree.values():
+                yield from _marked(value)
 
 
 def put_together(tree: Any) -> Any:
