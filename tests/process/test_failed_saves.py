@@ -31,6 +31,7 @@ from torchelastic.checkpoint import (
     TieredCheckpointManager,
 )
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
+from torchelastic.checkpoint.policy import SaveDecision, SaveMoment, SavePolicy
 from torchelastic.errors import UnfitError
 from torchelastic.repeated_failures import is_final
 
@@ -127,17 +128,6 @@ def train(state: Any, manager: CheckpointManager | None, at: Callable[[int], Non
     return torchelastic.train(SavesAlways("gloo"), train_step, state, checkpoint=manager)
 
 
-class Object:
-    """Of the user's, in `extra`; its state cannot be had any more when `error` is set."""
-
-    error: BaseException | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"a": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @pytest.mark.parametrize("name", MANAGERS)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_no_run_ends_by_a_save_whatever_it_raises(
@@ -175,6 +165,32 @@ def test_the_process_ends_where_it_is_to_end_also_while_it_saves(tmp_path: Path)
             pytest.raises(error),
         ):
             train(make_state(1, 0), FileSystemCheckpointManager(tmp_path))
+
+
+class Late(SavePolicy):
+    """Of a user's, that fails after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def decide(self, moment: SaveMoment) -> SaveDecision:
+        return SaveDecision(bool(1 // max(0, self.steps - moment.step + 1)), "as it says")
+
+
+def test_a_policy_that_fails_late_ends_no_run_and_one_that_always_fails_no_long_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with patch.object(SavesAlways, "should_save_checkpoint", lambda _: False):
+        steps: list[int] = []
+        with pytest.raises(ZeroDivisionError):
+            train(make_state(1, 0), TieredCheckpointManager([DiskTier(tmp_path)], policy=Late(0)), steps.append)
+        assert steps == [0]
+        manager = TieredCheckpointManager([DiskTier(tmp_path)], policy=Late(3))
+        assert train(make_state(1, 0), manager).step == LAST
+    (told,) = errors_in(caplog)[-1:]
+    assert told.startswith("asking the policy when to save failed; training goes on: ZeroDivisionError")
+    assert len(manager.failures) == LAST - 3
+    assert [one.sequence_id for one in manager.list_checkpoints()] == [3]
 
 
 def test_a_failure_that_comes_back_after_a_save_that_succeeded_is_said_again(
@@ -233,7 +249,7 @@ def test_content_that_comes_later_is_named_in_the_step_that_brings_it_and_traini
     with patch.object(SavesAlways, "should_save_checkpoint", lambda _: state.step in (2, 6)):
         train(state, manager, at)
     (told,) = errors_in(caplog)
-    assert told.startswith("step 4: from now on no checkpoint can be taken of this state; training goes on")
+    assert told.startswith("step 4: no checkpoint can be taken of this state; training goes on")
     assert "extra['seed'] is an ipaddress.IPv4Address" in told
     assert (len(failed), len(manager.failures)) == (1, 1)
     assert [one.sequence_id for one in manager.list_checkpoints()] == [2]
@@ -246,25 +262,6 @@ def test_pickles_are_no_content_that_is_refused_where_they_are_allowed(tmp_path:
     again = make_state(2, 0)
     train(again, TieredCheckpointManager([DiskTier(tmp_path)], allow_pickles=True))
     assert again.extra["address"] == IPv4Address(1)
-
-
-def test_a_state_of_the_users_own_that_cannot_be_tried_yet_is_trained(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = make_state(1, 0)
-    state.extra["late"] = Late(state)
-    assert train(state, TieredCheckpointManager([DiskTier(tmp_path)], policy=EverySteps(2))).step == LAST
-    assert not errors_in(caplog)
-
-
-class Late(Object):
-    """Has no state before the first step."""
-
-    def __init__(self, state: torchelastic.ModelState) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": vars(self)["state"].step}
 
 
 class Snapshots(torchelastic.State):
@@ -310,6 +307,25 @@ def test_who_loads_by_a_method_of_their_own_saves_whatever_that_reads(tmp_path: 
     resumed = Unpickling(None)
     count_to(3, resumed, FileSystemCheckpointManager(tmp_path))
     assert resumed.content == {"address": IPv4Address(1)}
+
+
+class Unready(Snapshots):
+    """Has no tree before its first step."""
+
+    def checkpoint_tree(self) -> Any:
+        if self.step == 0:
+            raise AttributeError("there is no loss yet")
+        return {"step": self.step}
+
+
+def test_a_state_of_the_users_own_that_cannot_be_tried_yet_is_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = TieredCheckpointManager([DiskTier(tmp_path)])
+    count_to(3, Unready(None), manager)
+    assert not errors_in(caplog)
+    assert "it is not known whether this state can be saved, since trying failed: AttributeError" in caplog.text
+    assert len(manager.list_checkpoints()) == 3
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -213,7 +213,9 @@ class LoopCheckpoints(LoopObserver):
                     f"no checkpoint could be taken of this state, so the run ends before it has trained: {error}; or "
                     "give train() no checkpoint manager"
                 ) from error
-            then = ": from now on no checkpoint can be taken of this state; training goes on, the one before stays"
+            then = (
+                ": no checkpoint can be taken of this state; training goes on, the checkpoint before stays the latest"
+            )
             self._failures_of(manager).say(f"step {self._step}", error, then=then)
         except Exception as error:  # noqa: BLE001 - of the user's own code
             log.warning(
@@ -244,10 +246,10 @@ class LoopCheckpoints(LoopObserver):
         if state.content_changes != self._tried_content:
             self._tried_content = state.content_changes
             self._try_content(state)
-        self._begins = False
         wanted = self._coordinator.should_save_checkpoint() or state.should_save_checkpoint(self._rank)
         leaves = self._coordinator.somebody_leaves()
         decision = self._decide(manager, wanted=wanted, leaves=leaves) if self._rank == 0 else _NOT_ASKED
+        self._begins = False
         if on_trial and self._rank == 0:
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
@@ -314,13 +316,19 @@ class LoopCheckpoints(LoopObserver):
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
         tiered = manager if _is_tiered(manager) else None
-        return self._schedule.decide(
-            self._step,
-            wanted=wanted,
-            saving=tiered is not None and tiered.is_saving,
-            is_full=tiered is not None and tiered.is_full,
-            stop_requested=leaves,
-        )
+        try:
+            return self._schedule.decide(
+                self._step,
+                wanted=wanted,
+                saving=tiered is not None and tiered.is_saving,
+                is_full=tiered is not None and tiered.is_full,
+                stop_requested=leaves,
+            )
+        except Exception as error:
+            if self._begins:  # a policy of the user's that cannot be asked at all
+                raise
+            self._failures_of(manager).add("asking the policy when to save", error)
+            return SaveDecision(False, "the policy has failed")
 
     def _rank_0_says(self, is_due: bool) -> bool:
         """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
