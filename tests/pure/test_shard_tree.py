@@ -8,6 +8,7 @@ import decimal
 import enum
 import json
 import math
+import random
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -383,6 +384,16 @@ def test_a_generator_of_random_numbers_comes_back_where_it_was() -> None:
     torch.rand(5, generator=generator)
     (found,) = stored([generator])
     assert torch.equal(torch.rand(4, generator=found), torch.rand(4, generator=generator))
+
+
+@pytest.mark.parametrize("bits", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_generators_of_numpy_and_python_go_on_where_they_were(bits: Any) -> None:
+    by_numpy, by_python = np.random.Generator(bits(3)), random.Random(3)
+    by_numpy.standard_normal(5)
+    by_python.gauss()  # draws one ahead
+    numpy_again, python_again = stored((by_numpy, by_python))
+    assert numpy_again.random(9).tolist() == by_numpy.random(9).tolist()
+    assert [python_again.gauss() for _ in range(3)] == [by_python.gauss() for _ in range(3)]
 
 
 def test_small_objects_may_be_keys() -> None:

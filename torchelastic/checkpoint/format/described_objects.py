@@ -1,9 +1,9 @@
 """Small values that are more than dicts, lists and numbers, as such with the name of their class, and back.
 
-Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, `torch.Generator`, and what is in
-`plain_objects.py`: what many training states hold, and what can be built again without running anything that a
-checkpoint names. A class of the program is looked up among those that are imported already; nothing is imported for it,
-and neither its `__init__` nor its `__new__` is called.
+Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, generators of random numbers, and
+what is in `plain_objects.py`: what many training states hold, and what can be built again without running anything
+that a checkpoint names. A class of the program is looked up among those that are imported already; nothing is imported
+for it, and neither its `__init__` nor its `__new__` is called.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import argparse
 import collections
 import enum
 import pathlib
+import random
 import sys
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
@@ -31,10 +33,14 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
     "windows": pathlib.PureWindowsPath,
 }
 #: What `Described.about` may call a value by.
-KINDS = (
-    frozenset({"enum", "named tuple", "defaultdict", "counter", "deque", "generator", "namespace", "path"})
-    | PLAIN_KINDS
-)
+KINDS = PLAIN_KINDS | {
+    *("enum", "named tuple", "defaultdict", "counter", "deque", "namespace", "path"),
+    *("generator", "numpy generator", "python generator"),
+}
+_BIT_GENERATORS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 
 
@@ -70,6 +76,10 @@ def described(value: Any) -> Described | None:
         return Described(list(value), {"as": "deque", "longest": value.maxlen})
     if kind is torch.Generator:
         return Described(value.get_state(), {"as": "generator", "device": str(value.device)})
+    if kind is np.random.Generator and type(value.bit_generator).__name__ in _BIT_GENERATORS:
+        return Described(value.bit_generator.state, {"as": "numpy generator"})
+    if kind is random.Random:
+        return Described(value.getstate(), {"as": "python generator"})
     for name, namespace in _NAMESPACES.items():
         if kind is namespace:
             return Described(dict(vars(value)), {"as": "namespace", "of": name})
@@ -103,6 +113,14 @@ def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
         return collections.deque(content, about["longest"])
     if what == "generator":
         return torch.Generator(about["device"]).set_state(content.cpu())
+    if what == "numpy generator":
+        bits = _BIT_GENERATORS[content["bit_generator"]]()
+        bits.state = content
+        return np.random.Generator(bits)
+    if what == "python generator":
+        made = random.Random()
+        made.setstate(content)
+        return made
     if what == "namespace":
         namespace = _NAMESPACES[about["of"]]()
         vars(namespace).update({str(name): item for name, item in content.items()})
