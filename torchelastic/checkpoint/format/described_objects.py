@@ -12,16 +12,13 @@ import argparse
 import collections
 import enum
 import pathlib
-import random
 import sys
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.generators import GENERATOR_KINDS, content_of_generator, made_generator
 from torchelastic.checkpoint.format.plain_objects import PLAIN_KINDS, content_of, made_of_content
 from torchelastic.moved_modules import path_from_files, path_in_files
 
@@ -33,14 +30,8 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
     "windows": pathlib.PureWindowsPath,
 }
 #: What `Described.about` may call a value by.
-KINDS = PLAIN_KINDS | {
-    *("enum", "named tuple", "defaultdict", "counter", "deque", "namespace", "path"),
-    *("generator", "numpy generator", "python generator"),
-}
-_BIT_GENERATORS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
-}
+KINDS = frozenset({"enum", "named tuple", "defaultdict", "counter", "deque", "namespace", "path"})
+KINDS |= PLAIN_KINDS | GENERATOR_KINDS
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 
 
@@ -74,18 +65,15 @@ def described(value: Any) -> Described | None:
         return Described(dict(value), {"as": "counter"})
     if kind is collections.deque:
         return Described(list(value), {"as": "deque", "longest": value.maxlen})
-    if kind is torch.Generator:
-        return Described(value.get_state(), {"as": "generator", "device": str(value.device)})
-    if kind is np.random.Generator and type(value.bit_generator).__name__ in _BIT_GENERATORS:
-        return Described(value.bit_generator.state, {"as": "numpy generator"})
-    if kind is random.Random:
-        return Described(value.getstate(), {"as": "python generator"})
     for name, namespace in _NAMESPACES.items():
         if kind is namespace:
             return Described(dict(vars(value)), {"as": "namespace", "of": name})
     for name, path in _PATHS.items():
         if isinstance(value, path):
             return Described(str(value), {"as": "path", "of": name})
+    generator = content_of_generator(value)
+    if generator is not None:
+        return Described(*generator)
     plain = content_of(value)
     return None if plain is None else Described(plain.content, {"as": plain.kind})
 
@@ -111,16 +99,8 @@ def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
         return collections.Counter(content)
     if what == "deque":
         return collections.deque(content, about["longest"])
-    if what == "generator":
-        return torch.Generator(about["device"]).set_state(content.cpu())
-    if what == "numpy generator":
-        bits = _BIT_GENERATORS[content["bit_generator"]]()
-        bits.state = content
-        return np.random.Generator(bits)
-    if what == "python generator":
-        made = random.Random()
-        made.setstate(content)
-        return made
+    if what in GENERATOR_KINDS:
+        return made_generator(content, about)
     if what == "namespace":
         namespace = _NAMESPACES[about["of"]]()
         vars(namespace).update({str(name): item for name, item in content.items()})
