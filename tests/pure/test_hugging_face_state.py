@@ -205,11 +205,11 @@ class Colour(enum.Enum):
     ids=str,
 )
 def test_what_a_trainer_has_logged_is_what_json_has_for_it(value: Any, in_json: Any) -> None:
-    left_out: list[tuple[str, Any]] = []
-    found = json_like({"log_history": [{"x": value}]}, lambda *what: left_out.append(what))
+    skipped: list[tuple[str, Any]] = []
+    found = json_like({"log_history": [{"x": value}]}, lambda *what: skipped.append(what))
     assert json.loads(json.dumps(found, sort_keys=True)) == {"log_history": [{"x": in_json}]}
-    assert all(place.startswith("log_history[0]['x'][") for place, _ in left_out)
-    assert any(isinstance(one, Chart) for _, one in left_out) is ("Chart" in str(value))
+    assert all(place.startswith("log_history[0]['x'][") for place, _ in skipped)
+    assert any(isinstance(one, Chart) for _, one in skipped) is ("Chart" in str(value))
 
 
 def test_no_text_or_number_is_another_one_in_json() -> None:

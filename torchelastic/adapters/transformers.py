@@ -120,7 +120,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         self._materialised: Path | None = None
         self._newest: int | None = None
         self._is_due = False
-        self._left_out: set[str] = set()
+        self._skipped: set[str] = set()
         self.failures = Failures()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
@@ -321,13 +321,13 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         trainer = None if self._trainer is None else self._trainer()
         if trainer is not None:
             stored["stateful_callbacks"] = _exported([*trainer.callback_handler.callbacks, control])
-        found: dict[str, Any] = json_like(stored, self._say_left_out)
+        found: dict[str, Any] = json_like(stored, self._say_skipped)
         return found
 
-    def _say_left_out(self, place: str, value: Any) -> None:
+    def _say_skipped(self, place: str, value: Any) -> None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        if kind not in self._left_out:
-            self._left_out.add(kind)
+        if kind not in self._skipped:
+            self._skipped.add(kind)
             log.warning(
                 "%s of the Trainer's state is a %s, which its file of JSON cannot hold: not saved, here and wherever "
                 "there is such a value; log numbers and texts", place, kind,

@@ -39,34 +39,34 @@ def mapped(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
     return leaf(value)
 
 
-def json_like(value: Any, left_out: Callable[[str, Any], None], path: tuple[str, ...] = ()) -> Any:
+def json_like(value: Any, skip: Callable[[str, Any], None], path: tuple[str, ...] = ()) -> Any:
     """A copy of nested values of any kind as JSON has them: numbers of numpy and of tensors, texts for dates and paths.
 
     Args:
         value: plain values, numpy's, tensors, and containers of them.
-        left_out: called with the place and the value of what JSON has nothing for; it is not in the copy.
+        skip: called with the place and the value of what JSON has nothing for; it is not in the copy.
         path: of the value, by `places.token`.
     """
-    found = _json_like(value, left_out, path)
+    found = _json_like(value, skip, path)
     return None if found is _NOTHING else found
 
 
-def _json_like(value: Any, left_out: Callable[[str, Any], None], path: tuple[str, ...]) -> Any:
+def _json_like(value: Any, skip: Callable[[str, Any], None], path: tuple[str, ...]) -> Any:
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        pairs = [(_json_key(key), _json_like(item, left_out, (*path, token(key)))) for key, item in value.items()]
+        pairs = [(_json_key(key), _json_like(item, skip, (*path, token(key)))) for key, item in value.items()]
         return {key: item for key, item in pairs if item is not _NOTHING}
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
         in_order = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return [json_like(item, left_out, (*path, str(place))) for place, item in enumerate(in_order)]
+        return [json_like(item, skip, (*path, str(place))) for place, item in enumerate(in_order)]
     simpler = _simpler(value)
     if simpler is _NOTHING:
-        left_out(place_text(path), value)
+        skip(place_text(path), value)
         return _NOTHING
-    return _json_like(simpler, left_out, path)
+    return _json_like(simpler, skip, path)
 
 
 def _simpler(value: Any) -> Any:
