@@ -132,7 +132,8 @@ class ModelState(WithCompanions, State):
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._built_with: dict[str, Any] | None = None  # the model's attributes at the first sync
-        self._tried: list[object] = []  # the kind of content of which it is known whether it can be sent
+        self._types_of_extra: set[type] = set()
+        self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
@@ -330,11 +331,12 @@ class ModelState(WithCompanions, State):
         tree = newcomers.sent(self.module, self._own, self._trained, self._built_with or {})
         return {**tree, "draws_alike": self._draws_alike, "drawing": drawing_torch()}
 
-    def _kind_of_content(self) -> list[object]:
+    def _kind_of_content(self) -> list[int]:
         """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
         values = self._own.extras.values
-        kind: list[object] = [len(values).bit_length()]  # a name that is new in each step is nothing new
-        kind.append(frozenset(map(type, values.values())))
+        self._types_of_extra.update(map(type, values.values()))
+        # a name that is new in each step is nothing new, and neither is a value that is of one type now and then
+        kind = [len(values).bit_length(), len(self._types_of_extra)]
         for optimizer in self._optimizers.objects:
             of_one = next(iter(optimizer.state.values()), ())
             kind += (bool(optimizer.state), len(optimizer.param_groups), len(of_one) if isinstance(of_one, dict) else 0)

@@ -368,6 +368,24 @@ def test_the_others_go_on_where_one_rank_cannot_save(crew: Crew, tmp_path: Path,
         assert "rank 1: " in failure
 
 
+def test_a_tier_that_raises_no_exception_costs_that_save_alone(tmp_path: Path) -> None:
+    class Broken(DiskTier):
+        calls = 0
+
+        def put(self, shard: Any) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                raise ERRORS["no exception"]()
+            return super().put(shard)
+
+    manager = TieredCheckpointManager([Broken(tmp_path)], policy=EverySteps(2))
+    train(make_state(1, 0), manager)
+    assert [one.sequence_id for one in manager.list_checkpoints()][:2] == [6, 5]
+    (failure,) = manager.failures
+    assert "in the disk tier: CheckpointException" in failure
+    manager.close()
+
+
 def test_a_state_without_a_tree_fails_on_the_rank_that_saves_it(tmp_path: Path) -> None:
     manager, state, world = TieredCheckpointManager([DiskTier(tmp_path)]), Plain(b"x"), World()
     checkpoints = LoopCheckpoints(world, manager)

@@ -310,6 +310,16 @@ def test_plain_values_that_torch_would_not_load_come_back_and_the_rest_is_read_b
         assert torch.equal(found.module.state_dict()[name], weight)
 
 
+def test_what_was_written_before_there_were_such_values_is_read() -> None:
+    stream, state = io.BytesIO(), make_state(extra={"mine": np.float32(1.5)})
+    torch.save(state.state_dict(), stream)
+    stream.seek(0)
+    found = make_state(extra={"mine": None})
+    found.load(stream)
+    assert found.extra == {"mine": np.float32(1.5)}
+    assert torch.equal(found.module.state_dict()["0.weight"], state.module.state_dict()["0.weight"])
+
+
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved() -> None:
     stream = io.BytesIO()
     with pytest.raises(TypeError, match=r"^extra\['mine'\]\[0\] is an object: save plain values") as refused:
