@@ -23,6 +23,10 @@ class UnfitStateError(UnfitError, ValueError):
     """The same, of a state that is to be loaded: it is of another model, or of other optimizers."""
 
 
+class UnsavableError(UnfitError, TypeError):
+    """A state holds what no checkpoint can: names it."""
+
+
 class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
     """For user code: undo this step on every worker and try it again."""
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
+from torchelastic.checkpoint.format import torch_stream
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import (
     Generators,
@@ -28,7 +29,6 @@ from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
-from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
@@ -137,6 +137,7 @@ class ModelState(WithCompanions, State):
         self._stored = StoredForm(model, self._optimizers, self._own)
         self._random_rows: torch.Tensor | None = None  # of a checkpoint that was loaded, until the next sync gives them
         self._has_told_of_gradients = False
+        self._types_of_extra: set[type] = set()
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, Generators] | None = None
@@ -228,6 +229,7 @@ class ModelState(WithCompanions, State):
         kind = self._kind_of_content()
         if kind != self._tried:
             self._tried = kind
+            self.content_changes += 1
             self._try_to_send()
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
@@ -338,7 +340,10 @@ class ModelState(WithCompanions, State):
 
     def _kind_of_content(self) -> list[int]:
         """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
-        kind = [len(self._own.extras.values).bit_length()]  # a name that is new in each step is nothing new
+        values = self._own.extras.values
+        self._types_of_extra.update(map(type, values.values()))
+        # a name that is new in each step is nothing new, and neither is a value that is of one type now and then
+        kind = [len(values).bit_length(), len(self._types_of_extra)]
         for optimizer in self._optimizers.objects:
             of_one = next(iter(optimizer.state.values()), ())
             kind += (bool(optimizer.state), len(optimizer.param_groups), len(of_one) if isinstance(of_one, dict) else 0)
@@ -437,7 +442,10 @@ class ModelState(WithCompanions, State):
     def load_state_dict(self, tree: dict[str, Any], *, with_random: bool = True) -> None:
         """The inverse of `state_dict`; raises what the parts raise if it does not fit them."""
         was_trained = self._status is not StateStatus.INITIAL
-        self._random_rows = self._stored.load(tree, self._trained, with_random=with_random, was_trained=was_trained)
+        is_all_known = type(self).load_state_dict is ModelState.load_state_dict
+        self._random_rows = self._stored.load(
+            tree, self._trained, with_random=with_random, was_trained=was_trained, is_all_known=is_all_known
+        )
         if self._random_rows is not None:
             self._draws_alike = rows_draw_alike(self._random_rows)
         self._status = StateStatus.COMPLETE
@@ -452,7 +460,8 @@ class ModelState(WithCompanions, State):
                 "resumes begins without them. Accumulate within a step (docs/state.md), or save where none are kept",
                 self.step,
             )  # fmt: skip
-        return self._stored.tree(self._trained)
+        tree = self.state_dict()
+        return {**tree, **self._stored.beside(tree)}
 
     def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
         """Set the whole state from what was saved, in any form."""
@@ -469,16 +478,15 @@ class ModelState(WithCompanions, State):
 
     def save(self, stream: BinaryIO) -> None:
         """Write everything to a file-like object. Raises TypeError for what `load` would refuse."""
-        state = self.checkpoint_tree()
-        extra = {f"extra[{name!r}]": value for name, value in state["extra"].items()}
-        check_loadable({name: value for name, value in state.items() if name != "extra"} | extra)
-        torch.save(state, stream)
+        torch_stream.write(self.checkpoint_tree(), stream)
 
     def load(self, stream: BinaryIO) -> None:
         """Read what `save` wrote; executes no pickled code."""
-        with torch.serialization.safe_globals(numpy_globals()):
-            tree = torch.load(stream, map_location="cpu", weights_only=True)
-        self.load_state_dict(tree)
+        self.load_state_dict(torch_stream.read(stream))
+
+    def check_savable(self) -> None:
+        """See `State`."""
+        torch_stream.check(self.checkpoint_tree())
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -95,20 +95,47 @@ class State(ABC):
             raise NotImplementedError(f"{type(self).__name__}.snapshot() returns a value: write apply(snapshot) too")
 
     def save(self, stream: BinaryIO) -> None:
-        """Write the state to a file-like object; on rank 0 only. The default writes what `snapshot` returns."""
+        """Write the state to a file-like object; on rank 0 only. The default writes what `snapshot` returns.
+
+        Raises:
+            TypeError: the default `load` would refuse it; names what it is.
+        """
         import torch
 
-        torch.save(self.snapshot(), stream)
+        from torchelastic.checkpoint.format import torch_stream
+
+        if type(self).load is State.load:
+            torch_stream.write(self.snapshot(), stream)
+        else:
+            torch.save(self.snapshot(), stream)
 
     def load(self, stream: BinaryIO) -> None:
         """The inverse of `save`; on rank 0 only, when nobody in the group has progress.
 
-        The default executes no pickled code: a snapshot of other things than tensors and plain Python values is
-        refused by torch (`weights_only`); write your own pair for those.
+        The default executes no pickled code: a snapshot of other things than tensors and plain values is refused when
+        it is saved; write your own pair for those.
         """
-        import torch
+        from torchelastic.checkpoint.format import torch_stream
 
-        self.apply(torch.load(stream, map_location="cpu", weights_only=True))
+        self.apply(torch_stream.read(stream))
+
+    #: Goes up when the state has got content of a new kind: then it is tried again whether that can be saved.
+    content_changes: int = 0
+
+    def check_savable(self) -> None:
+        """Find content that `save` could not write or `load` would refuse, without writing anything.
+
+        Called on every rank when a run begins with a checkpoint manager, after its first step, and when
+        `content_changes` has gone up; not where a `TieredCheckpointManager` has the `checkpoint_tree`. The default
+        tries what `snapshot` returns, and nothing where `save` or `load` is your own.
+
+        Raises:
+            UnsavableError: there is such content; names it.
+        """
+        if type(self).save is State.save and type(self).load is State.load:
+            from torchelastic.checkpoint.format import torch_stream
+
+            torch_stream.check(self.snapshot())
 
     def checkpoint_tree(self) -> Any:
         """The whole state as plain values and tensors (not copied), for a `TieredCheckpointManager`.

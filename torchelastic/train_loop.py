@@ -90,6 +90,8 @@ def train(
             script.
         RuntimeError: of the step or the state, the third time that the same one came at one step; or too many failures
             in a row, the last one being the cause.
+        UnsavableError: (of `torchelastic.errors`: a NonRetryableException, a TypeError) there is a checkpoint manager,
+            and the state holds what no checkpoint can, at the start or after the first step of the run.
         TypeError: `coordinator` is a class, `state` is no State, a hook or `train_step` cannot be called as it is
             written, `lifetime` is none, or the step returned something else.
         ValueError: an environment variable that should hold a deadline holds something else.

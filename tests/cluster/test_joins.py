@@ -238,7 +238,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         # https://github.com/horovod/horovod/issues/2995: whatever is raised in the sync with a newcomer
         "next(iter(optimizer.state.values()), {})['decay'] = lambda step: 0.9",
         {},
-        "the value at 'optimizer/state/0.weight/decay' cannot be pickled",
+        "optimizer['state']['0.weight']['decay'] cannot be pickled",
     ),
 }
 #: What all workers of the group run into.

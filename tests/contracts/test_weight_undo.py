@@ -12,7 +12,9 @@ from torch import nn
 
 import torchelastic
 from tests.contracts.census import census_of, differences
+from tests.contracts.coded_momentum import Coded, CodedMomentum
 from tests.contracts.training_states import world
+from torchelastic.inventory.copies import CopyMemory
 from torchelastic.inventory.weights import WeightCopier
 from torchelastic.model import undo_choice
 from torchelastic.model.undo_choice import MEASURED_STEPS, WARM_UP_STEPS
@@ -174,6 +176,44 @@ def test_weights_that_were_exchanged_for_averages_do_not_take_these_along(moves:
     one.state.apply(snapshot)
     assert differences(before, census_of(**one.roots)) == {}
     assert all(map(torch.equal, averages, expected))
+
+
+def test_what_a_tensor_is_made_of_is_put_back_whatever_its_class_does_with_a_copy() -> None:
+    model = nn.Linear(4, 2)
+    optimizer, copier, inputs = CodedMomentum(model.parameters()), WeightCopier(), torch.arange(4.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    def bits() -> list[list[Any]]:
+        momenta = [optimizer.state[parameter]["momentum"] for parameter in model.parameters()]
+        return [[type(one), one.codes.tolist(), one.worth.item()] for one in momenta]
+
+    step()
+    for exchanged in (False, False, True):  # the second copy is made in the memory of the first
+        before, copies = bits(), copier.copy(model.parameters(), [optimizer])
+        step()
+        assert bits() != before
+        if exchanged:
+            optimizer.state[model.weight]["momentum"].codes = torch.zeros(2, 4, dtype=torch.int8)
+        copies.put()
+        assert bits() == before
+        del copies
+        step()
+
+
+def test_a_copy_of_a_tensor_that_is_made_of_others_is_one_of_its_class() -> None:
+    memory, state = CopyMemory(), Coded(torch.zeros(3, dtype=torch.int8), torch.zeros(()), has_sign=True)
+    memory.of([state])
+    state.codes.fill_(1)
+    state.worth.fill_(1)
+    copies = memory.of([state])
+    state.encode(torch.zeros(3))
+    kept = copies.by_tensor()[id(state)]
+    assert isinstance(kept, Coded)
+    assert (kept.codes.tolist(), kept.worth.item(), kept.has_sign) == ([1] * 3, 1.0, True)
 
 
 def test_copies_that_are_held_are_not_overwritten_by_later_ones() -> None:

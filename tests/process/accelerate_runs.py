@@ -189,8 +189,8 @@ def offered(base: str) -> list[list[str]]:
         "replicated/b": torch.zeros(8),
         f"rank-{tier.ranks.rank}/x": torch.zeros(1),
     }
-    save_step(tier, 1, equal)
-    save_step(tier, 2, {**equal, "replicated/c": torch.zeros(1)} if tier.ranks.rank == 1 else equal)
+    save_step(tier, 1, lambda: equal)
+    save_step(tier, 2, lambda: {**equal, "replicated/c": torch.zeros(1)} if tier.ranks.rank == 1 else equal)
     tier.close()
     return given
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
 from tests.process.log_ears import heard
+from torchelastic.adapters.hugging_face.rank_state import rng_state
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
 
 STEPS = 12
@@ -43,6 +45,8 @@ class Run:
             when the last epoch has ended.
         batch_norm: a model with buffers that differ from rank to rank, in place of one with tied weights.
         stop_at: the step at which something asks the Trainer to stop.
+        logged: what a callback adds to the Trainer's history in step 3.
+        fails_at: the steps whose save rank 0 or 1 cannot make: a step and a rank.
         knows_trainer: whether the callback is told which Trainer it is that resumes.
         arguments: of the Trainer.
     """
@@ -53,6 +57,8 @@ class Run:
     kill_at: int | None = None
     batch_norm: bool = False
     stop_at: int | None = None
+    logged: Mapping[Any, Any] = field(default_factory=dict)
+    fails_at: tuple[tuple[int, int], ...] = ()
     knows_trainer: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -68,6 +74,8 @@ class Outcome:
         counted: the steps that a callback has counted which is restored from the checkpoint.
         was_tidy: whether the folder it was given was gone after the first step, if it was made from memory.
         warnings: of this library.
+        failures: of saves.
+        history: what was logged in step 3.
     """
 
     resumed_from: str | None
@@ -76,6 +84,8 @@ class Outcome:
     counted: int
     was_tidy: bool
     warnings: tuple[str, ...]
+    failures: tuple[str, ...] = ()
+    history: tuple[Mapping[str, Any], ...] = ()
 
 
 class Normed(torch.nn.Module):
@@ -125,6 +135,8 @@ class Events(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.run.stop_at:
             control.should_training_stop = True
+        if state.global_step == 3 and self.run.logged:
+            state.log_history.append({**self.run.logged, "step": 3})
 
 
 class Counting(TrainerCallback, ExportableState):  # type: ignore[misc, unused-ignore]
@@ -195,7 +207,8 @@ def train(run: Run) -> Outcome:
     with heard() as warnings:
         path = memory.resume_from_checkpoint(trainer if run.knows_trainer else None) if memory else None
         events.path = path
-        trainer.train(resume_from_checkpoint=path)
+        with patch("torchelastic.adapters.transformers.rng_state", lambda: random_numbers(run, trainer)):
+            trainer.train(resume_from_checkpoint=path)
     (counting,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Counting))
     return Outcome(
         path,
@@ -204,7 +217,16 @@ def train(run: Run) -> Outcome:
         counting.count,
         events.was_tidy,
         tuple(warnings),
+        () if memory is None else tuple(memory.failures),
+        tuple(entry for entry in trainer.state.log_history if entry["step"] == 3 and "loss" not in entry),
     )
+
+
+def random_numbers(run: Run, trainer: Trainer) -> Any:
+    """As it is, where a save does not fail."""
+    if (trainer.state.global_step, dist.get_rank() if dist.is_initialized() else 0) in run.fails_at:
+        raise KeyError("no random numbers")
+    return rng_state()
 
 
 def look(run: Run) -> tuple[str | None, dict[str, Any]]:

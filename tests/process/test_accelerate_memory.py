@@ -107,4 +107,4 @@ def test_another_number_of_models_is_named(base: str) -> None:
 
 def test_what_cannot_be_saved_is_named(base: str) -> None:
     (said,) = values(start(save_what_cannot_be_saved, Run(base)))
-    assert "extra/logger" in said
+    assert "extra['logger']" in said

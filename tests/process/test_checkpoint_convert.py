@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def test_a_stream_of_the_manager_is_a_source_after_its_digest_was_compared(tmp_p
 def test_what_a_target_cannot_hold_is_named_with_the_remedy(tmp_path: Path, capsys: Capture) -> None:
     cases: list[tuple[str, Any, list[str]]] = [
         ("safetensors", {"n": {"z": torch.ones(1, dtype=torch.complex128)}}, ["complex128", "'n/z'", "--to torch"]),
-        ("torch", {"n": [frozenset({1})], "a": np.ones(2)}, ["'n/0' is a frozenset", "numpy", "--to shard"]),
+        ("torch", {"n": [frozenset({1})], "a": np.ones(2)}, ["n[0] is a frozenset", "numpy", "--to shard"]),
+        ("torch", {"d": [1, datetime.date(2026, 1, 2)]}, ["d[1] is no plain value (date)", "--to shard"]),
         ("dcp", [torch.ones(1)], ["list", "--to torch"]),
         ("dcp", {"s": torch.eye(2).to_sparse()}, ["sparse", "(s)", "--to torch"]),
         ("dcp", {"a": {"b.c": 1}, "a.b": {"c": 2}}, ["a.b.c", "--to torch"]),

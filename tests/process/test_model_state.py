@@ -7,6 +7,7 @@ import datetime
 import io
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -290,11 +291,40 @@ def test_complex_parameters_are_refused_where_their_gradients_would_be_kept(salv
         torchelastic.ModelState(model, optimizer, sampler=torchelastic.ElasticBatchSampler(8, 4), salvage=salvage)
 
 
-@pytest.mark.parametrize("value", [datetime.date(2026, 1, 2), collections.deque([1]), [{"deep": frozenset([1])}]])
-def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(value: Any) -> None:
+PLAIN = [datetime.date(2026, 1, 2), collections.deque([1]), [{"deep": frozenset([1])}], {(1, 2): Path("/x")}]
+
+
+@pytest.mark.parametrize("value", PLAIN)
+def test_plain_values_that_torch_would_not_load_come_back_and_the_rest_is_read_by_torch_alone(value: Any) -> None:
+    stream, state = io.BytesIO(), make_state(extra={"fine": 1, "mine": value})
+    state.save(stream)
+    stream.seek(0)
+    found = make_state(extra={"mine": None})
+    found.load(stream)
+    assert (found.extra["mine"], found.extra["fine"]) == (value, 1)
+    stream.seek(0)
+    by_torch = torch.load(stream, weights_only=True)
+    assert by_torch["extra"]["fine"] == 1
+    for name, weight in state.module.state_dict().items():
+        assert torch.equal(by_torch["module"][name], weight)
+        assert torch.equal(found.module.state_dict()[name], weight)
+
+
+def test_what_was_written_before_there_were_such_values_is_read() -> None:
+    stream, state = io.BytesIO(), make_state(extra={"mine": np.float32(1.5)})
+    torch.save(state.state_dict(), stream)
+    stream.seek(0)
+    found = make_state(extra={"mine": None})
+    found.load(stream)
+    assert found.extra == {"mine": np.float32(1.5)}
+    assert torch.equal(found.module.state_dict()["0.weight"], state.module.state_dict()["0.weight"])
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved() -> None:
     stream = io.BytesIO()
-    with pytest.raises(TypeError, match=r"extra\['mine'\] .* could not be loaded again"):
-        make_state(extra={"fine": 1, "mine": value}).save(stream)
+    with pytest.raises(TypeError, match=r"^extra\['mine'\]\[0\] is an object: save plain values") as refused:
+        make_state(extra={"fine": 1, "mine": [object()]}).save(stream)
+    assert "allow_pickles" not in str(refused.value)
     assert not stream.getvalue()
 
 

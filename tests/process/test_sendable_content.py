@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
+from ipaddress import IPv4Address
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("own", "why"),
     [
-        (lambda: 0.1, "the value at 'optimizer/state/0.weight/own' cannot be pickled"),
-        (Fraction(1, 2), "optimizer/state/0.weight/own, optimizer/state/0.bias/own"),
+        (lambda: 0.1, "optimizer['state']['0.weight']['own'] cannot be pickled"),
+        (IPv4Address(1), "optimizer['state']['0.weight']['own'], optimizer['state']['0.bias']['own']"),
     ],
     ids=["what cannot be pickled", "what no other worker would unpickle"],
 )
@@ -85,17 +85,21 @@ def test_it_is_tried_again_for_new_content_alone(
     trials, state = count_trials(monkeypatch), make()
     train(state, 5)
     assert len(trials) == 1
-    state.extra["rule"] = Fraction(1, 2)
+    for value in (1, 1.5, 1, 1.5):  # of one type now and then
+        state.extra["rule"] = value
+        train(state, 1)
+    assert len(trials) == 3
+    state.extra["rule"] = IPv4Address(1)
     train(state, 3)
-    assert len(trials) == 2
+    assert len(trials) == 4
     (report,) = reports(caplog)
-    assert report.startswith("step 6: ")
-    assert "extra/rule" in report
+    assert report.startswith("step 10: ")
+    assert "extra['rule']" in report
     head = torch.nn.Linear(1, 1)
     state.module.add_module("2", head)
     state.optimizer.add_param_group({"params": list(head.parameters())})
     train(state, 3)
-    assert len(trials) == 3
+    assert len(trials) == 5
 
 
 def test_names_that_are_new_in_each_step_do_not_have_it_tried_in_each(monkeypatch: pytest.MonkeyPatch) -> None:

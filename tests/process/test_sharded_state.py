@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import inspect
 import io
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -381,6 +384,53 @@ def saved(state: Any, folder: Path) -> TieredCheckpointManager:
     assert manager.wait(30)
     assert not manager.failures
     return manager
+
+
+@needs_fsdp2_on_cpus
+def test_plain_values_of_all_kinds_and_a_scheduler_with_a_counter_go_to_the_next_group(tmp_path: Path) -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model, optimizer = build()(mesh)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], 0.5)
+
+    values = {
+        "day": datetime.date(2026, 1, 2),
+        "last": deque([1.5], maxlen=2),
+        "at": Path("/x"),
+        "wave": np.complex64(1j),
+    }
+    state = ShardedState(made, extra={"own": values})
+    state.sync()
+    train(state)
+    state.scheduler.step()
+    manager = saved(state, tmp_path)
+    state.sync()
+    for one in (state, restored := ShardedState(made, extra={"own": None})):
+        if one is restored:
+            assert manager.restore(restored, Alone()) == 1
+            restored.sync()
+        assert repr(one.extra) == repr({"own": values})
+        assert one.scheduler.milestones == {1: 2, 3: 1}
+        assert one.optimizer.param_groups[0]["lr"] == 0.025
+    manager.close()
+
+
+@needs_fsdp2_on_cpus
+def test_what_no_other_worker_could_receive_is_refused_at_the_start_and_ends_no_run_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(UnfitError, match=r"extra\['what'\] is an object") as refused:
+        ShardedState(build(), extra={"what": object()}).sync()
+    assert "allow_pickles" not in str(refused.value)
+    state = ShardedState(build(), extra={})
+    state.sync()
+    train(state)
+    state.extra["what"] = object()
+    train(state)
+    with pytest.raises(RetryableException, match="can give what goes with its parts"):
+        state.sync()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "step 2: " in told
+    assert "extra['what'] is an object" in told
 
 
 @needs_fsdp2_on_cpus

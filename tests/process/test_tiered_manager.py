@@ -18,8 +18,8 @@ from tests.process.tiered_work import digest, make_state, steps_of
 from tests.waiting import wait_until
 from torchelastic import metrics
 from torchelastic.checkpoint import TieredCheckpointManager
-from torchelastic.checkpoint.engine.finishing import MAX_FAILURES
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.failures import MAX_FAILURES
 from torchelastic.checkpoint.format import pool
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.slot import Slot

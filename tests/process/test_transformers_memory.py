@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers.trainer_callback import TrainerState
 
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
@@ -20,6 +24,7 @@ from torchelastic.adapters.lightning.memory import MemorySaving
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback
 from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.errors import UnfitError
 
 HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
 DURABLE = {"save_strategy": "steps", "save_steps": 5}
@@ -220,6 +225,51 @@ def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_p
         assert any(f"rank-{rank}/" in name for name in each)
         assert not any(f"rank-{1 - rank}/" in name for name in each)
         assert any("running_mean" in name for name in each) == (rank == 0), "DDP takes buffers from rank 0"
+
+
+LOGGED = {
+    "f1": np.float32(0.5),
+    "count": np.int64(3),
+    "loss of a part": torch.tensor(2.0),
+    7: [np.ones(2), {1}],
+    "day": datetime.date(2026, 1, 2),
+    "model": torch.nn.Linear(1, 1),
+}
+
+
+def test_whatever_was_logged_the_run_resumes_from_its_last_save(run: Run, undisturbed: str) -> None:
+    crash(replace(run, logged=LOGGED, kill_at=7))
+    (outcome,) = trained(replace(run, logged=LOGGED))
+    assert (outcome.resumed_from, outcome.digest) == (f"{run.base}/resume/checkpoint-6", undisturbed)
+    (entry,) = outcome.history
+    expected = {"f1": 0.5, "count": 3, "loss of a part": 2.0, "7": [[1.0, 1.0], [1]], "day": "2026-01-02", "step": 3}
+    assert dict(entry) == expected
+    assert outcome.failures == ()
+
+
+def test_a_save_that_one_rank_cannot_make_ends_no_run_and_is_known_on_all(run: Run) -> None:
+    outcomes = trained(replace(run, fails_at=((4, 1), (6, 0), (8, 1))), 2)
+    for rank, outcome in enumerate(outcomes):
+        assert [failure.partition(":")[0] for failure in outcome.failures] == ["step 4", "step 6", "step 8"]
+        assert all("no random numbers" in failure for failure in outcome.failures)
+        said = [told for told in outcome.warnings if "not saved in memory" in told]
+        assert len(said) == 2, (rank, said)  # once for each reason
+
+
+def test_a_scheduler_that_no_trainer_could_load_again_is_refused_before_training(tmp_path: Path) -> None:
+    callback, model = MemoryCheckpointCallback(tmp_path / "job7"), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    args = SimpleNamespace(restore_callback_states_from_checkpoint=False)
+    given = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+    for value, told in ((iter([1]), "is a list_iterator"), (Path("/x"), "is no plain value")):
+        setattr(scheduler, "odd", value)  # noqa: B010 - it has no such attribute
+        with pytest.raises(UnfitError, match=rf"scheduler\['odd'\] {told}") as refused:
+            callback.on_train_begin(args, TrainerState(), None, **given)  # type: ignore[arg-type]
+        assert "allow_pickles" not in str(refused.value)
+    del scheduler.__dict__["odd"]
+    callback.on_train_begin(args, TrainerState(), None, **given)  # type: ignore[arg-type]
+    callback.close()
 
 
 # --- what cannot work -------------------------------------------------------------------------------------------------

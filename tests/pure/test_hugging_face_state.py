@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import json
 import math
 import random
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from torchelastic.adapters.hugging_face.resume import (
     trainer_rng,
 )
 from torchelastic.adapters.memory_tier import takes_memory
+from torchelastic.adapters.values import json_like
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 
 
@@ -164,3 +168,50 @@ def test_a_durable_checkpoint_counts_when_it_is_complete(tmp_path: Path) -> None
     (tmp_path / "checkpoint-11").mkdir()
     assert durable_checkpoints(tmp_path) == [Durable(False, 6), Durable(True, 5)]
     assert durable_checkpoints(tmp_path / "none") == durable_checkpoints(None) == []
+
+
+class Chart:
+    """Of a program that draws."""
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "in_json"),
+    [
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.longdouble(1.5), 1.5),
+        (np.str_("x"), "x"),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (torch.tensor(2.0, requires_grad=True) * 1, 2.0),
+        (torch.ones(2, dtype=torch.bfloat16), [1.0, 1.0]),
+        ({3: 1.0, np.int64(4): 2, True: 3, None: 4, "5": 5}, {"3": 1.0, "4": 2, "true": 3, "null": 4, "5": 5}),
+        ({2, 1}, [1, 2]),
+        ((1, (2,)), [1, [2]]),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        (np.datetime64("2026-01-02"), "2026-01-02"),
+        (Path("/x"), "/x"),
+        (Decimal("1.50"), "1.50"),
+        (1j, "1j"),
+        (torch.float32, "torch.float32"),
+        (Colour.RED, "red"),
+        ([1, Chart()], [1, None]),
+        ({"a": Chart(), "b": torch.empty(2, device="meta")}, {}),
+    ],
+    ids=str,
+)
+def test_what_a_trainer_has_logged_is_what_json_has_for_it(value: Any, in_json: Any) -> None:
+    skipped: list[tuple[str, Any]] = []
+    found = json_like({"log_history": [{"x": value}]}, lambda *what: skipped.append(what))
+    assert json.loads(json.dumps(found, sort_keys=True)) == {"log_history": [{"x": in_json}]}
+    assert all(place.startswith("log_history[0]['x'][") for place, _ in skipped)
+    assert any(isinstance(one, Chart) for _, one in skipped) is ("Chart" in str(value))
+
+
+def test_no_text_or_number_is_another_one_in_json() -> None:
+    kept = {"x": [1.5, float("inf"), 2**70, "é", None, False, {"y": []}]}
+    assert json_like(kept, lambda place, _: pytest.fail(place)) == kept

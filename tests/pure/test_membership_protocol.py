@@ -336,7 +336,7 @@ def test_what_is_known_of_the_dead_survives_a_change_of_the_leader() -> None:
 def test_tombstones_are_cleared_away_one_round_later_and_with_the_end() -> None:
     leader = running("x", "y").hear(replace(ended("x"), gave_up=True))
     leader.hear(at_step(leader, "y", 5))
-    assert (leader.round.number, leader.view.gave_up) == (2, {"x"}), "somebody in round 2 may wait for x"
+    assert (leader.round.number, leader.view.gave_up) == (2, frozenset({"x"})), "somebody in round 2 may wait for x"
     leader.hear(at_step(leader, "y", 6, number=3))
     assert (leader.round.number, leader.view.tombstones, leader.view.gave_up) == (3, frozenset(), frozenset())
     leader = running("x").hear(ended("old"))

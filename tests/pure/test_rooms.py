@@ -69,7 +69,8 @@ FLOORS: dict[str, int] = {
 }
 #: The rooms of `checkpoint`, likewise: what a save and a restore are made of, lowest first; then what users see of it.
 CHECKPOINT_FLOORS: dict[str, int] = {
-    "checkpoint.errors": 0,
+    "checkpoint.errors": -1,
+    "checkpoint.failures": 0,
     "checkpoint.format": 1,
     "checkpoint.policy": 1,
     "checkpoint.checkpoint_manager": 1,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.checkpoint.engine.save_agreement import NotPublishedError, SaveAgreement, SupersededError
-from torchelastic.checkpoint.errors import OutOfStepError
+from torchelastic.checkpoint.engine.save_agreement import SaveAgreement, SupersededError
+from torchelastic.checkpoint.errors import NotPublishedError, OutOfStepError
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
 from torchelastic.group.notes import Drawer, Notes

@@ -87,7 +87,7 @@ class MemoryCheckpointer:
             TypeError: something to be saved is neither a plain value nor a tensor; names it.
             CheckpointError: the save before is still not through after `timeout_s`.
         """
-        save_step(self._tier, step, tensors_of(self._state(extra), self._tier.ranks.rank))
+        save_step(self._tier, step, lambda: tensors_of(self._state(extra), self._tier.ranks.rank))
 
     def load(self) -> int | None:
         """Loads the newest complete checkpoint into what the accelerator has prepared; call it after `prepare`.

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
+from torchelastic.checkpoint.failures import cause_text
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,
@@ -39,7 +40,7 @@ Found = TypeVar("Found")
 #: How long one save, one load or one agreement may take.
 TIMEOUT_S = 600.0
 #: What saving and loading raise; DCP's own is no `Exception`.
-FAILURES = (CheckpointException, OSError, RuntimeError)
+FAILURES = (CheckpointException, Exception)
 
 
 AnyPath = str | os.PathLike[str] | UserString
@@ -115,6 +116,7 @@ class StorageTier:
         self._open: _Open | None = None
         self._pending: Future[Any] | None = None
         self._pending_id = ""
+        self._is_late = False  # whether it was waited for in vain
 
     def start(self) -> None:
         """Opens the tier, if it is not open; the process group must be there by now if the job has one."""
@@ -134,8 +136,13 @@ class StorageTier:
         Args:
             checkpoint_id: its container.
             tensors: what this rank gives, for the default planner of `torch.distributed.checkpoint`.
+
+        Raises:
+            CheckpointError: the save before is still not through after the time-out.
         """
         opened = self._opened()
+        if self._is_late and self._pending is not None and not self._pending.done():
+            raise CheckpointError(f"{self._pending_id} is still not written, so no other save is begun beside it")
         self.wait()
         options: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
@@ -163,7 +170,9 @@ class StorageTier:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if not wait([pending], self._timeout_s).done:
+        self._is_late = not wait([pending], self._timeout_s).done
+        if self._is_late:
+            self._pending = pending
             raise CheckpointError(
                 f"{self._pending_id} is not written after {self._timeout_s:g} s: a rank hangs or is lost, or the state "
                 "is large and needs a longer timeout_s"
@@ -252,7 +261,7 @@ class StorageTier:
             try:
                 return work()
             except (Exception, CheckpointException) as error:  # DCP's own is no `Exception`
-                raise CheckpointError(f"{failure or call}: {type(error).__name__}: {_cause_text(error)}") from error
+                raise CheckpointError(f"{failure or call}: {type(error).__name__}: {cause_text(error)}") from error
 
         return self.ranks.own_on_all(call, checked)
 
@@ -326,10 +335,4 @@ class _Open:
 
 
 def _log_failure(checkpoint_id: str, error: BaseException) -> None:
-    log.error("the checkpoint %s was not saved, the one before it stays: %s", checkpoint_id, _cause_text(error))
-
-
-def _cause_text(error: BaseException) -> str:
-    """What went wrong, without the stacks of all ranks that DCP's own error has in its text."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    return "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in failures.items()) or str(error)
+    log.error("the checkpoint %s was not saved, the one before it stays: %s", checkpoint_id, cause_text(error))

@@ -32,6 +32,7 @@ from torchelastic.adapters.hugging_face.rank_state import (
     save_step,
     split_model,
     tensors_of,
+    without_arrays,
 )
 from torchelastic.adapters.hugging_face.resume import (
     Durable,
@@ -43,9 +44,14 @@ from torchelastic.adapters.hugging_face.resume import (
     write_folder,
 )
 from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier, is_due, takes_memory
+from torchelastic.adapters.values import json_like
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.failures import Failures
+from torchelastic.checkpoint.format import torch_stream
 from torchelastic.checkpoint.memory import CheckpointContainerId
 from torchelastic.checkpoint.policy.arguments import whole_number
+from torchelastic.errors import UnsavableError
+from torchelastic.text import shortlist
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -63,8 +69,10 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
     through with logging, evaluating and saving it, and values are those of that moment. Every rank has to have the
     callback. For one process and for DDP; other strategies are refused when training begins.
 
-    A save for which there is no memory is skipped, and one that fails is logged: training goes on, and the checkpoint
-    before stays. When the run has come to its end, or has stopped with a durable checkpoint at least as new, the
+    A save for which there is no memory is skipped, and one that fails, for whatever reason, is logged: training goes
+    on, and the checkpoint before stays. What can never be saved is refused when training begins, by name. Values that
+    were logged are saved as the Trainer's own file of JSON would have them. When the run has come to its end, or has
+    stopped with a durable checkpoint at least as new, the
     container is removed; after a crash it stays.
 
     Args:
@@ -77,6 +85,9 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         resume_folder: where the folder to resume from is made, on this host; None: in the container, on tmpfs. Twice
             the size of the checkpoint is in memory until the first step is done.
         timeout_s: how long a save may take, and how long ranks wait for each other.
+
+    Attributes:
+        failures: the latest failures of saves, oldest first, in words.
 
     Raises:
         TypeError: a number of steps is no whole number.
@@ -109,6 +120,8 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         self._materialised: Path | None = None
         self._newest: int | None = None
         self._is_due = False
+        self._skipped: set[str] = set()
+        self.failures = Failures()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -205,8 +218,8 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         """The Trainer is made."""
         self._args = args
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Training begins, or goes on. Raises: ValueError if this Trainer's state cannot be saved."""
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **others: Any) -> None:
+        """Training begins, or goes on. Raises: ValueError, TypeError if this Trainer's state cannot be saved."""
         self._args = args
         if self._tier is None:
             return
@@ -218,6 +231,8 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             )
         self._is_due = False
         self._tier.start()
+        if others.get("optimizer") is not None:
+            self._check_savable(state, control, others)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
         """An optimizer step was taken; what it was resumed from is not needed any more."""
@@ -246,10 +261,13 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         self._remove_materialised(args)
         if self._tier is None:
             return
-        if not self._keep_on_train_end and self._is_over(self._tier, args, state):
-            self._tier.remove(args.local_process_index)
-        else:
-            self._tier.end()
+        try:
+            if not self._keep_on_train_end and self._is_over(self._tier, args, state):
+                self._tier.remove(args.local_process_index)
+            else:
+                self._tier.end()
+        except CheckpointError as error:  # a rank that hangs in a save, say: what was trained stays trained
+            self.failures.add("ending the saves in memory", error)
 
     def _is_over(self, tier: StorageTier, args: TrainingArguments, state: TrainerState) -> bool:
         done = tier.ranks.all_gather("end training", state.global_step >= state.max_steps)
@@ -270,6 +288,19 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         if not self._is_due or self._tier is None:
             return
         self._is_due = False
+        tier = self._tier
+        try:
+            save_step(tier, state.global_step, lambda: self._tensors(state, control, others, tier.ranks.rank))
+        except Exception as error:  # noqa: BLE001 - what was trained stays trained, whatever a save raises
+            then = ": not saved in memory; training goes on, the checkpoint before stays"
+            self.failures.add(f"step {state.global_step}", error, then=then)
+        else:
+            self._newest = state.global_step
+
+    def _tensors(
+        self, state: TrainerState, control: TrainerControl, others: dict[str, Any], rank: int
+    ) -> dict[str, torch.Tensor]:
+        """All of this rank. Raises TypeError: something in it cannot be saved; names it."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is not None:
             trainer.store_flos()  # else those since the last log would be missing
@@ -282,16 +313,39 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             "trainer_state": self._trainer_state(state, control),
         }
         replicated = {"parameters": parameters, "optimizer": others["optimizer"].state_dict()}
-        tensors = tensors_of(RankState(replicated, leading, rng_state()), self._tier.ranks.rank)
-        save_step(self._tier, state.global_step, tensors)
-        self._newest = state.global_step
+        return tensors_of(RankState(replicated, leading, rng_state()), rank)
 
     def _trainer_state(self, state: TrainerState, control: TrainerControl) -> dict[str, Any]:
-        stored = dataclasses.asdict(state)
+        """As the Trainer's own file has it, of whatever was logged."""
+        stored = {each.name: getattr(state, each.name) for each in dataclasses.fields(state)}
         trainer = None if self._trainer is None else self._trainer()
         if trainer is not None:
             stored["stateful_callbacks"] = _exported([*trainer.callback_handler.callbacks, control])
-        return stored
+        found: dict[str, Any] = json_like(stored, self._say_skipped)
+        return found
+
+    def _say_skipped(self, place: str, value: Any) -> None:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind not in self._skipped:
+            self._skipped.add(kind)
+            log.warning(
+                "%s of the Trainer's state is a %s, which its file of JSON cannot hold: not saved, here and wherever "
+                "there is such a value; log numbers and texts", place, kind,
+            )  # fmt: skip
+
+    def _check_savable(self, state: TrainerState, control: TrainerControl, others: dict[str, Any]) -> None:
+        """Find what cannot be saved, or not be loaded by the Trainer, before anything is trained."""
+        assert self._tier is not None
+        try:
+            self._tensors(state, control, others, 0)
+        except (TypeError, ValueError) as error:
+            raise UnsavableError(f"MemoryCheckpointCallback cannot save this Trainer: {error}") from error
+        unread = torch_stream.unreadable({"scheduler": without_arrays(others["lr_scheduler"].state_dict())})
+        if unread:
+            raise UnsavableError(
+                f"MemoryCheckpointCallback cannot save this Trainer: {shortlist(unread)} is no plain value that "
+                "torch.load(weights_only=True) reads, so no Trainer could load it: keep numbers and texts there"
+            )
 
 
 def resume_path(

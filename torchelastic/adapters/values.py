@@ -1,24 +1,33 @@
-"""How adapters store what is no tensor: nested values as JSON in a tensor of bytes, a folder as one zip file. Pure.
+"""How adapters store what is no tensor: nested values as JSON, also in a tensor of bytes, a folder as one zip. Pure.
 
 Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import collections
+import datetime
+import enum
 import io
 import json
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.format.places import place_text, token
+from torchelastic.checkpoint.format.plain_objects import content_of
 
 #: The context of a run of NeMo (what model and tokenizer are made from): an extra file of its checkpoints in memory.
 #: NeMo has a folder of this name without the suffix.
 CONTEXT_FILE = "context.zip"
+#: In place of what JSON has nothing for.
+_NOTHING = object()
+_JSON_KEYS = (int, float, bool, type(None))
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -28,6 +37,62 @@ def mapped(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
     if type(value) in (list, tuple):
         return type(value)(mapped(item, leaf) for item in value)
     return leaf(value)
+
+
+def json_like(value: Any, skip: Callable[[str, Any], None], path: tuple[str, ...] = ()) -> Any:
+    """A copy of nested values of any kind as JSON has them: numbers of numpy and of tensors, texts for dates and paths.
+
+    Args:
+        value: plain values, numpy's, tensors, and containers of them.
+        skip: called with the place and the value of what JSON has nothing for; it is not in the copy.
+        path: of the value, by `places.token`.
+    """
+    found = _json_like(value, skip, path)
+    return None if found is _NOTHING else found
+
+
+def _json_like(value: Any, skip: Callable[[str, Any], None], path: tuple[str, ...]) -> Any:
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        pairs = [(_json_key(key), _json_like(item, skip, (*path, token(key)))) for key, item in value.items()]
+        return {key: item for key, item in pairs if item is not _NOTHING}
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        in_order = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return [json_like(item, skip, (*path, str(place))) for place, item in enumerate(in_order)]
+    simpler = _simpler(value)
+    if simpler is _NOTHING:
+        skip(place_text(path), value)
+        return _NOTHING
+    return _json_like(simpler, skip, path)
+
+
+def _simpler(value: Any) -> Any:
+    """A value that is no container, as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return value.tolist()
+        except (RuntimeError, NotImplementedError, TypeError):  # of a kind without elements that can be had
+            return _NOTHING
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    for plain in (str, bool, int, float):
+        if isinstance(value, plain):  # a subclass of it
+            return plain(value)
+    if isinstance(value, np.generic):
+        return float(value) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    is_text = isinstance(value, complex | torch.dtype | torch.device | PurePath) or content_of(value) is not None
+    return str(value) if is_text else _NOTHING
+
+
+def _json_key(key: Any) -> str:
+    """As `json.dumps` writes the keys that it takes: `true` for True."""
+    plain = key.item() if isinstance(key, np.generic) else key
+    return plain if type(plain) is str else json.dumps(plain) if type(plain) in _JSON_KEYS else str(plain)
 
 
 def json_tensor(value: Any, block_bytes: int = 1) -> torch.Tensor:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import BinaryIO, Protocol
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.failures import Failures
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,11 @@ class CheckpointManager(ABC):
     """
 
     saves_on_every_rank = False
+
+    @cached_property  # and nothing that `__init__` makes: managers of users need not call it
+    def failures(self) -> Failures:
+        """The latest failures of the train loop's saves on this rank, oldest first, in words; none of them ends it."""
+        return Failures()
 
     @abstractmethod
     def create_checkpoint(self) -> Checkpoint:

@@ -44,6 +44,10 @@ class OutOfStepError(CheckpointError, RuntimeError):
     """
 
 
+class NotPublishedError(CheckpointError):
+    """A checkpoint is not published in a tier: says which rank could not store its shard, and why."""
+
+
 def torch_reason(error: BaseException) -> str:
     """Why torch cannot read something, in a line: its advice, with colours, is left out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

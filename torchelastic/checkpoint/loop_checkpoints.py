@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeGuard
 from torchelastic.checkpoint import checkpoint_manager
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.engine.schedule import SaveSchedule
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.failures import Failures, is_of_save
 from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
+from torchelastic.errors import UnsavableError
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.loop_observer import LoopObserver
 from torchelastic.metrics import publish_metric
@@ -79,6 +80,9 @@ class LoopCheckpoints(LoopObserver):
         self._was_loaded = self._synced_before = False
         self._has_ended = False
         self._slowest_s: float | None = None
+        self._failures = Failures()
+        self._begins = False  # whether nobody has progress in this group
+        self._tried_content = -1  # of which it is known whether it can be saved, by `State.content_changes`
 
     def check(self, state: State) -> None:
         """Find a state that this manager cannot save, before anything is trained.
@@ -134,18 +138,18 @@ class LoopCheckpoints(LoopObserver):
         """
         self._rank = rank
         manager, is_wanted = self.manager, self._coordinator.nobody_has_progress()
+        self._begins = not self._synced_before if is_wanted is None else is_wanted
         if manager is not None and rank == 0:
             self._take_over(manager)
         if _is_tiered(manager):
             is_loaded = self._enter_with_all(manager, state, is_wanted)
         else:
-            is_loaded = self._enter_with_one(manager, state, is_wanted)
+            is_loaded = manager is not None and rank == 0 and self._begins and self._loaded(manager, state)
         if is_wanted and not is_loaded and rank == 0:
             self._say_what_is_lost()
 
-    def _enter_with_one(self, manager: CheckpointManager | None, state: State, is_wanted: bool | None) -> bool:
-        if manager is None or self._rank != 0 or not (not self._synced_before if is_wanted is None else is_wanted):
-            return False
+    def _loaded(self, manager: CheckpointManager, state: State) -> bool:
+        """Load what a manager of 0.1 has saved, if it has."""
         loaded = checkpoint_manager.load_latest(manager, state)
         if loaded is not None:
             self._schedule.began(self._step)
@@ -169,7 +173,7 @@ class LoopCheckpoints(LoopObserver):
         if run_id and not _is_tiered(manager):  # those have the round in every name
             try:
                 manager.take_over(run_id)
-            except OSError as error:  # the disk may be full, and may have room again when the next save is due
+            except Exception as error:  # noqa: BLE001 - a full disk may have room again when the next save is due
                 log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
 
     def _enter_with_all(self, manager: TieredCheckpointManager, state: State, is_wanted: bool | None) -> bool:
@@ -178,7 +182,8 @@ class LoopCheckpoints(LoopObserver):
             return False  # the group is not known: rank 0 does it all
         self._step, source_was_level = self._peers.all_gather([self._step, self._synced_before])[0]
         manager.enter_group(self._peers)
-        if is_wanted or (is_wanted is None and not source_was_level):
+        self._begins = not source_was_level if is_wanted is None else is_wanted
+        if self._begins:
             restored = manager.restore(state, self._peers)
             if restored is not None:
                 self._step = self._durable[_RESTORED] = restored
@@ -187,8 +192,15 @@ class LoopCheckpoints(LoopObserver):
         return False
 
     def in_sync(self, state: State) -> None:
-        """From here on all ranks count the same steps."""
+        """From here on all ranks count the same steps.
+
+        Raises:
+            UnsavableError: the run begins, and what the state holds cannot be saved.
+        """
         self._synced_before = True
+        self._tried_content = -1 if self._begins else state.content_changes
+        if self._begins:
+            self._try_content(state)
         step = getattr(state, "step", None)
         if type(step) is int and step >= 0:
             self._step = step
@@ -200,6 +212,32 @@ class LoopCheckpoints(LoopObserver):
     def failed(self) -> None:
         """A step or a group has failed."""
         self._schedule.failed("process")
+
+    def _try_content(self, state: State) -> None:
+        """Whether what the state holds can be saved: at the start of a run nothing is lost by refusing it.
+
+        Whatever else fails (a `state_dict` of the user's that is not ready yet) may go well when a save is due.
+        """
+        manager = self.manager
+        if manager is None:
+            return
+        try:
+            manager.check_savable(state) if _is_tiered(manager) else state.check_savable()
+        except UnsavableError as error:
+            if self._begins:
+                raise UnsavableError(
+                    f"no checkpoint could be taken of this state, so the run ends before it has trained: {error}; or "
+                    "give train() no checkpoint manager"
+                ) from error
+            then = (
+                ": no checkpoint can be taken of this state; training goes on, the checkpoint before stays the latest"
+            )
+            self._failures_of(manager).say(f"step {self._step}", error, then=then)
+        except Exception as error:  # noqa: BLE001 - of the user's own code
+            log.warning(
+                "step %d: it is not known whether this state can be saved, since trying failed: %s: %s",
+                self._step, type(error).__name__, error,
+            )  # fmt: skip
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -214,13 +252,20 @@ class LoopCheckpoints(LoopObserver):
         Args:
             state: to save.
             on_trial: save to every tier in any case, so that it is known how long that takes; what rank 0 says counts.
+
+        Raises:
+            UnsavableError: it was the first step of the run, and the state has got content that cannot be saved.
         """
         manager = self.manager
         if manager is None:
             return
+        if state.content_changes != self._tried_content:
+            self._tried_content = state.content_changes
+            self._try_content(state)
         wanted = self._coordinator.should_save_checkpoint() or state.should_save_checkpoint(self._rank)
         leaves = self._coordinator.somebody_leaves()
         decision = self._decide(manager, wanted=wanted, leaves=leaves) if self._rank == 0 else _NOT_ASKED
+        self._begins = False
         if on_trial and self._rank == 0:
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
@@ -287,13 +332,19 @@ class LoopCheckpoints(LoopObserver):
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
         tiered = manager if _is_tiered(manager) else None
-        return self._schedule.decide(
-            self._step,
-            wanted=wanted,
-            saving=tiered is not None and tiered.is_saving,
-            is_full=tiered is not None and tiered.is_full,
-            stop_requested=leaves,
-        )
+        try:
+            return self._schedule.decide(
+                self._step,
+                wanted=wanted,
+                saving=tiered is not None and tiered.is_saving,
+                is_full=tiered is not None and tiered.is_full,
+                stop_requested=leaves,
+            )
+        except Exception as error:
+            if self._begins:  # a policy of the user's that cannot be asked at all
+                raise
+            self._failures_of(manager).add("asking the policy when to save", error)
+            return SaveDecision(False, "the policy has failed")
 
     def _rank_0_says(self, is_due: bool) -> bool:
         """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
@@ -320,8 +371,10 @@ class LoopCheckpoints(LoopObserver):
         self._schedule.began(self._step)
         try:
             manager.save_step(state, self._step, peers, everywhere=leaves, observe=partial(self._saved, self._step))
-        except (OSError, RuntimeError) as error:
-            self._failed(error)
+        except BaseException as error:  # noqa: BLE001 - what was trained stays trained, whatever a save raises
+            self._failed(manager, error)
+        else:
+            self._failures_of(manager).succeeded()
         self._schedule.resumes()
 
     def _save_whole(self, manager: CheckpointManager, state: State) -> None:
@@ -329,18 +382,25 @@ class LoopCheckpoints(LoopObserver):
         began_s = self._clock()
         try:
             checkpoint_manager.save(manager, state)
-        except (OSError, RuntimeError) as error:
-            self._failed(error)  # the disk may be full: the step that was trained stays trained
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._failed(manager, error)
         else:
             took_s = self._clock() - began_s
+            self._failures_of(manager).succeeded()
             self._saved(self._step, ONLY_TIER, stall_s=took_s, durable_s=took_s)
             publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * took_s)
         self._schedule.resumes()
 
-    def _failed(self, error: Exception) -> None:
-        says_all = isinstance(error, CheckpointError)
-        text = "could not save step %d; training goes on, the checkpoint before stays the latest: %s"
-        log.error(text, self._step, error, exc_info=None if says_all else error)
+    def _failed(self, manager: CheckpointManager, error: BaseException) -> None:
+        if not is_of_save(error):
+            raise error
+        then = "; training goes on, the checkpoint before stays the latest"
+        self._failures_of(manager).add(f"could not save step {self._step}", error, then=then)
+
+    def _failures_of(self, manager: CheckpointManager) -> Failures:
+        """Those of the manager, or of this loop where a manager of the user's has something else by that name."""
+        kept = manager.failures
+        return kept if isinstance(kept, Failures) else self._failures
 
     def _saved_in(self) -> tuple[str, ...]:
         """The tiers in which the step that was committed last is durable, as far as this rank knows."""

@@ -2,28 +2,33 @@
 
 Most tensors stay where they are from step to step, as weights do: these are copied as bytes, one behind the other, all
 at once, which takes a third of a microsecond for each. Those that are others in each step, or are not dense, or of a
-class of their own, are copied one by one, into memory of their kind.
+class of their own, are copied one by one, into memory of their kind. Of one that is made of others (the state of an
+8-bit optimizer) those are copied, byte by byte: what its class does with a copy may be something else.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from operator import is_
+from typing import Any
 
 import torch
 
 from torchelastic.inventory.attributes import put_tensor
-from torchelastic.torch_internals.tensors import copy_all
+from torchelastic.torch_internals.tensors import copy_all, tensors_within, with_inner_tensors
 
 #: Classes of tensors whose memory can be exchanged, and copied as bytes.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_KNOWN = frozenset(_PLAIN)
 
 
 class TensorCopies:
     """Copies of some tensors; valid as long as this object is kept. On the thread that has made them."""
 
-    __slots__ = ("__weakref__", "_insides", "_loose", "_of_loose", "_settled")
+    __slots__ = ("__weakref__", "_insides", "_loose", "_made", "_of_loose", "_settled")
 
     def __init__(
         self,
@@ -31,8 +36,10 @@ class TensorCopies:
         loose: Sequence[torch.Tensor],
         of_loose: Sequence[torch.Tensor],
         insides: Sequence[torch.Tensor | None],
+        made: Sequence[MadeOfTensors],
     ) -> None:
         self._settled, self._loose, self._of_loose, self._insides = settled, loose, of_loose, insides
+        self._made = made
 
     @torch.no_grad()
     def put(self) -> None:
@@ -40,6 +47,8 @@ class TensorCopies:
 
         Memory is exchanged first (`p.data = other`): what is put back must not be written into another tensor's.
         """
+        for one in self._made:
+            one.put()
         if self._settled is not None:
             self._settled.put()
         for tensor, inside, before in zip(self._loose, self._insides, self._of_loose, strict=True):
@@ -55,8 +64,57 @@ class TensorCopies:
 
     def by_tensor(self) -> dict[int, torch.Tensor]:
         """What each tensor was, by its id, in memory of its own."""
-        loose = {id(one): before.clone() for one, before in zip(self._loose, self._of_loose, strict=True)}
-        return loose if self._settled is None else self._settled.by_tensor() | loose
+        found = {id(one): before.clone() for one, before in zip(self._loose, self._of_loose, strict=True)}
+        if self._settled is not None:
+            found |= self._settled.by_tensor()
+        for made in reversed(self._made):  # what one is made of comes behind it
+            found[id(made.tensor)] = made.of(found)
+        return found
+
+
+@dataclass(frozen=True)
+class MadeOfTensors:
+    """A tensor that is made of others.
+
+    Attributes:
+        tensor: it.
+        inner: those, by the names of its attributes.
+        context: what else it gives of itself.
+    """
+
+    tensor: torch.Tensor
+    inner: Mapping[str, torch.Tensor]
+    context: Any
+
+    def put(self) -> None:
+        """It is made of the same ones."""
+        for name, one in self.inner.items():
+            if getattr(self.tensor, name, None) is not one:
+                with suppress(AttributeError):  # it is computed, and cannot be set
+                    setattr(self.tensor, name, one)
+
+    def of(self, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The same of copies of those, by the ids of those."""
+        inner = {name: copies[id(one)] for name, one in self.inner.items()}
+        return with_inner_tensors(self.tensor, inner, self.context)
+
+
+def taken_apart(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[MadeOfTensors]]:
+    """Tensors with those that some are made of in the place of these; and these, each before what it is made of."""
+    if _KNOWN.issuperset(map(type, tensors)):
+        return tensors, ()
+    plain: list[torch.Tensor] = []
+    made: list[MadeOfTensors] = []
+    for tensor in tensors:
+        within = tensors_within(tensor) if hasattr(tensor, "__tensor_unflatten__") else None
+        if within is None:
+            plain.append(tensor)
+            continue
+        made.append(MadeOfTensors(tensor, *within))
+        inner, deeper = taken_apart(list(within[0].values()))
+        plain += inner
+        made += deeper
+    return plain, made
 
 
 class CopyMemory:
@@ -78,12 +136,13 @@ class CopyMemory:
     @torch.no_grad()
     def of(self, tensors: Sequence[torch.Tensor]) -> TensorCopies:
         """Copies of these, in memory that nobody holds any more."""
+        tensors, made = taken_apart(tensors)
         settled, loose = (None, tensors) if self._are_new or not tensors else self._copy_settled(tensors)
         memory = self._loose_memory(loose) if loose else None
         insides: Sequence[torch.Tensor | None] = ()
         if loose:
             insides = [one.detach() if not self._are_new and _has_memory(one) else None for one in loose]
-        copies = TensorCopies(settled, loose, () if memory is None else memory.tensors, insides)
+        copies = TensorCopies(settled, loose, () if memory is None else memory.tensors, insides, made)
         holder = weakref.ref(copies)
         for held in (settled, memory):
             if held is not None:

@@ -7,9 +7,7 @@ step only after an optimizer has begun to step, and then it is synchronized toge
 
 from __future__ import annotations
 
-import _codecs
 import copy
-import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
@@ -17,29 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.inventory.attributes import SMALL_BYTES, attributes_of
 from torchelastic.inventory.copies import CopyMemory, TensorCopies
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.model.one_or_many import is_stateful
 from torchelastic.torch_internals.gradients import device_of_scaler, forget_unfinished_step
-from torchelastic.torch_internals.tensors import tree_flatten, tree_map_only, tree_unflatten
+from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 
 log = logging.getLogger(__name__)
 
 #: To copy more plain values takes longer than many a step: about a microsecond each.
 MOST_PLAIN_VALUES = 10_000
-_NO_DATA = torch.empty(0)
-
-
-def numpy_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """What `torch.load(weights_only=True)` has to know to read numpy's numbers, texts and arrays of them.
-
-    A learning rate that the user has computed with numpy is one, for example.
-    """
-    kinds = {type(np.dtype(code)) for code in (*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], *"?US")}
-    makers: tuple[Any, Any] = (np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0])
-    return [np.ndarray, np.dtype, *makers, _codecs.encode, *kinds]
 
 
 class Copied(NamedTuple):
@@ -249,26 +235,6 @@ def _copied(plain: dict[str, Any]) -> dict[str, Any]:
                 f"tensors without a gradient (loss.detach()), or objects with a state_dict: {error}"
             ) from error
     return copies
-
-
-def check_loadable(state: Mapping[str, Any]) -> None:
-    """Raise TypeError for what `torch.load(weights_only=True)` would refuse when it is too late.
-
-    Args:
-        state: by the name that a message gives.
-    """
-    for name, part in state.items():
-        stream = io.BytesIO()
-        try:
-            torch.save(tree_map_only(torch.Tensor, lambda _: _NO_DATA, part), stream)
-            stream.seek(0)
-            with torch.serialization.safe_globals(numpy_globals()):
-                torch.load(stream, weights_only=True)
-        except Exception as error:
-            raise TypeError(
-                f"{name} of the state holds what could not be loaded again: keep plain values and tensors there, or an "
-                f"object whose state_dict() gives such: {torch_reason(error)}"
-            ) from error
 
 
 def tensor_bytes(tree: Any) -> int:

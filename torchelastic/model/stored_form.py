@@ -80,19 +80,17 @@ class StoredForm:
         return changed_attributes(self._module, self._attributes or {}, parts)
 
     def plain_tree(self, trained: Trained) -> dict[str, Any]:
-        """All but what form 2 has in addition; the tensors are not copied."""
+        """All that form 1 has; the tensors are not copied."""
         weights = {"module": module_state.state_of(self._module), "optimizer": self._optimizers.state_dict()}
         return {**weights, **self._own.state_dict(trained)}
 
-    def tree(self, trained: Trained) -> dict[str, Any]:
-        """What is saved; the tensors are not copied."""
+    def beside(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """What form 2 has in addition to a plain tree, which a subclass of the user's may have added to."""
         self.look()
-        tree = self.plain_tree(trained)
         modules = self._modules()
         parts = {name: named_parts(one) for name, one in modules.items()}
         return {
             "form": FORM,
-            **tree,
             "parameters": self._optimizers.stored_names(tree["optimizer"], parts[_MODEL].parameters),
             "groups": self._groups,
             "inner": self._optimizers.inner_states(parts[_MODEL].parameters),
@@ -105,15 +103,16 @@ class StoredForm:
         }
 
     def load(
-        self, tree: Mapping[str, Any], trained: Trained, *, with_random: bool, was_trained: bool
+        self, tree: Mapping[str, Any], trained: Trained, *, with_random: bool, was_trained: bool, is_all_known: bool
     ) -> torch.Tensor | None:
         """Have all of a tree, of any form.
 
         Args:
-            tree: what `tree` or `plain_tree` gave.
+            tree: what `plain_tree` gave, with what `beside` gave or without it.
             trained: what else is trained here.
             with_random: whether this process draws what the first rank drew that has saved.
             was_trained: whether the state was in a group before, and its optimizers may have been changed in the run.
+            is_all_known: whether no subclass of the user's may have parts of its own in the tree.
 
         Returns:
             The rows of the random numbers of all ranks that have saved; None: it has none.
@@ -122,6 +121,9 @@ class StoredForm:
             UnfitStateError: it is of another model, of other optimizers, or of a newer release.
         """
         form = form_of(tree)
+        unknown = sorted(tree.keys() - PARTS) if form == FORM and is_all_known else []
+        if unknown:
+            log.warning("the state that is loaded has parts that nobody here knows, and they are skipped: %s", unknown)
         if form > 1:
             self._put_buffers(tree)
         self._load_weights(tree, was_trained=was_trained)
@@ -208,9 +210,6 @@ def form_of(tree: Mapping[str, Any]) -> int:
             f"this checkpoint has form {form}, and this release of torchelastic reads forms 1 and {FORM}: a newer one "
             "has saved it; install that"
         )
-    unknown = sorted(tree.keys() - PARTS) if form == FORM else []
-    if unknown:
-        log.warning("the state that is loaded has parts that nobody here knows, and they are skipped: %s", unknown)
     return int(form)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
+import msgspec
 import torch
 
+from torchelastic.checkpoint.format.tensor_parts import contiguous, dtype_name, dtype_named, memory_of
 from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.model.companions import Companions
+from torchelastic.model.transfer import UnsendableError
 from torchelastic.sharded.built import Built
+
+#: The structure of a tree, the names, types and shapes of its tensors, and their bytes.
+_Written = tuple[Any, list[tuple[str, str, tuple[int, ...]]], bytes]
 
 
 def companions_tree(own: Companions, built: Built) -> dict[str, Any]:
@@ -47,13 +52,27 @@ def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with
 
 
 def to_bytes(tree: dict[str, Any]) -> bytes:
-    """A tree of what a checkpoint can hold, written; the inverse of `from_bytes`."""
-    stream, flat = io.BytesIO(), flatten(tree, allow_pickles=True)
-    torch.save((flat.structure, {part.name: part.tensor for part in flat.tensors}), stream)
-    return stream.getvalue()
+    """A tree of what a checkpoint can hold, written; the inverse of `from_bytes`.
+
+    Raises:
+        UnsendableError: there is something else in it; names it.
+    """
+    try:
+        flat = flatten(tree, allow_pickles=None)
+    except (TypeError, ValueError) as error:
+        raise UnsendableError(f"what goes with a sharded state cannot be given to other workers: {error}") from error
+    forms = [(part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape)) for part in flat.tensors]
+    data = b"".join(memory_of(contiguous(part.tensor)) for part in flat.tensors)
+    return msgspec.msgpack.encode((flat.structure, forms, data))
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """The inverse of `to_bytes`. Raises CheckpointError for anything but plain values and tensors."""
-    tree: dict[str, Any] = unflatten(*torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    """The inverse of `to_bytes`. Raises CheckpointError: a class in it is not defined in this process."""
+    structure, forms, content = msgspec.msgpack.decode(data, type=_Written)
+    begin, tensors = 0, dict[str, torch.Tensor]()
+    for name, dtype, shape in forms:
+        tensors[name] = tensor = torch.empty(shape, dtype=dtype_named(dtype))
+        memory_of(tensor)[:] = content[begin : begin + tensor.nbytes]
+        begin += tensor.nbytes
+    tree: dict[str, Any] = unflatten(structure, tensors, allow_pickles=None)
     return tree

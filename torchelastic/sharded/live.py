@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.model.companions import Companions, Snapshot
 from torchelastic.model.optimizers import OptimizerProgress, Settings
+from torchelastic.model.transfer import UnsendableError
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
 from torchelastic.sharded.companions import companions_tree, to_bytes
 from torchelastic.sharded.handover import HeldState
 from torchelastic.sharded.offers import Phase, Version
+
+log = logging.getLogger(__name__)
 
 
 class Live:
@@ -38,6 +43,7 @@ class Live:
         self.random_when_failed: Generators | None = None
         self._companions_when_done: bytes | None = None
         self._settings_when_ready: Settings = ()
+        self._has_told = False
 
     @property
     def present(self) -> Built:
@@ -46,9 +52,28 @@ class Live:
             raise RuntimeError("there is no group yet: model, optimizer and mesh exist from the first step on")
         return self.built
 
-    def companions(self, built: Built) -> bytes:
-        """What goes with the parts of what was built."""
-        return to_bytes(companions_tree(self._own, built))
+    def companions(self, built: Built, *, must_be: bool = False) -> bytes:
+        """What goes with the parts of what was built.
+
+        Args:
+            built: the parts.
+            must_be: whether nothing is lost yet where it cannot be had; else it is empty then, and that is told once.
+
+        Raises:
+            UnsendableError: `must_be`, and there is something in it that no other worker can receive; names it.
+        """
+        try:
+            return to_bytes(companions_tree(self._own, built))
+        except UnsendableError as error:
+            if must_be:
+                raise
+            if not self._has_told:
+                self._has_told = True
+                log.error(
+                    "step %d: %s. The run goes on; when the group changes it goes back to the last step of which "
+                    "another copy is whole, or to a checkpoint", self._own.step, error,
+                )  # fmt: skip
+            return b""
 
     def snapshot(self) -> Snapshot:
         """What undoes a step, but for the parts."""

@@ -281,7 +281,8 @@ class ShardedState(WithCompanions, State):
             held.clear()
             self._take_over(built, chosen, offers, choice, rank)
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
-        self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._live.companions(built))
+        companions = self._live.companions(built, must_be=version.generation == STORED)
+        self._unconfirmed = HeldState(version, built.layout(), built.tensors(), companions)
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, whole_copies)
         self._world.changed(world_size, rank)
@@ -313,6 +314,8 @@ class ShardedState(WithCompanions, State):
         lost_step = max(lost_step, nothing.newest.step if nothing.newest else max(offer.step for offer in offers))
         if lost_step > 0:
             why = f"no surviving worker holds {describe_missing(nothing.missing) or 'any part of the model'}"
+            if nothing.newest is not None and not nothing.missing:
+                why = "no surviving worker can give what goes with its parts, and the log of each says why"
             if any(offer.lost >= 0 for offer in offers):
                 raise NonRetryableException(
                     f"{why} (the run was at step {lost_step}), and there is no checkpoint to load: more workers were "

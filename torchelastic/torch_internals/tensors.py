@@ -107,6 +107,13 @@ def tensors_within(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] 
     return {name: getattr(tensor, name) for name in names}, context
 
 
+def with_inner_tensors(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor], context: Any) -> torch.Tensor:
+    """One of the same class, shape and strides, of other tensors; the inverse of `tensors_within`."""
+    kind: Any = type(tensor)
+    made: torch.Tensor = kind.__tensor_unflatten__(dict(inner), context, tensor.shape, tensor.stride())
+    return made
+
+
 def identity_of_storage(storage: torch.UntypedStorage) -> object:
     """Equal for two objects that are the same storage."""
     identity = getattr(storage, "_cdata", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ def tensors_of(state: RankState, rank: int) -> dict[str, torch.Tensor]:
 
 
 def _part(part: str, tree: Any, *, with_structure: bool = True) -> dict[str, torch.Tensor]:
-    flat = flatten(tree)
+    flat = flatten(tree, allow_pickles=None)
     for one in flat.tensors:
         if one.is_shard:
             raise TypeError(
@@ -131,7 +131,7 @@ def part_from(tensors: Mapping[str, torch.Tensor], part: str) -> Any:
     prefix = f"{part}/"
     mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:
-        return unflatten(from_json_tensor(structure, f"part {part!r}"), mine)
+        return unflatten(from_json_tensor(structure, f"part {part!r}"), mine, allow_pickles=None)
     except ValueError as error:
         raise CorruptCheckpointError(f"the checkpoint is damaged, in part {part!r}: {error}") from error
 
@@ -195,21 +195,29 @@ def require_unsharded(what: str, kind: str) -> None:
         )
 
 
-def save_step(tier: StorageTier, step: int, tensors: dict[str, torch.Tensor]) -> None:
+def save_step(tier: StorageTier, step: int, gather: Callable[[], dict[str, torch.Tensor]]) -> None:
     """Saves a step in a tier, once the save before is through; see `StorageTier.save`. All ranks call it.
 
     Args:
         tier: of the job; opened if it is not.
         step: of the checkpoint.
-        tensors: all of this rank, as `tensors_of` gave them; may be changed as soon as this returns.
+        gather: gives all of this rank, as `tensors_of` does; what is in it may be changed as soon as this returns.
 
     Raises:
-        CheckpointError: the save before is still not through after the time-out.
+        CheckpointError: the save before is still not through after the time-out; or another rank has nothing to save,
+            since its `gather` has failed.
+        Exception: what the own `gather` has raised; the other ranks know it.
     """
     tier.start()
-    sizes_bytes = replicated_bytes(tensors)
-    described = hashlib.sha256(repr(list(sizes_bytes.items())).encode()).hexdigest()
-    seen = tier.ranks.all_gather(f"save step {step}", described)
+    tensors: dict[str, torch.Tensor] = {}
+    sizes_bytes: dict[str, int] = {}
+
+    def described() -> str:
+        tensors.update(gather())
+        sizes_bytes.update(replicated_bytes(tensors))
+        return hashlib.sha256(repr(list(sizes_bytes.items())).encode()).hexdigest()
+
+    seen = tier.ranks.run_on_all(f"save step {step}", described)
     if len(set(seen)) == 1:  # else some rank has what another has not, and the planner finds out who writes what
         mine = portion_of(tier.ranks.rank, len(seen), sizes_bytes)
         tensors = {name: tensor for name, tensor in tensors.items() if name in mine or name not in sizes_bytes}

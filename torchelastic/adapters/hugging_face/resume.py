@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchelastic.adapters.hugging_face.rank_state import without_arrays
+from torchelastic.adapters.values import json_like
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE_FILE = "trainer_state.json"
@@ -105,7 +106,8 @@ def write_folder(folder: Path, content: Mapping[str, Any]) -> None:
     for name in ("optimizer", "scheduler", "scaler"):
         if content[name] is not None:
             torch.save(without_arrays(content[name]), folder / f"{name}.pt")
-    text = json.dumps(content["trainer_state"], indent=2, sort_keys=True) + "\n"
+    state = json_like(content["trainer_state"], lambda _place, _value: None)  # it was said when it was saved
+    text = json.dumps(state, indent=2, sort_keys=True) + "\n"
     (folder / _STATE_FILE).write_text(text, encoding="utf-8")
 
 

@@ -115,7 +115,7 @@ class Background:
                 self._busy = True
             try:
                 job()
-            except Exception as error:  # nothing of the background may end the training
+            except BaseException as error:  # nothing of the background may end the training, or its thread
                 text = "a checkpoint could not be finished; training goes on, the one before stays the latest: %s"
                 log.error(text, error, exc_info=None if isinstance(error, CheckpointError) else error)
             del job  # it holds the tensors of a stage

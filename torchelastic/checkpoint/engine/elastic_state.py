@@ -33,6 +33,9 @@ class ElasticState(Protocol):
     def of_each_rank(self, names: Sequence[str]) -> Collection[str]:
         """Of which tensors of the tree each rank has its own."""
 
+    def check_savable(self) -> None:
+        """Raises UnsavableError for content that `save` could not write, or `load` would refuse."""
+
     def save(self, stream: BinaryIO, /) -> object:
         """Writes everything into a stream."""
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.elastic_state import Observe
 from torchelastic.checkpoint.engine.replicas import Replicas
-from torchelastic.checkpoint.engine.save_agreement import NotPublishedError, SaveAgreement, SupersededError
-from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
+from torchelastic.checkpoint.engine.save_agreement import SaveAgreement, SupersededError
+from torchelastic.checkpoint.errors import CheckpointError, NotPublishedError, OutOfStepError
+from torchelastic.checkpoint.failures import Failures
 from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.pool import SlotPool
@@ -30,27 +30,6 @@ from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
-
-#: How many failures are remembered.
-MAX_FAILURES = 20
-
-
-class Failures(deque[str]):
-    """The latest failures of the background, oldest first, in words; each is logged and counted."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=MAX_FAILURES)
-
-    def add(self, what: str, error: Exception) -> None:
-        """Something has failed; training goes on."""
-        self.append(f"{what}: {error}")
-        publish_metric("torchelastic", "checkpoint.failed", 1)
-        if isinstance(error, (NotPublishedError, OutOfStepError)):
-            log.warning("%s is not published: %s", what, error)
-        elif isinstance(error, CheckpointError):  # says all that is to be said
-            log.error("%s failed; training goes on: %s", what, error)
-        else:
-            log.error("%s failed; training goes on", what, exc_info=error)
 
 
 @dataclass(eq=False)
@@ -115,6 +94,17 @@ class TieredSave:
             self.ended.set_exception(self.failure)
 
 
+@contextmanager
+def as_exception() -> Iterator[None]:
+    """What a tier raises that is no `Exception` would end the thread, and other ranks would wait for this one."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
 class Finisher:
     """Finishes saves, beside the training; raises nothing.
 
@@ -169,9 +159,10 @@ class Finisher:
 
     def _prepare(self, tier: Tier, context: TierContext) -> None:
         try:
-            tier.prepare(context)
+            with as_exception():
+                tier.prepare(context)
         except Exception as error:  # noqa: BLE001 - what is put there will fail, and say so
-            self._failures.add(f"preparing the {tier.name} tier", error)
+            self._failures.add(f"preparing the {tier.name} tier", error, place=tier.name)
 
     def begin(self, save: TieredSave) -> None:
         """Publish a save in the tiers that take part, each by the agreement of all ranks; on the training thread."""
@@ -229,7 +220,7 @@ class Finisher:
     def _failed(self, save: TieredSave, tier: Tier, error: Exception) -> None:
         if not isinstance(error, SupersededError):
             save.failed(error)
-            self._failures.add(f"{save.name} in the {tier.name} tier", error)
+            self._failures.add(f"{save.name} in the {tier.name} tier", error, place=tier.name)
         elif save.agreement.context.rank == 0 and tier.name not in self._behind:
             self._behind.add(tier.name)
             text = "the %s tier is slower than saves come: %s is skipped there (%s); save there more rarely"
@@ -301,6 +292,7 @@ class Finisher:
             self._failed(save, tier, error)
             return
         self._behind.discard(tier.name)
+        self._failures.succeeded(tier.name)
         durable_s = self._monotonic() - save.began_s
         publish_metric("torchelastic", f"checkpoint.durable.{tier.name}.duration.ms", 1000 * durable_s)
         if save.observe is not None:
@@ -308,9 +300,10 @@ class Finisher:
         log.info("%s is durable in the %s tier after %.2f s", save.name, tier.name, durable_s)
         try:
             if not tier.is_shared or shard.rank == 0:
-                tier.prune()
+                with as_exception():
+                    tier.prune()
         except Exception as error:  # noqa: BLE001 - what is saved is saved
-            self._failures.add(f"removing old checkpoints in the {tier.name} tier", error)
+            self._failures.add(f"removing old checkpoints in the {tier.name} tier", error, place=tier.name)
 
     def _put_and_commit(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
@@ -324,11 +317,13 @@ class Finisher:
                 raise
             save.uncommitted.remove(tier)
             if not tier.is_shared:
-                tier.commit(manifest)
+                with as_exception():
+                    tier.commit(manifest)
             return
         try:
             manifest = agreement.gather(name, tier.name, save.metrics, time.time())
-            tier.commit(manifest)
+            with as_exception():
+                tier.commit(manifest)
         except Exception as error:
             with suppress(OutOfStepError):  # the first error is the one to see
                 agreement.abort(name, tier.name, error)
@@ -340,7 +335,8 @@ class Finisher:
     def _put(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
         try:
-            record = tier.put(shard)
+            with as_exception():
+                record = tier.put(shard)
             self._replicate(save, tier, shard)
         except Exception as error:
             why_not = f"rank {shard.rank} could not store its shard: {type(error).__name__}: {error}"
@@ -370,7 +366,8 @@ class Finisher:
         if tier not in save.uncommitted or (tier.is_shared and save.agreement.context.rank != 0):
             return  # of a shared tier: the others may still be writing there
         try:
-            tier.abandon(save.name)
+            with as_exception():
+                tier.abandon(save.name)
         except Exception as error:  # noqa: BLE001 - only left-overs, which the next group removes
             because = str(error) or type(error).__name__
             log.warning("could not remove what is left of %s in the %s tier: %s", save.name, tier.name, because)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import NotPublishedError
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import TierContext
@@ -20,10 +20,6 @@ from torchelastic.group.notes import Notes
 
 #: The note that says which tiers take part; no tier has this name.
 _CHOICE = "which tiers"
-
-
-class NotPublishedError(CheckpointError):
-    """A checkpoint is not published in a tier: says which rank could not store its shard, and why."""
 
 
 class SupersededError(NotPublishedError):

@@ -15,6 +15,7 @@ from torchelastic.checkpoint.engine.elastic_state import ElasticState
 from torchelastic.checkpoint.engine.read_rules import WholeOnRank0
 from torchelastic.checkpoint.engine.tiered_restore import Restored, TieredRestore
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format import torch_stream
 from torchelastic.checkpoint.store.restore_plan import Candidate, candidates, lacks
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.group.peers import Alone
@@ -137,7 +138,10 @@ class StoredCheckpoint(Checkpoint):
             return io.BytesIO(restored.content[key])
         if restored.kind == TREE and key == DEFAULT_KEY:
             stream = io.BytesIO()
-            torch.save(restored.content, stream)
+            if self._allow_pickles:
+                torch.save(restored.content, stream)
+            else:
+                torch_stream.write(restored.content, stream)
             stream.seek(0)
             return stream
         there = sorted(restored.content) if restored.kind == STREAMS else [DEFAULT_KEY]

@@ -16,7 +16,7 @@ from torchelastic.checkpoint.checkpoint_manager import Checkpoint, CheckpointMan
 from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.elastic_state import ElasticState, Observe
 from torchelastic.checkpoint.engine.epoch import agree_on_epoch
-from torchelastic.checkpoint.engine.finishing import Failures, Finisher, TieredSave
+from torchelastic.checkpoint.engine.finishing import Finisher, TieredSave
 from torchelastic.checkpoint.engine.read_rules import PartsWhereTheyAre, ReadRule, WholeOnRank0
 from torchelastic.checkpoint.engine.replicas import replicas_of
 from torchelastic.checkpoint.engine.save_agreement import SaveAgreement
@@ -37,10 +37,12 @@ from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage
+from torchelastic.checkpoint.format.tree import flatten
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
+from torchelastic.errors import UnsavableError
 from torchelastic.group.notes import Notes
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
@@ -81,7 +83,7 @@ class TieredCheckpointManager(CheckpointManager):
     Attributes:
         tiers: as given.
         policy: as given.
-        failures: the latest failures of the background, oldest first, in words.
+        failures: see `CheckpointManager`; those of the background, too.
 
     Raises:
         TypeError: a tier or a policy is none.
@@ -111,7 +113,6 @@ class TieredCheckpointManager(CheckpointManager):
         for tier in self.tiers:
             tier.kind = kind
         self.policy = policy
-        self.failures = Failures()
         self._places = ", ".join(tier.where for tier in self.tiers)
         self._run_id = run_id or os.environ.get("TORCHELASTIC_RUN_ID") or "run"
         self._allow_pickles = allow_pickles
@@ -252,6 +253,21 @@ class TieredCheckpointManager(CheckpointManager):
 
         self.save_shard(lay_out, step, peers, everywhere=everywhere, observe=observe, metrics=metrics)
 
+    def check_savable(self, state: ElasticState) -> None:
+        """Find content that `save_step` could not save, without saving. On every rank.
+
+        Raises:
+            UnsavableError: there is such content; names it.
+        """
+        tree = state.checkpoint_tree()
+        if tree is None:
+            state.check_savable()
+            return
+        try:
+            flatten(tree, allow_pickles=self._allow_pickles)
+        except (TypeError, ValueError) as error:
+            raise UnsavableError(str(error)) from error
+
     def save_shard(
         self,
         lay_out: LayOut,
@@ -289,7 +305,7 @@ class TieredCheckpointManager(CheckpointManager):
             header, stage, copy = self._copied(lay_out, name, peers)
         except BaseException as error:
             # the others would wait for this rank's shard: they are told in the background, as it takes messages
-            why = f"{type(error).__name__}: {error}"
+            why = f"rank {peers.rank}: {type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.skip(name, agreement, why))
             raise
         self._schedules.began(step, tiers or ())

@@ -202,7 +202,10 @@ class _Walk:
         """A part without tensors, then and now."""
         if tensor_names(node):
             raise _ChangedError
-        flat = flatten(value, allow_pickles=self._allow_pickles)
+        try:
+            flat = flatten(value, allow_pickles=self._allow_pickles)
+        except (TypeError, ValueError) as error:
+            raise _ChangedError from error  # whoever takes the whole state apart names the place in it
         if flat.tensors:
             raise _ChangedError
         return flat.structure

@@ -1,9 +1,9 @@
 """Small values that are more than dicts, lists and numbers, as such with the name of their class, and back.
 
-Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, `torch.Generator`: what many
-training states hold, and what can be built again without running anything that a checkpoint names. A class of the
-program is looked up among those that are imported already; nothing is imported for it, and neither its `__init__` nor
-its `__new__` is called.
+Named tuples, enums, `argparse.Namespace`, paths, `defaultdict`, `Counter`, `deque`, generators of random numbers, and
+what is in `plain_objects.py`: what many training states hold, and what can be built again without running anything
+that a checkpoint names. A class of the program is looked up among those that are imported already; nothing is imported
+for it, and neither its `__init__` nor its `__new__` is called.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.generators import GENERATOR_KINDS, content_of_generator, made_generator
+from torchelastic.checkpoint.format.plain_objects import PLAIN_KINDS, content_of, made_of_content
 from torchelastic.moved_modules import path_from_files, path_in_files
 
 _NAMESPACES: dict[str, type] = {"argparse": argparse.Namespace, "types": types.SimpleNamespace}
@@ -29,6 +29,9 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
     "posix": pathlib.PurePosixPath,
     "windows": pathlib.PureWindowsPath,
 }
+#: What `Described.about` may call a value by.
+KINDS = frozenset({"enum", "named tuple", "defaultdict", "counter", "deque", "namespace", "path"})
+KINDS |= PLAIN_KINDS | GENERATOR_KINDS
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
 
 
@@ -62,15 +65,17 @@ def described(value: Any) -> Described | None:
         return Described(dict(value), {"as": "counter"})
     if kind is collections.deque:
         return Described(list(value), {"as": "deque", "longest": value.maxlen})
-    if kind is torch.Generator:
-        return Described(value.get_state(), {"as": "generator", "device": str(value.device)})
     for name, namespace in _NAMESPACES.items():
         if kind is namespace:
             return Described(dict(vars(value)), {"as": "namespace", "of": name})
     for name, path in _PATHS.items():
         if isinstance(value, path):
             return Described(str(value), {"as": "path", "of": name})
-    return None
+    generator = content_of_generator(value)
+    if generator is not None:
+        return Described(*generator)
+    plain = content_of(value)
+    return None if plain is None else Described(plain.content, {"as": plain.kind})
 
 
 def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
@@ -94,15 +99,15 @@ def rebuilt(content: Any, about: Mapping[str, Any]) -> Any:
         return collections.Counter(content)
     if what == "deque":
         return collections.deque(content, about["longest"])
-    if what == "generator":
-        return torch.Generator(about["device"]).set_state(content.cpu())
+    if what in GENERATOR_KINDS:
+        return made_generator(content, about)
     if what == "namespace":
         namespace = _NAMESPACES[about["of"]]()
         vars(namespace).update({str(name): item for name, item in content.items()})
         return namespace
     if what == "path":
         return _PATHS[about["of"]](content)
-    raise ValueError(f"unknown kind of object {what!r}")
+    return made_of_content(what, content)
 
 
 def _is_known(factory: Any) -> bool:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from torchelastic.checkpoint.format.places import place_text, token
+
 #: What JSON can hold.
 Plain = Any
 
@@ -24,7 +26,7 @@ def places_of(structure: Plain, kinds: Collection[str]) -> Iterator[tuple[str, s
     for path, node in _nodes(structure, ()):
         kind = kind_of(node)
         if kind in kinds:
-            yield "/".join(path) or "the state", kind
+            yield place_text([key if key.removeprefix("-").isdecimal() else token(key) for key in path]), kind
 
 
 def leaf_paths(structure: Plain) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
@@ -51,6 +53,8 @@ def kind_of(node: Plain) -> str:
     if not isinstance(node, dict):
         return ""
     kind, value = _opened(node)
+    if kind == "object":
+        return str(node["about"]["as"])
     return str(value["kind"]) if kind == "leaf" else str(kind)
 
 

@@ -22,6 +22,7 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.described_objects import described, rebuilt
 from torchelastic.checkpoint.format.made_of_tensors import class_name, put_together
+from torchelastic.checkpoint.format.places import JSON_INT, is_text, place_text, token
 from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.checkpoint.format.tensor_parts import (
@@ -70,13 +71,14 @@ class Flat:
     tensors: tuple[NamedTensor, ...]
 
 
-def flatten(tree: Any, *, allow_pickles: bool = False) -> Flat:
+def flatten(tree: Any, *, allow_pickles: bool | None = False) -> Flat:
     """Takes a tree apart; copies no tensor and changes nothing in the tree.
 
     Args:
         tree: dicts, lists, tuples, sets, plain values, tensors of any dtype and layout, DTensors, `ShardOf`, numpy
-            arrays; named tuples, enums, namespaces, paths.
-        allow_pickles: store what is none of these as a pickle, which is read back only by who allows it too.
+            arrays; named tuples, enums, namespaces, paths, dates and times, exact numbers, ranges.
+        allow_pickles: store what is none of these as a pickle, which is read back only by who allows it too. None: as
+            False, where the user has no such argument that a message could name.
 
     Raises:
         TypeError: something in the tree is of another type; names where and what.
@@ -94,7 +96,7 @@ def unflatten(
     structure: Plain,
     tensors: Mapping[str, torch.Tensor],
     *,
-    allow_pickles: bool = False,
+    allow_pickles: bool | None = False,
     in_place: Container[str] = (),
 ) -> Any:
     """Puts a tree together again; the inverse of `flatten`.
@@ -102,7 +104,8 @@ def unflatten(
     Args:
         structure: what `flatten` made.
         tensors: by name; used as they are, so tensors that were one object are one again.
-        allow_pickles: run the pickles that are in it. Only for checkpoints that you wrote yourself.
+        allow_pickles: run the pickles that are in it. Only for checkpoints that you wrote yourself. None: see
+            `flatten`.
         in_place: names of tensors that stay as they are given, also where others were saved with other strides.
 
     Raises:
@@ -121,7 +124,7 @@ def unflatten_beside(structure: Plain, tensors: Mapping[str, torch.Tensor], own:
         own: those that are here, by `path_of`: what is no plain value in one of the tree is taken from the one of the
             same class in the same place.
     """
-    return _decoded(structure, _Unflattener(tensors, False, (), own))
+    return _decoded(structure, _Unflattener(tensors, None, (), own))
 
 
 def _decoded(structure: Plain, walk: _Unflattener) -> Any:
@@ -133,15 +136,15 @@ def _decoded(structure: Plain, walk: _Unflattener) -> Any:
 
 def path_of(*keys: object) -> str:
     """The place of a value in a tree, as tensors are named by it."""
-    return "/".join(map(_token, keys))
+    return "/".join(map(token, keys))
 
 
 def encode_plain(value: float | str) -> Plain:
     """A number or a text; a few of them JSON cannot hold."""
     if isinstance(value, int):
-        return value if -_JSON_INT < value < _JSON_INT else {"int": hex(value)}
+        return value if -JSON_INT < value < JSON_INT else {"int": hex(value)}
     if isinstance(value, str):
-        if _is_text(value):
+        if is_text(value):
             return value
         return {"text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
     return value if math.isfinite(value) else {"float": repr(value)}
@@ -172,7 +175,7 @@ def _collect_names(node: Plain, names: set[str]) -> None:
 
 @dataclass
 class _Flattener:
-    allow_pickles: bool
+    allow_pickles: bool | None
     tensors: list[NamedTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
     _leaves: dict[object, tuple[Plain, Any]] = field(default_factory=dict)  # with the value: an id is of what lives
@@ -207,7 +210,7 @@ class _Flattener:
     def _made_of(
         self, value: torch.Tensor, within: Mapping[str, torch.Tensor], context: Any, path: tuple[str, ...]
     ) -> Plain:
-        inner = [[name, self.encode(tensor, (*path, _token(name)))] for name, tensor in within.items()]
+        inner = [[name, self.encode(tensor, (*path, token(name)))] for name, tensor in within.items()]
         about = {"class": class_name(type(value)), "context": self.encode(context, (*path, "~context"))}
         form = [list(value.shape), list(value.stride())]
         return {"made_of": inner, **about, "form": form, "at": "/".join(path), **autograd_of(value)}
@@ -243,7 +246,7 @@ class _Flattener:
 
     def _container(self, value: Any, path: tuple[str, ...]) -> Plain:
         if id(value) in self._inside or len(path) > MAX_DEPTH:
-            raise ValueError(f"{_place(path)} contains itself, or is nested more than {MAX_DEPTH} deep: not saved")
+            raise ValueError(f"{place_text(path)} contains itself, or is nested more than {MAX_DEPTH} deep: not saved")
         self._inside.add(id(value))
         try:
             return self._encode_container(value, path)
@@ -254,7 +257,7 @@ class _Flattener:
         kind = type(value)
         if kind in (dict, OrderedDict):
             pairs = [
-                [self.encode(key, (*path, "~key")), self.encode(item, (*path, _token(key)))]
+                [self.encode(key, (*path, "~key")), self.encode(item, (*path, token(key)))]
                 for key, item in value.items()
             ]
             if kind is dict:
@@ -273,10 +276,12 @@ class _Flattener:
             return simpler
         if self.allow_pickles:
             return {"pickle": base64.b64encode(_pickle(value, path)).decode()}
-        raise TypeError(
-            f"{_place(path)} is a {kind.__module__}.{kind.__qualname__}: save plain values and tensors, such as "
-            "a state_dict(), or pass allow_pickles=True when saving and when loading"
-        )
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        name = f"{module}{kind.__qualname__}" + (f" of {value.dtype}" if kind is np.ndarray else "")
+        pickles = "" if self.allow_pickles is None else ", or pass allow_pickles=True when saving and when loading"
+        remedy = f"save plain values and tensors, such as a state_dict(){pickles}"
+        article = "an" if name[0] in "aeio" else "a"
+        raise TypeError(f"{place_text(path)} is {article} {name}: {remedy}")
 
     def _described(self, value: Any, path: tuple[str, ...]) -> Plain | None:
         try:
@@ -284,14 +289,14 @@ class _Flattener:
         except TypeError as error:
             if self.allow_pickles:
                 return None
-            raise TypeError(f"{_place(path)} {error}") from None
+            raise TypeError(f"{place_text(path)} {error}") from None
         return None if found is None else {"object": self.encode(found.content, path), "about": found.about}
 
 
 @dataclass(frozen=True)
 class _Unflattener:
     tensors: Mapping[str, torch.Tensor]
-    allow_pickles: bool
+    allow_pickles: bool | None
     in_place: Container[str]
     own: Mapping[str, torch.Tensor]
     _leaves: dict[object, torch.Tensor] = field(default_factory=dict)
@@ -362,9 +367,10 @@ class _Unflattener:
 
     def _pickled(self, text: str) -> Any:
         if not self.allow_pickles:
+            allow = ": pass allow_pickles=True if you trust whoever wrote it"
             raise CheckpointError(
-                "the saved state holds pickled objects, which can run any code when read: pass allow_pickles=True if "
-                "you trust whoever wrote it"
+                "the saved state holds pickled objects, which can run any code when read"
+                f"{', and are not read here' if self.allow_pickles is None else allow}"
             )
         return pickle.loads(base64.b64decode(text))  # noqa: S301 - the caller said that it trusts the writer
 
@@ -381,7 +387,6 @@ _NONSENSE = (
     MemoryError,
 )
 _PICKLES = ("pickle",)
-_JSON_INT = 2**63  # Python turns longer numbers into decimal digits slowly, and beyond 4300 digits not at all
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
@@ -397,17 +402,6 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def _is_text(value: str) -> bool:
-    """Whether JSON gives back the same; it would join two halves of a character that are two in the state."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _torch_knows(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
@@ -416,28 +410,4 @@ def _pickle(value: Any, path: tuple[str, ...]) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise TypeError(f"{_place(path)} cannot be pickled, so leave it out of the state: {error}") from error
-
-
-def _token(key: object) -> str:
-    """A key as a part of a name; `~` and `/` are escaped as in RFC 6901.
-
-    What could be taken for another key is marked by a `~`, so that a name does not depend on the order of a dict:
-
-    >>> [_token(key) for key in ("a/b", 1, "1", None, "None")]
-    ['a~1b', '1', "~'1'", '~None', 'None']
-    """
-    if type(key) is int:
-        return str(key) if -_JSON_INT < key < _JSON_INT else f"~{key:x}"
-    if type(key) is str:
-        escaped = key.replace("~", "~0").replace("/", "~1")
-        if not _is_text(key):
-            escaped = escaped.encode("utf-8", "backslashreplace").decode()
-            return f"~'{escaped}'"
-        is_plain = key and not key.removeprefix("-").isdecimal()
-        return escaped if is_plain else f"~'{escaped}'"
-    return "~" + str(key).replace("~", "~0").replace("/", "~1").encode("utf-8", "backslashreplace").decode()
-
-
-def _place(path: tuple[str, ...]) -> str:
-    return f"the value at {'/'.join(path)!r}" if path else "the state"
+        raise TypeError(f"{place_text(path)} cannot be pickled, so leave it out of the state: {error}") from error

@@ -12,14 +12,22 @@ import torch
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError, underlying
 from torchelastic.checkpoint.compat.elastic01.verification import damage_of_torch_file
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained, torch_reason
+from torchelastic.checkpoint.format.described_objects import KINDS
 from torchelastic.checkpoint.format.structures import places_of
+from torchelastic.checkpoint.format.torch_stream import put_together
 from torchelastic.text import shortlist
 
 _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
 _ZIP = b"PK\x03\x04"
 
 #: Kinds of values that torch.load(weights_only=True) refuses (see `structures.places_of`), as a user knows them.
-_UNLOADABLE = {"frozenset": "a frozenset", "numpy": "a numpy array or number", "pickle": "an object of another type"}
+_UNLOADABLE = {
+    "frozenset": "a frozenset",
+    "numpy": "a numpy array or number",
+    "pickle": "an object of another type",
+    "made_of": "a tensor of a class that is made of others",
+    **{kind: f"no plain value ({kind})" for kind in KINDS if kind != "counter"},
+}
 
 
 def is_one(path: Path) -> bool:
@@ -49,7 +57,7 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
         file.seek(0)
         is_zip = zipfile.is_zipfile(file)
     try:
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip)
+        return put_together(torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip))
     except pickle.UnpicklingError as error:
         raise CheckpointCommandError(
             f"{path} holds objects that run code when they are read ({torch_reason(error)}): use --allow-pickles if "
@@ -63,7 +71,7 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
     """Raises CheckpointCommandError if a state holds what `torch.load(weights_only=True)` would refuse."""
     if allow_pickles:
         return
-    unloadable = [f"{place!r} is {_UNLOADABLE[kind]}" for place, kind in places_of(structure, _UNLOADABLE)]
+    unloadable = [f"{place} is {_UNLOADABLE[kind]}" for place, kind in places_of(structure, _UNLOADABLE)]
     if unloadable:
         raise CheckpointCommandError(
             f"torch.load(weights_only=True) could not read this state back: {shortlist(unloadable)}; use "

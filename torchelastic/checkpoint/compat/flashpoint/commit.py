@@ -230,7 +230,7 @@ def decode_metadata(data: bytes) -> Metadata:
 
 
 def _structure(value: Any, what: str) -> Any:
-    flat = flatten(value)
+    flat = flatten(value, allow_pickles=None)
     if flat.tensors:
         raise TypeError(f"{what} of the checkpoint holds tensors ({flat.tensors[0].name}): use plain values there")
     return flat.structure
