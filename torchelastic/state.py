@@ -140,7 +140,8 @@ class State(ABC):
     def checkpoint_tree(self) -> Any:
         """The whole state as plain values and tensors (not copied), for a `TieredCheckpointManager`.
 
-        Called on every rank after the same committed step. None: there is no such thing, and rank 0 calls `save`.
+        Called on every rank after the same committed step, and when a run begins, to see whether it can be saved. None:
+        there is no such thing, and rank 0 calls `save`.
         """
         return None
 

@@ -416,7 +416,7 @@ def test_plain_values_of_all_kinds_and_a_scheduler_with_a_counter_go_to_the_next
 
 @needs_fsdp2_on_cpus
 def test_what_no_other_worker_could_receive_is_refused_at_the_start_and_ends_no_run_later(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UnfitError, match=r"extra\['what'\] is an object") as refused:
         ShardedState(build(), extra={"what": object()}).sync()
@@ -426,6 +426,12 @@ def test_what_no_other_worker_could_receive_is_refused_at_the_start_and_ends_no_
     train(state)
     state.extra["what"] = object()
     train(state)
+    manager = TieredCheckpointManager([DiskTier(tmp_path)], allow_pickles=True)
+    for save in (manager.check_savable, lambda state: manager.save_step(state, 2, Alone())):
+        with pytest.raises(TypeError, match=r"extra\['what'\] is an object") as unsaved:
+            save(state)
+        assert "allow_pickles" not in str(unsaved.value), "what was saved so could not be given to the ranks"
+    manager.close()
     with pytest.raises(RetryableException, match="can give what goes with its parts"):
         state.sync()
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

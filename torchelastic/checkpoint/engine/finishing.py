@@ -31,6 +31,9 @@ from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
 
+#: Where something fails that is no tier; none has such a name.
+_SEALING, _MEMORY, _REPLICAS = "~sealing", "~memory", "~replicas"
+
 
 @dataclass(eq=False)
 class TieredSave:
@@ -172,6 +175,7 @@ class Finisher:
     def _run(self, save: TieredSave) -> None:
         try:
             shard = self._seal(save)
+            self._failures.succeeded(_SEALING)
             save.pool.pin(save.stage)
             chosen = save.agreement.choose_tiers(save.name, save.tiers)
             save.later = frozenset(tier.name for tier in self._later if tier.name in chosen)
@@ -184,7 +188,7 @@ class Finisher:
                     self._publish(save, tier, shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
             save.failed(error)
-            self._failures.add(str(save.name), error)
+            self._failures.add(str(save.name), error, place=_SEALING)
             save.later = frozenset()
             self._post_skipped(save.name, save.agreement, f"{type(error).__name__}: {error}")
         if not save.later:
@@ -256,8 +260,9 @@ class Finisher:
         if not self._background.is_full:
             try:
                 save.pool.keep_warm(save.header)
+                self._failures.succeeded(_MEMORY)
             except CheckpointError as error:
-                self._failures.add("taking memory for the next save", error)
+                self._failures.add("taking memory for the next save", error, place=_MEMORY)
 
     def _say_done(self, name: SaveId, agreement: SaveAgreement) -> None:
         try:
@@ -358,8 +363,9 @@ class Finisher:
             return
         try:
             self._replicas.push(shard)
+            self._failures.succeeded(_REPLICAS)
         except Exception as error:  # noqa: BLE001 - a replica is one copy more
-            self._failures.add(f"the replicas of {save.name}", error)
+            self._failures.add(f"the replicas of {save.name}", error, place=_REPLICAS)
 
     def _abort(self, save: TieredSave, tier: Tier) -> None:
         """Remove what is left of a save that this tier will not have."""

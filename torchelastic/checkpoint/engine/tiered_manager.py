@@ -126,7 +126,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._replicas = replicas_of(self.tiers, replicas, host)
         self._finisher = Finisher(self.tiers, self.failures, self._background, monotonic, self._replicas)
         self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
-        self._layout = RecurringLayout(allow_pickles=allow_pickles)
+        self._layouts: dict[bool | None, RecurringLayout] = {}
         self._epoch: int | None = None
         self._generation, self._nonce = 0, ""
         self._peers: Peers | None = None
@@ -243,7 +243,9 @@ class TieredCheckpointManager(CheckpointManager):
         """
 
         def lay_out(meta: Mapping[str, Any]) -> tuple[Header, Sequence[torch.Tensor]]:
-            tree, layout, kind = state.checkpoint_tree(), self._layout, TREE
+            pickles = self._takes_pickles_of(state)
+            layout = self._layouts.setdefault(pickles, RecurringLayout(allow_pickles=pickles))
+            tree, kind = state.checkpoint_tree(), TREE
             if tree is None:
                 # streams have no form that recurs
                 tree, layout, kind = streams_of(state, peers.rank), RecurringLayout(), STREAMS
@@ -264,9 +266,13 @@ class TieredCheckpointManager(CheckpointManager):
             state.check_savable()
             return
         try:
-            flatten(tree, allow_pickles=self._allow_pickles)
+            flatten(tree, allow_pickles=self._takes_pickles_of(state))
         except (TypeError, ValueError) as error:
             raise UnsavableError(str(error)) from error
+
+    def _takes_pickles_of(self, state: ElasticState) -> bool | None:
+        """See `flatten`. What each rank loads a part of is handed on to others, and no pickle is."""
+        return None if state.loads_parts else self._allow_pickles
 
     def save_shard(
         self,

@@ -64,7 +64,7 @@ def cached_tree_of(flat: Flat) -> CachedTree | None:
 
 
 def flatten_again(
-    tree: Any, cached: CachedTree, *, allow_pickles: bool = False
+    tree: Any, cached: CachedTree, *, allow_pickles: bool | None = False
 ) -> tuple[Plain, Sequence[torch.Tensor]] | None:
     """Takes a state apart that has the same form as last time.
 
@@ -107,7 +107,7 @@ def _collect_leaves(node: Plain, forms: dict[str, tuple[int, _Form]], leaves: di
 class _Walk:
     """One walk. What is not known here is left to `flatten`, part by part."""
 
-    def __init__(self, cached: CachedTree, allow_pickles: bool) -> None:
+    def __init__(self, cached: CachedTree, allow_pickles: bool | None) -> None:
         self._leaves = cached.leaves
         self._allow_pickles = allow_pickles
         self._form_of = cached.forms

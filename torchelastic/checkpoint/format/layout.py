@@ -84,7 +84,7 @@ class RecurringLayout:
         allow_pickles: see `flatten`.
     """
 
-    def __init__(self, *, allow_pickles: bool = False) -> None:
+    def __init__(self, *, allow_pickles: bool | None = False) -> None:
         self._allow_pickles = allow_pickles
         self._cached: CachedTree | None = None
         self._group = (-1, 0)
