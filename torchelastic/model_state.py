@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from torchelastic.errors import NonRetryableException, UnfitError
+from torchelastic.inventory import module_state
 from torchelastic.inventory.generators import (
     Generators,
     digest_of_drawing_torch,
@@ -24,7 +25,7 @@ from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.inventory.module_values import attributes_of, buffers_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
-from torchelastic.model import digest, module_state, newcomers, wrapping
+from torchelastic.model import digest, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.extras import check_loadable, numpy_globals
 from torchelastic.model.one_or_many import OneOrMany

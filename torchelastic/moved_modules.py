@@ -78,6 +78,7 @@ MOVED = {
     "ledger.page": "observe.ledger.shared_counts",
     "lifetime.in_loop": "lifetime.loop_lifetime",
     "lifetime.progress": "lifetime.progress_file",
+    "model.module_state": "inventory.module_state",
     "model.shards": "model.logical_shards",
     "network.choice": "network.interface_choice",
     "p2p.agreement": "p2p.step_agreement",

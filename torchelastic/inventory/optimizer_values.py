@@ -8,6 +8,7 @@ their place. An optimizer that saves itself in a form of its own is left as it i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 
 #: Parameters of the model, by name.
 Named = Mapping[str, torch.nn.Parameter]
@@ -23,6 +25,7 @@ Named = Mapping[str, torch.nn.Parameter]
 OWN_FORM = "own_form"
 #: The state of what is no parameter.
 _OTHERS = "others"
+_NAMED = 5
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -107,11 +110,68 @@ def numbered_state(state: Mapping[str, Any]) -> dict[str, Any]:
             numbers.setdefault(name, len(numbers))
     return {
         **{key: value for key, value in state.items() if key != _OTHERS},
-        "state": {numbers[name]: value for name, value in state["state"].items()} | dict(state[_OTHERS]),
+        "state": {numbers[name]: value for name, value in state["state"].items()} | dict(state.get(_OTHERS, {})),
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
         ],
     }
+
+
+def optimizer_faults(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> list[str]:
+    """In what saved parameter groups differ from those of an optimizer, in words; changes nothing.
+
+    Args:
+        saved: the groups of its `state_dict`, with their parameters or without.
+        optimizer: the one that is there.
+    """
+    kind, number = type(optimizer).__name__, len(optimizer.param_groups)
+    if len(saved) != number:
+        return [f"that state has {len(saved)} parameter group(s), and this {kind} has {number}"]
+    before = [len(group["params"]) for group in saved if "params" in group]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if before and before != sizes:
+        return [f"that state's parameter groups hold {before} parameters, and those of this {kind} hold {sizes}"]
+    for group, own, loaded in zip(saved, optimizer.param_groups, _once_loaded(saved, optimizer), strict=True):
+        # torch adds to the defaults while it loads, and to the groups it does not
+        lacking = sorted((optimizer.defaults.keys() & own.keys()) - loaded.keys())
+        if lacking:
+            others = sorted(group.keys() - optimizer.param_groups[0].keys())
+            has = f", and have {shortlist([repr(name) for name in others], _NAMED)}" if others else ""
+            return [
+                f"that state's parameter groups lack {shortlist([repr(name) for name in lacking], _NAMED)}, which this "
+                f"{kind} needs{has}: it is of another kind of optimizer"
+            ]
+    return []
+
+
+def put_types_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Torch has cast what it loaded to the types of the parameters: digits are lost of a float32 sum beside bfloat16.
+
+    Args:
+        optimizer: with the same parameters, of the same types, as where it was saved.
+        saved: its `state_dict` that was loaded.
+    """
+    numbers = [number for group in saved.get("param_groups", ()) for number in group.get("params", ())]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        loaded, kept = optimizer.state.get(parameter, {}), saved.get("state", {}).get(number, {})
+        for name in loaded.keys() & kept.keys():
+            (now, form), (before, saved_form) = tree_flatten(loaded[name]), tree_flatten(kept[name])
+            if form == saved_form:  # lists and dicts of tensors, too
+                loaded[name] = tree_unflatten([_of_type(*pair) for pair in zip(now, before, strict=True)], form)
+
+
+def _of_type(cast: Any, value: Any) -> Any:
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor)
+    return value.to(cast.device) if are_tensors and cast.dtype != value.dtype else cast
+
+
+def _once_loaded(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups would be: an optimizer fills in what an older release of it had not."""
+    probe: torch.optim.Optimizer = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    probe.__setstate__({"state": defaultdict(dict), "param_groups": [{**group, "params": []} for group in saved]})
+    return probe.param_groups
 
 
 def _is_usual(state: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
 from torchelastic.inventory.attributes import Restore, attributes_of
 from torchelastic.inventory.optimizer_values import (
@@ -30,7 +29,9 @@ from torchelastic.inventory.optimizer_values import (
     group_faults,
     named_state,
     numbered_state,
+    optimizer_faults,
     put_groups,
+    put_types_back,
     state_of,
 )
 from torchelastic.inventory.weights import KeptWeights, WeightCopier, with_inner
