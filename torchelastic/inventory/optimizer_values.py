@@ -21,6 +21,9 @@ from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 #: Parameters of the model, by name.
 Named = Mapping[str, torch.nn.Parameter]
 
+#: The names of the parameters of each group of an optimizer.
+GroupNames = list[list[str]]
+
 #: In what `named_state` gives: the `state_dict` of an optimizer that has a form of its own.
 OWN_FORM = "own_form"
 #: The state of what is no parameter.
@@ -39,7 +42,7 @@ def named_state(optimizer: torch.optim.Optimizer, parameters: Named) -> Any:
     state = state_of(optimizer)
     if not _is_usual(state, optimizer):
         return {OWN_FORM: state}
-    names = _names(optimizer, parameters)
+    names = members_of(optimizer, parameters)
     by_number = {
         number: name
         for group, of_group in zip(state["param_groups"], names, strict=True)
@@ -68,7 +71,7 @@ def group_faults(
     """
     kind = type(optimizer).__name__
     theirs = [group["params"] for group in state["param_groups"]]
-    own = _names(optimizer, parameters)
+    own = members_of(optimizer, parameters)
     known = parameters.keys() | {name for group in own for name in group}
     unknown = [name for group in theirs for name in group if name not in known]
     if unknown:
@@ -100,6 +103,60 @@ def put_groups(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, param
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         given = members if names is None else list(zip(names, members, strict=True))
         optimizer.add_param_group({"params": given, **settings})
+
+
+def stored_faults(
+    state: Mapping[str, Any], built: GroupNames | None, optimizer: torch.optim.Optimizer, parameters: Named
+) -> list[str]:
+    """Why an optimizer that a script has just built cannot have a named state of a checkpoint; changes nothing.
+
+    Args:
+        state: what `named_state` gave there.
+        built: the groups that the script had made there, if the run has changed them since.
+        optimizer: the one that is there.
+        parameters: of the model that is there.
+    """
+    kind, own = type(optimizer).__name__, members_of(optimizer, parameters)
+    if OWN_FORM in state or OWN_FORM in named_state(optimizer, {}):
+        if OWN_FORM in state and OWN_FORM in named_state(optimizer, {}):
+            return []
+        return [f"the state_dict of this {kind} is of another form than the saved one"]
+    saved = [group["params"] for group in state["param_groups"]]
+    if not any(groups is not None and _are_alike(groups, own) for groups in (saved, built)):
+        sizes = f"{[len(group) for group in saved]} and {[len(group) for group in own]} parameters"
+        return [f"the groups of this {kind} hold other parameters than they did ({sizes})"]
+    return optimizer_faults([without_members(group) for group in state["param_groups"][: len(own)]], optimizer)
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameters: Named) -> list[str]:
+    """Have a named state of a checkpoint, of parameters of the same types; `stored_faults` found none.
+
+    Returns:
+        What the user is to learn, one sentence each.
+    """
+    if OWN_FORM in state:
+        optimizer.load_state_dict(state[OWN_FORM])
+        return []
+    saved, own = [group["params"] for group in state["param_groups"]], members_of(optimizer, parameters)
+    put_groups(state, optimizer, parameters)
+    numbered = numbered_state(state)
+    optimizer.load_state_dict(numbered)
+    put_types_back(optimizer, numbered)
+    if _are_alike(saved, own):
+        return []
+    return [
+        f"the parameter groups of {type(optimizer).__name__} are those that the run had when this was saved, and not "
+        "as the script has made them now: add_param_group or the like has changed them"
+    ]
+
+
+def _are_alike(groups: GroupNames, others: GroupNames) -> bool:
+    return [sorted(group) for group in groups] == [sorted(group) for group in others]
+
+
+def without_members(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def numbered_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +247,7 @@ def _is_usual(state: Any, optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _names(optimizer: torch.optim.Optimizer, parameters: Named) -> list[list[str]]:
+def members_of(optimizer: torch.optim.Optimizer, parameters: Named) -> GroupNames:
     """The names of the parameters of each group."""
     known = {id(parameter): name for name, parameter in parameters.items()}
     names: list[list[str]] = []
@@ -209,7 +266,7 @@ def _others(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, An
     """Those that are not the model's, by name."""
     return {
         name: parameter
-        for group, names in zip(optimizer.param_groups, _names(optimizer, parameters), strict=True)
+        for group, names in zip(optimizer.param_groups, members_of(optimizer, parameters), strict=True)
         for parameter, name in zip(group["params"], names, strict=True)
         if name not in parameters
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.inventory.module_state import state_of
 from torchelastic.inventory.module_values import buffers_of, flags_of, put_buffers, put_flags
 from torchelastic.inventory.names import joined, named_modules, named_parameters, plain_name
 from torchelastic.text import counted, shortlist
@@ -29,6 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 #: What torch gives to each module that says nothing else.
 _USUAL_VERSION = {"version": 1}
 _EXTRA_STATE = "_extra_state"
+_NAMED = 5
 _REMEDY = "to freeze others, set requires_grad after the state was loaded"
 
 
@@ -117,7 +119,44 @@ def _above(name: str) -> Iterable[str]:
 # --- what is loaded ---------------------------------------------------------------------------------------------------
 
 
-def makes_room(module: torch.nn.Module, name: str, saved: Mapping[str, Any]) -> bool:
+def state_faults(
+    module: torch.nn.Module, parameters: Mapping[str, Any], others: Mapping[str, Any], reshaped: Collection[str]
+) -> list[str]:
+    """Why a module that a script has just built cannot have a saved state, in words; changes nothing.
+
+    Args:
+        module: ours.
+        parameters: the saved ones by plain names; their contents do not matter, and so it is with the next.
+        others: what else is in the saved `state_dict`.
+        reshaped: see `buffers_beside`.
+    """
+    live = {name: value for name, value in state_of(module).items() if name not in reshaped}
+    saved = {name: value for name, value in {**parameters, **others}.items() if name not in reshaped}
+    for name in [name for name in others.keys() & saved.keys() if _form_of(saved[name]) != _form_of(live.get(name))]:
+        if (is_extra_state(name) and name in live) or _makes_room(module, name, others):
+            live[name] = saved[name]
+    faults = []
+    for who, lacking in (("checkpoint", live.keys() - saved.keys()), ("model", saved.keys() - live.keys())):
+        if lacking:
+            faults.append(f"the {who} lacks {shortlist([repr(name) for name in sorted(lacking)], _NAMED)}")
+    different = [name for name in saved if name in live and _form_of(saved[name]) != _form_of(live[name])]
+    faults += [f"{name!r} was {_words(saved[name])} and is {_words(live[name])}" for name in different[:_NAMED]]
+    if len(different) > _NAMED:
+        faults.append(f"{len(different) - _NAMED} more differ")
+    return faults
+
+
+def _form_of(value: Any) -> Form:
+    return _form(value) if isinstance(value, torch.Tensor) else None
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "a plain value"
+    return f"a {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+
+def _makes_room(module: torch.nn.Module, name: str, saved: Mapping[str, Any]) -> bool:
     """Whether the module that has a buffer takes one of another form by a way of its own, as torch's observers do.
 
     It is tried with a copy of that module, which shares its weights and gets none.

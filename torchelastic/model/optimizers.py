@@ -33,6 +33,7 @@ from torchelastic.inventory.optimizer_values import (
     put_groups,
     put_types_back,
     state_of,
+    without_members,
 )
 from torchelastic.inventory.weights import KeptWeights, WeightCopier, with_inner
 from torchelastic.model.digest import sample_digest
@@ -407,7 +408,7 @@ def _named_faults(
     if OWN_FORM in state:
         return []
     own = len(optimizer.param_groups)
-    settings = [_without_members(group) for group in state["param_groups"][:own]]
+    settings = [without_members(group) for group in state["param_groups"][:own]]
     faults = group_faults(state, optimizer, parameters, may_lose=may_lose)
     return faults or (optimizer_faults(settings, optimizer) if len(settings) == own else [])
 
@@ -431,12 +432,8 @@ def _of_each_optimizer() -> frozenset[str]:
 def _nothing(_: bool) -> None: ...
 
 
-def _without_members(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    values = _without_members(group)
+    values = without_members(group)
     if isinstance(values.get("lr"), torch.Tensor):
         values["lr"] = values["lr"].clone()  # the scheduler changes it in place
     return values

@@ -15,22 +15,19 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from torchelastic.checkpoint.compat.velastic.fitting import GroupNames, member_faults
 from torchelastic.checkpoint.format.tensor_parts import ShardOf, contiguous, encode_leaf, memory_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.inventory.optimizer_values import (
     OWN_FORM,
+    GroupNames,
+    load_named_state,
+    members_of,
     named_state,
-    numbered_state,
-    optimizer_faults,
-    put_groups,
-    put_types_back,
+    stored_faults,
 )
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.tensors import tree_flatten, tree_map, tree_map_only
 
-#: In the place of the name of a parameter that is not in the model; no name is empty.
-_FOREIGN = ""
 #: Values that optimizers keep, for each optimizer: by parameter and by key.
 Own = Sequence[Mapping[str, Mapping[str, Any]]]
 
@@ -45,7 +42,7 @@ class OptimizerTrees:
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self.objects = model, optimizers
-        self._built_groups = self._members()
+        self._built_groups = [members_of(one, named_parameters(model)) for one in optimizers]
 
     def trees(self) -> list[dict[str, Any]]:
         """The state of each; its tensors are the live ones.
@@ -61,7 +58,7 @@ class OptimizerTrees:
         """What has to be known of each besides: see the head of `training_objects`."""
         return [
             {"built": None if built == now else built, "whole": self._whole(one)}
-            for one, built, now in zip(self.objects, self._built_groups, self._members(), strict=True)
+            for one, built, now in zip(self.objects, self._built_groups, self.group_names(), strict=True)
         ]
 
     def _tree(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -120,23 +117,16 @@ class OptimizerTrees:
         Args:
             saved: the whole tree.
         """
-        groups, trees = self.group_names(), saved["optimizers"]
+        self.group_names()
+        trees, live = saved["optimizers"], named_parameters(self._model)
         if len(trees) != len(self.objects):
             return [f"{len(trees)} optimizer(s) were saved, and there are {len(self.objects)}"]
-        found: list[str] = []
-        for number, (one, optimizer) in enumerate(zip(trees, self.objects, strict=True)):
-            kind, is_own = type(optimizer).__name__, OWN_FORM in named_state(optimizer, {})
-            if (OWN_FORM in one) is not is_own:
-                found.append(f"optimizer {number}: the state_dict of this {kind} is of another form than the saved one")
-            elif not is_own:
-                built = saved["about_optimizers"][number]["built"] if "about_optimizers" in saved else None
-                before = [group["params"] for group in one["param_groups"]]
-                members = member_faults(number, before, groups[number])
-                if built is not None and not member_faults(number, built, groups[number]):
-                    members = []  # the script makes what it had made there, before the run has changed it
-                settings = [_without_members(group) for group in one["param_groups"][: len(groups[number])]]
-                found += members or [f"optimizer {number}: {fault}" for fault in optimizer_faults(settings, optimizer)]
-        return found
+        about = saved.get("about_optimizers", [{"built": None}] * len(trees))
+        return [
+            f"optimizer {number}: {fault}"
+            for number, (one, of_one, optimizer) in enumerate(zip(trees, about, self.objects, strict=True))
+            for fault in stored_faults(one, of_one["built"], optimizer, live)
+        ]
 
     def template(self, saved: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
         """Memory for what this rank reads; see `TrainingObjects.template`."""
@@ -175,12 +165,9 @@ class OptimizerTrees:
         Returns:
             What the user is to learn, one sentence each.
         """
-        notes, names = [], self._members()
+        notes: list[str] = []
         for number, (optimizer, read) in enumerate(zip(self.objects, loaded, strict=True)):
-            if OWN_FORM in read:
-                optimizer.load_state_dict(read[OWN_FORM])
-                continue
-            whole, looks = _whole_of(saved, number), saved["optimizers"][number]["state"]
+            whole, looks = _whole_of(saved, number), saved["optimizers"][number].get("state", {})
             state: dict[str, dict[str, Any]] = {
                 name: {
                     key: value
@@ -188,19 +175,12 @@ class OptimizerTrees:
                     else tree_map(partial(as_live, parameter=live[name]), value, looks[name][key])
                     for key, value in kept.items()
                 }
-                for name, kept in read["state"].items()
+                for name, kept in read.get("state", {}).items()
             }
             for name, values in own[number].items() if own else ():
                 state.setdefault(name, {}).update(values)
-            if [set(group["params"]) for group in read["param_groups"]] != [set(group) for group in names[number]]:
-                notes.append(
-                    f"the parameter groups of {type(optimizer).__name__} are those that the run had when this was "
-                    "saved, and not as the script has made them now: add_param_group or the like has changed them"
-                )
-            put_groups(read, optimizer, named_parameters(self._model))
-            numbered = numbered_state({**read, "state": state})
-            optimizer.load_state_dict(numbered)
-            put_types_back(optimizer, numbered)
+            named = {**read, "state": state} if "state" in read else read
+            notes += load_named_state(optimizer, named, named_parameters(self._model))
         return notes
 
     def group_names(self) -> list[GroupNames]:
@@ -209,9 +189,10 @@ class OptimizerTrees:
         Raises:
             ValueError: one has a parameter that is not in the model.
         """
-        found = self._members()
+        live = named_parameters(self._model)
+        found = [members_of(optimizer, live) for optimizer in self.objects]
         for optimizer, groups in zip(self.objects, found, strict=True):
-            foreign = [place for place, group in enumerate(groups) for name in group if name == _FOREIGN]
+            foreign = [place for place, group in enumerate(groups) for name in group if name not in live]
             if foreign:
                 raise ValueError(
                     f"the optimizer {type(optimizer).__name__} has {len(foreign)} parameter(s) that are not in the "
@@ -219,13 +200,6 @@ class OptimizerTrees:
                     "torch.nn.Module with the model, and give that"
                 )
         return found
-
-    def _members(self) -> list[GroupNames]:
-        names = {id(parameter): name for name, parameter in named_parameters(self._model).items()}
-        return [
-            [[names.get(id(parameter), _FOREIGN) for parameter in group["params"]] for group in optimizer.param_groups]
-            for optimizer in self.objects
-        ]
 
 
 def own_faults(own: Own, saved_ranks: int, ranks: int) -> list[str]:
@@ -288,10 +262,6 @@ def differing(digests: Sequence[Mapping[str, str]]) -> set[str]:
 
 def _label(number: int, name: str, key: Any) -> str:
     return f"{number}/{name}/{key!r}"
-
-
-def _without_members(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _whole_of(saved: Mapping[str, Any], number: int) -> Mapping[str, Collection[str]]:

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic.checkpoint.compat.velastic.fitting import Form, require_fitting
 from torchelastic.checkpoint.compat.velastic.optimizer_trees import OptimizerTrees, Own, as_live, is_ours, room
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
 from torchelastic.inventory.module_state import load_into, state_of
 from torchelastic.inventory.names import named_modules, plain_name
@@ -35,9 +35,9 @@ from torchelastic.inventory.stored_module import (
     buffers_beside,
     forms_of,
     is_extra_state,
-    makes_room,
     put_buffers_beside,
     put_flags_beside,
+    state_faults,
     stored_beside,
     with_versions,
 )
@@ -133,16 +133,15 @@ class TrainingObjects:
         Raises:
             CheckpointError: they differ; names them.
         """
-        parameters, others = self._parted(state_of(self.model))
         model = saved["model"]
-        reshaped = set(model["buffers"]["reshaped"]) if "buffers" in model else set()
-        live = {name: _form(value) for name, value in {**parameters, **others}.items() if name not in reshaped}
-        kept = {**model["parameters"], **model["others"]}
-        forms = {name: _form(value) for name, value in kept.items() if name not in reshaped}
-        for name in [name for name in forms if name not in model["parameters"] and forms[name] != live.get(name)]:
-            if (is_extra_state(name) and name in live) or makes_room(self.model, name, model["others"]):
-                live[name] = forms[name]
-        require_fitting(forms, live, self._optimizer_trees.faults(saved))
+        reshaped = model["buffers"]["reshaped"] if "buffers" in model else ()
+        faults = state_faults(self.model, model["parameters"], model["others"], reshaped)
+        faults += self._optimizer_trees.faults(saved)
+        if faults:
+            raise CheckpointError(
+                f"the checkpoint does not fit: {'; '.join(faults)}. Nothing was loaded; build model and optimizer as "
+                "they were, or give another ckpt_path"
+            )
 
     def template(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Memory for what this rank reads of a saved tree: of parameters, and what an optimizer has for each, its part.
@@ -277,7 +276,3 @@ def _check(model: torch.nn.Module, ddp: DistributedDataParallel | None, framewor
         raise ValueError(
             f"DDP ignores parameters ({ignored[0]!r}), so ranks may hold different ones: have it ignore none of them"
         )
-
-
-def _form(value: Any) -> Form:
-    return (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else None
