@@ -113,6 +113,66 @@ def test_what_cannot_be_saved_is_refused_by_name(change: str, tmp_path: Path) ->
         restarted(KEPT[change], tmp_path)
 
 
+def by_accelerate(folder: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+    """By change: in what the twin of who has saved differs from it, before it has loaded and after."""
+    import accelerate  # type: ignore[import-untyped, unused-ignore]
+
+    from torchelastic.adapters.accelerate import MemoryCheckpointer
+
+    def prepared(one: World) -> Any:
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(one.layer, one.optimizer)
+        return accelerator
+
+    found = {}
+    for number, (name, change) in enumerate(KEPT.items()):
+        one = built(1)
+        with MemoryCheckpointer(prepared(one), f"{folder}/{number}", async_save=False) as checkpointer:
+            for _ in range(2):
+                one.train()
+            change(one)
+            checkpointer.save(1)
+            saved = census(one)
+        twin = built(2)
+        with MemoryCheckpointer(prepared(twin), f"{folder}/{number}", async_save=False) as checkpointer:
+            before = census(twin)
+            try:
+                assert checkpointer.load() == 1, name
+            except CheckpointError as error:
+                found[name] = {"refused": str(error)}, differences(before, census(twin))
+            else:
+                found[name] = apart(saved, before), apart(saved, census(twin))
+    return found
+
+
+@pytest.fixture(scope="module")
+def with_accelerate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+    found: list[dict[str, tuple[dict[str, str], dict[str, str]]]] = values(
+        run_ranks(by_accelerate, str(tmp_path_factory.mktemp("memory")))
+    )
+    return found[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", cases())
+def test_an_accelerator_that_is_started_again_has_what_was_saved(
+    change: str, with_accelerate: dict[str, tuple[dict[str, str], dict[str, str]]]
+) -> None:
+    before, after = with_accelerate[change]
+    assert before
+    assert after == {}
+
+
+@pytest.mark.long
+def test_an_accelerator_without_the_parameters_of_a_group_is_refused_by_name_and_stays_as_it_is(
+    with_accelerate: dict[str, tuple[dict[str, str], dict[str, str]]],
+) -> None:
+    refused, changed = with_accelerate["a group of parameters"]
+    assert "of group 1 that is not the model's is in the saved groups of the Adam" in refused["refused"]
+    assert "Nothing was loaded" in refused["refused"]
+    assert changed == {}
+
+
 # --- what the script asks for now, beside what was saved --------------------------------------------------------------
 
 

@@ -122,6 +122,10 @@ def stored_faults(
             return []
         return [f"the state_dict of this {kind} is of another form than the saved one"]
     saved = [group["params"] for group in state["param_groups"]]
+    known = parameters.keys() | {name for group in own for name in group}
+    unknown = [name for group in saved for name in group if name not in known]
+    if unknown:
+        return [f"{shortlist(unknown)} is in the saved groups of the {kind}, and there is no such parameter here"]
     if not any(groups is not None and _are_alike(groups, own) for groups in (saved, built)):
         sizes = f"{[len(group) for group in saved]} and {[len(group) for group in own]} parameters"
         return [f"the groups of this {kind} hold other parameters than they did ({sizes})"]

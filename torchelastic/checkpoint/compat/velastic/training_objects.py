@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic.checkpoint.compat.velastic.optimizer_trees import OptimizerTrees, Own, as_live, is_ours, room
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
-from torchelastic.inventory.module_state import load_into, state_of
-from torchelastic.inventory.names import named_modules, plain_name
+from torchelastic.inventory.module_state import load_into, parted, state_of
+from torchelastic.inventory.names import named_modules
 from torchelastic.inventory.stored_module import (
     buffers_beside,
     forms_of,
@@ -112,7 +112,7 @@ class TrainingObjects:
             TypeError: an optimizer keeps something that is sharded unlike its parameter.
         """
         state = state_of(self.model)
-        parameters, others = self._parted(state)
+        parameters, others = parted(self.model, state)
         return {
             "model": {
                 "parameters": {name: value for name, value in parameters.items() if is_ours(value)},
@@ -149,7 +149,7 @@ class TrainingObjects:
         Args:
             saved: a tree as `tree` returns it, with placeholders in the place of tensors.
         """
-        live, _ = self._parted(state_of(self.model))
+        live, _ = parted(self.model, state_of(self.model))
         model, plain = saved["model"], partial(room, parameter=None)
         others = {key: tree_map_only(torch.Tensor, plain, model[key]) for key in ("others", "buffers") if key in model}
         return {
@@ -169,7 +169,7 @@ class TrainingObjects:
         Returns:
             What the user is to learn, one sentence each.
         """
-        live, _ = self._parted(state_of(self.model))
+        live, _ = parted(self.model, state_of(self.model))
         model, whole, notes = loaded["model"], saved["model"]["parameters"], list[str]()
         values = {
             **{name: as_live(value, whole[name], live[name]) for name, value in model["parameters"].items()},
@@ -204,15 +204,6 @@ class TrainingObjects:
     def take_apart(self, tree: Mapping[str, Any], places: Collection[str]) -> Own:
         """See `OptimizerTrees.take_apart`; of a tree that `tree` gave."""
         return self._optimizer_trees.take_apart(tree["optimizers"], places)
-
-    def _parted(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """A `state_dict` by plain names as what the optimizers train, and the rest."""
-        names = {plain_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        parameters: dict[str, torch.Tensor] = {}
-        others: dict[str, Any] = {}
-        for name, value in state.items():
-            (parameters if name in names else others)[name] = value
-        return parameters, others
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
