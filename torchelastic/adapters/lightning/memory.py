@@ -76,6 +76,12 @@ class MemorySaving(BatchEndSaver):
         plugin = memory_io_of(trainer)
         plugin.save_checkpoint(checkpoint, plugin.path_of(step))
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Training begins, or resumes from a checkpoint: flags are put back as they were."""
+        super().on_train_start(trainer, pl_module)
+        if self._acts(trainer):
+            memory_io_of(trainer).training_begins()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Waits until the last save is complete. Raises: CheckpointError if it takes too long."""
         if self._acts(trainer):
