@@ -31,6 +31,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
 from torchelastic.inventory.module_state import load_into, parted, state_of
 from torchelastic.inventory.names import named_modules
+from torchelastic.inventory.optimizer_values import OWN_FORM
 from torchelastic.inventory.stored_module import (
     buffers_beside,
     forms_of,
@@ -58,7 +59,8 @@ def state_dict_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     {'model': {'w': 1, 'mean': 2}, 'optimizer': []}
     """
     model = {**tree["model"]["parameters"], **tree["model"]["others"]}
-    return {"model": with_versions(model, tree["model"].get("versions")), "optimizer": tree["optimizers"]}
+    optimizers = [one.get(OWN_FORM, one) for one in tree["optimizers"]]
+    return {"model": with_versions(model, tree["model"].get("versions")), "optimizer": optimizers}
 
 
 class TrainingObjects:
