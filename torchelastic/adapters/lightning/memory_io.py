@@ -176,10 +176,6 @@ class MemoryCheckpointing:
         self._beside.take(self.trainer, checkpoint)
         return checkpoint
 
-    def training_begins(self) -> None:
-        """Nothing of the run has changed the module yet; what was saved of its flags is put back, and told."""
-        self._beside.put_flags(self.trainer)
-
     def _step_container(self, path: AnyPath) -> str:
         found = CheckpointContainerId(_absolute(path))
         is_step = CheckpointContainerId.parse_version_container_step(found.name) is not None
@@ -198,3 +194,8 @@ class MemoryCheckpointing:
                 "on has its own. save_hyperparameters(ignore=[...]) leaves them out everywhere",
                 ", ".join(skipped),
             )
+
+
+def put_flags_back(plugin: MemoryCheckpointing) -> None:
+    """Training begins, and all else is loaded: flags of the checkpoint that was loaded are put back, and told."""
+    plugin._beside.put_flags(plugin.trainer)
