@@ -119,6 +119,24 @@ def test_a_buffer_that_grew_before_the_state_was_made_is_loaded_as_its_module_sa
     assert differences(census_of(model=bank), census_of(model=again[0])) == {}
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["buffer of another size", "buffer that is new", "buffer that was None", "a group of the model's parameters"],
+)
+def test_a_job_goes_back_to_what_it_was_before_a_change(tmp_path: Path, change: str) -> None:
+    one = built(1)
+    state = bcp_state(one, tmp_path)
+    one.train()
+    state.save()
+    before = census(one)
+    CHANGES[change](one)
+    one.train()
+    assert apart(before, census(one))
+    state.load()
+    state.close()
+    assert apart(before, census(one)) == {}
+
+
 def test_observers_of_quantization_aware_training_are_loaded(tmp_path: Path) -> None:
     q: Any = importlib.import_module("torch.ao.quantization")
 

@@ -32,6 +32,7 @@ from torchelastic.inventory.stored_module import (
     put_flags_beside,
     state_faults,
     stored_beside,
+    with_reshaped,
     with_versions,
 )
 
@@ -118,13 +119,14 @@ class Prepared:
         if found:
             return found
         for number, (model, parameters, others, beside) in enumerate(self._saved_models(saved, own)):
-            reshaped = beside["buffers"]["reshaped"] if beside else ()
+            reshaped = beside["buffers"]["reshaped"]
             found += [f"model {number}: {fault}" for fault in state_faults(model, parameters, others, reshaped)]
         live = self._parameters()
         if "named_optimizers" in saved:
             of_each = zip(optimizers, saved["built_groups"], self._optimizers(), strict=True)
             for number, (state, built, optimizer) in enumerate(of_each):
-                faults = stored_faults(state, built, optimizer, live)
+                here = self._groups[id(optimizer)][1]
+                faults = stored_faults(state, built, optimizer, live, here)
                 found += [f"optimizer {number}: {fault}" for fault in faults]
         return found
 
@@ -137,8 +139,7 @@ class Prepared:
         accelerator, notes = self._accelerator, list[str]()
         self.notice()
         for model, parameters, others, beside in self._saved_models(saved, own):
-            if beside:
-                notes += put_buffers_beside(model, beside["buffers"], others)
+            notes += put_buffers_beside(model, beside["buffers"], others)
             modules = [name for name, _ in named_modules(model)]
             load_into(model, with_versions({**parameters, **others}, beside.get("versions"), modules))
         live = self._parameters()
@@ -155,7 +156,7 @@ class Prepared:
             accelerator.scaler.load_state_dict(saved["scaler"])
         accelerator.step = saved["step"]
         for wrapped, (model, _, _, beside) in zip(accelerator._models, self._saved_models(saved, own), strict=True):
-            if beside:
+            if "flags" in beside:
                 notes += put_flags_beside(model, beside, is_wrapped=isinstance(wrapped, DistributedDataParallel))
         return notes
 
@@ -197,4 +198,5 @@ class Prepared:
         for model, parameters, others, mine, more in zip(
             models, saved["parameters"], saved["buffers"], of_modules, beside, strict=True
         ):
-            yield model, parameters, {**others, **mine}, more
+            buffers = with_reshaped(model, self._forms[id(model)][1], more.get("buffers"))
+            yield model, parameters, {**others, **mine}, {**more, "buffers": buffers}

@@ -106,15 +106,20 @@ def put_groups(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, param
 
 
 def stored_faults(
-    state: Mapping[str, Any], built: GroupNames | None, optimizer: torch.optim.Optimizer, parameters: Named
+    state: Mapping[str, Any],
+    built: GroupNames | None,
+    optimizer: torch.optim.Optimizer,
+    parameters: Named,
+    built_here: GroupNames,
 ) -> list[str]:
-    """Why an optimizer that a script has just built cannot have a named state of a checkpoint; changes nothing.
+    """Why an optimizer cannot have a named state of a checkpoint; changes nothing.
 
     Args:
         state: what `named_state` gave there.
         built: the groups that the script had made there, if the run has changed them since.
-        optimizer: the one that is there.
-        parameters: of the model that is there.
+        optimizer: ours.
+        parameters: of our model.
+        built_here: the groups that the script has made here.
     """
     kind, own = type(optimizer).__name__, members_of(optimizer, parameters)
     if OWN_FORM in state or OWN_FORM in named_state(optimizer, {}):
@@ -126,10 +131,12 @@ def stored_faults(
     unknown = [name for group in saved for name in group if name not in known]
     if unknown:
         return [f"{shortlist(unknown)} is in the saved groups of the {kind}, and there is no such parameter here"]
-    if not any(groups is not None and _are_alike(groups, own) for groups in (saved, built)):
+    theirs = [groups for groups in (saved, built) if groups is not None]
+    if not any(_are_alike(groups, mine) for groups in theirs for mine in (own, built_here)):
         sizes = f"{[len(group) for group in saved]} and {[len(group) for group in own]} parameters"
         return [f"the groups of this {kind} hold other parameters than they did ({sizes})"]
-    return optimizer_faults([without_members(group) for group in state["param_groups"][: len(own)]], optimizer)
+    groups = [*state["param_groups"][: len(own)], *optimizer.param_groups[len(saved) :]]  # others come, or go
+    return optimizer_faults([without_members(group) for group in groups], optimizer)
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameters: Named) -> list[str]:

@@ -72,15 +72,32 @@ def buffers_beside(module: torch.nn.Module, built: Mapping[str, Form], state: Se
         built: what `forms_of` gave when the script had built it.
         state: the plain names in its `state_dict`.
     """
-    buffers, forms = buffers_of(module), forms_of(module)
-    reshaped = {name for name in forms.keys() | built.keys() if forms.get(name, ()) != built.get(name, ())}
+    buffers, reshaped = buffers_of(module), _reshaped(module, built)
     slots = {
         name: buffer
         for name, buffer in buffers.items()
-        if name not in state and (name in reshaped if buffer is None else _is_ordinary(buffer))
+        if name not in state and (buffer is None or _is_ordinary(buffer))
     }
     left_out = buffers.keys() - state - slots.keys()
     return {"slots": slots, "reshaped": sorted(reshaped - left_out)}
+
+
+def with_reshaped(module: torch.nn.Module, built: Mapping[str, Form], buffers: Mapping[str, Any] | None) -> Beside:
+    """What was stored, and those buffers besides that have another form here than when the script had built it.
+
+    Args:
+        module: ours, which may go back to an older state of its run.
+        built: see `buffers_beside`, of ours.
+        buffers: what `buffers_beside` gave there; None: it was not stored.
+    """
+    empty = {name: None for name, form in built.items() if form is None}
+    stored = {"slots": empty, "reshaped": ()} if buffers is None else buffers
+    return {**stored, "reshaped": sorted({*stored["reshaped"], *_reshaped(module, built)})}
+
+
+def _reshaped(module: torch.nn.Module, built: Mapping[str, Form]) -> set[str]:
+    forms = forms_of(module)
+    return {name for name in forms.keys() | built.keys() if forms.get(name, ()) != built.get(name, ())}
 
 
 def _unusual_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -197,13 +214,14 @@ def put_buffers_beside(module: torch.nn.Module, beside: Beside, state: Mapping[s
     own, forms = buffers_of(module), forms_of(module)
     reshaped = set(beside["reshaped"])
     saved = {name: value for name, value in state.items() if name in reshaped and not is_extra_state(name)}
-    saved |= {name: value for name, value in beside["slots"].items() if _fits(name, value, forms, reshaped)}
+    slots = {name: value for name, value in beside["slots"].items() if name not in state}
+    saved |= {name: value for name, value in slots.items() if _fits(name, value, forms, reshaped)}
     others = [
         name
         for name, value in saved.items()
         if name not in reshaped and name not in state and not _are_equal(value, own.get(name))
     ]
-    odd = sorted(name for name, value in beside["slots"].items() if not _fits(name, value, forms, reshaped))
+    odd = sorted(name for name, value in slots.items() if not _fits(name, value, forms, reshaped))
     placed = {name: _beside_own(module, name, value) for name, value in saved.items()}
     put_buffers(module, placed, stored=state.keys(), own=own.keys() - reshaped)
     notes = []

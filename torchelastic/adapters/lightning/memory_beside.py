@@ -22,6 +22,7 @@ from torchelastic.inventory.stored_module import (
     put_buffers_beside,
     put_flags_beside,
     stored_beside,
+    with_reshaped,
 )
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class StoredBeside:
         beside = checkpoint.pop(BESIDE, None)
         if beside is not None and self._module is not None and trainer.state.fn == "fit":
             self._loaded = beside
-            _tell(trainer, put_buffers_beside(self._module, beside["buffers"], checkpoint.get(MODEL, {})))
+            buffers = with_reshaped(self._module, self._forms, beside["buffers"])
+            _tell(trainer, put_buffers_beside(self._module, buffers, checkpoint.get(MODEL, {})))
 
     def take_sharded(
         self, trainer: Any, rest: dict[str, Any], read: Callable[[Set[str]], dict[str, torch.Tensor]]

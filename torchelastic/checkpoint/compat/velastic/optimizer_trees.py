@@ -125,7 +125,7 @@ class OptimizerTrees:
         return [
             f"optimizer {number}: {fault}"
             for number, (one, of_one, optimizer) in enumerate(zip(trees, about, self.objects, strict=True))
-            for fault in stored_faults(one, of_one["built"], optimizer, live)
+            for fault in stored_faults(one, of_one["built"], optimizer, live, self._built_groups[number])
         ]
 
     def template(self, saved: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:

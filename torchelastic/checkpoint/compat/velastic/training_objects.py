@@ -40,6 +40,7 @@ from torchelastic.inventory.stored_module import (
     put_flags_beside,
     state_faults,
     stored_beside,
+    with_reshaped,
     with_versions,
 )
 from torchelastic.torch_internals.module_names import COMPILED
@@ -136,7 +137,7 @@ class TrainingObjects:
             CheckpointError: they differ; names them.
         """
         model = saved["model"]
-        reshaped = model["buffers"]["reshaped"] if "buffers" in model else ()
+        reshaped = with_reshaped(self.model, self._built_forms, model.get("buffers"))["reshaped"]
         faults = state_faults(self.model, model["parameters"], model["others"], reshaped)
         faults += self._optimizer_trees.faults(saved)
         if faults:
@@ -177,8 +178,8 @@ class TrainingObjects:
             **{name: as_live(value, whole[name], live[name]) for name, value in model["parameters"].items()},
             **model["others"],
         }
-        if "buffers" in model:
-            notes += put_buffers_beside(self.model, model["buffers"], model["others"])
+        buffers = with_reshaped(self.model, self._built_forms, model.get("buffers"))
+        notes += put_buffers_beside(self.model, buffers, model["others"])
         modules = [name for name, _ in named_modules(self.model)]
         load_into(self.model, with_versions(values, saved["model"].get("versions"), modules))
         notes += self._optimizer_trees.apply(loaded["optimizers"], saved, live, own)
