@@ -41,7 +41,7 @@ def test_a_resumed_job_that_nobody_has_changed_is_told_nothing(
     [
         (
             "freeze",
-            r"2 parameters \(linear.bias, linear.weight\) are frozen, as .* has not frozen them; to freeze others",
+            r"2 parameters \(linear.bias, linear.weight\) are frozen, as .* has not frozen them; to have others",
         ),
         ("unfreeze", r"2 parameters \(frozen.bias, frozen.weight\) are not frozen, as when this was saved"),
         ("eval of one layer", r"1 module \('norm'\) are in training or evaluation mode as when this was saved"),
@@ -345,20 +345,22 @@ class Counting(nn.Linear):
 
 
 def with_ddp(folder: str) -> Any:
+    """Of a run, and of the job that goes on: what a module has seen, and which layers are trained."""
     found = []
     for seen in (10 + torch.distributed.get_rank(), 0):
         torch.manual_seed(1)
-        model = nn.Sequential(Counting(), nn.Linear(1, 1))
-        model[1].requires_grad_(seen > 0)
-        wrapped = DistributedDataParallel(model)
+        model = nn.Sequential(Counting(), nn.Linear(1, 1), nn.Linear(1, 1))
+        model[1].requires_grad_(seen > 0)  # the run has thawed it, and has wrapped it again
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         model[0].seen = seen  # type: ignore[assignment]
+        model[2].requires_grad_(seen == 0)  # and has frozen this one
         state = BCPState(wrapped, None, default_ckpt_path=folder)
         state.save() if seen else state.load()
-        found.append((model[0].seen, model[1].weight.requires_grad))
+        found.append((model[0].seen, model[1].weight.requires_grad, model[2].weight.requires_grad))
         state.close()
     return found
 
 
-def test_ddp_keeps_what_each_module_has_seen_and_the_flags_that_it_goes_by(tmp_path: Path) -> None:
+def test_ddp_keeps_what_each_module_has_seen_and_averages_whatever_is_trained(tmp_path: Path) -> None:
     found = values(run_ranks(with_ddp, str(tmp_path), ranks=2))
-    assert found == [[(10, True), (10, False)], [(11, True), (11, False)]]
+    assert found == [[(seen, True, False), (seen, False, False)] for seen in (10, 11)]

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.adapters.hugging_face.rank_state import RankState, rng_state
 from torchelastic.inventory.module_state import load_into, parted, state_of
@@ -157,7 +156,7 @@ class Prepared:
         accelerator.step = saved["step"]
         for wrapped, (model, _, _, beside) in zip(accelerator._models, self._saved_models(saved, own), strict=True):
             if "flags" in beside:
-                notes += put_flags_beside(model, beside, is_wrapped=isinstance(wrapped, DistributedDataParallel))
+                notes += put_flags_beside(model, beside, wrapped)
         return notes
 
     def put_gradients(self, windows: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.inventory.module_state import state_of
 from torchelastic.inventory.module_values import buffers_of, flags_of, put_buffers, put_flags
@@ -31,7 +32,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _USUAL_VERSION = {"version": 1}
 _EXTRA_STATE = "_extra_state"
 _NAMED = 5
-_REMEDY = "to freeze others, set requires_grad after the state was loaded"
+_REMEDY = "to have others, set requires_grad after the state was loaded"
 
 
 def forms_of(module: torch.nn.Module) -> dict[str, Form]:
@@ -238,44 +239,49 @@ def put_buffers_beside(module: torch.nn.Module, beside: Beside, state: Mapping[s
     return notes
 
 
-def put_flags_beside(module: torch.nn.Module, beside: Beside, *, is_wrapped: bool) -> list[str]:
+def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.Module | None = None) -> list[str]:
     """Have the flags that were stored.
+
+    Where DDP is around it already, what it has found frozen stays so: it averages no gradients of that. And what it has
+    found trained is frozen only if it may be unused.
 
     Args:
         module: ours, with the saved weights.
         beside: what `stored_beside` gave there.
-        is_wrapped: whether DDP is around it already, which goes by the flags that it has found: `requires_grad` stays.
+        wrapper: what is around it.
 
     Returns:
         As `put_buffers_beside`.
     """
-    saved, own = beside["flags"], flags_of(module)
-    modes = own["eval"] if saved["eval"] is None else saved["eval"]
-    known, notes = named_parameters(module).keys(), []
+    ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
+    saved, own, known = beside["flags"], flags_of(module), named_parameters(module).keys()
     frozen = sorted((set(saved["frozen"]) - set(own["frozen"])) & known)
     thawed = sorted((set(own["frozen"]) - set(saved["frozen"])) & known)
-    stay = ": DDP goes by what it has found when it was made, so they stay as they are; set requires_grad, then wrap"
-    end = stay if is_wrapped else f"; {_REMEDY}"
-    was, as_ = ("were", "") if is_wrapped else ("are", ", as")
-    if frozen:
-        notes.append(
-            f"{counted(len(frozen), 'parameter')} ({shortlist(frozen)}) {was} frozen{as_} when this was saved, and the "
-            f"script has not frozen them{end}"
-        )
-    if thawed:
-        notes.append(
-            f"{counted(len(thawed), 'parameter')} ({shortlist(thawed)}) {was} not frozen{as_} when this was saved, and "
-            f"the script has frozen them{end}"
-        )
-    switched = sorted(set(modes) ^ set(own["eval"]))
+    may_freeze, may_thaw = ddp is None or ddp.find_unused_parameters, ddp is None
+    now = {*own["frozen"], *(frozen if may_freeze else ())}.difference(thawed if may_thaw else ())
+    modes = own["eval"] if saved["eval"] is None else saved["eval"]
+    switched = [repr(name) for name in sorted(set(modes) ^ set(own["eval"]))]
+    put_flags(module, {"frozen": now, "eval": modes})
+    notes = [*_told(frozen, "frozen", "not frozen", may_freeze), *_told(thawed, "not frozen", "frozen", may_thaw)]
     if switched:
         notes.append(
-            f"{counted(len(switched), 'module')} ({shortlist([repr(name) for name in switched])}) are in training or "
-            "evaluation mode as when this was saved, and not as the script has set them; to have another mode, call "
-            "train() or eval() after the state was loaded"
+            f"{counted(len(switched), 'module')} ({shortlist(switched)}) are in training or evaluation mode as when "
+            "this was saved, and not as the script has set them; to have another mode, call train() or eval() after "
+            "the state was loaded"
         )
-    put_flags(module, {"frozen": own["frozen"] if is_wrapped else saved["frozen"], "eval": modes})
     return notes
+
+
+def _told(names: Sequence[str], there: str, here: str, is_put: bool) -> list[str]:
+    if not names:
+        return []
+    named = f"{counted(len(names), 'parameter')} ({shortlist(names)})"
+    if is_put:
+        return [f"{named} are {there}, as when this was saved, and the script has {here} them; {_REMEDY}"]
+    return [
+        f"{named} were {there} when this was saved, and the script has {here} them: DDP goes by what it has found when "
+        "it was made, so they stay as they are; set requires_grad, then wrap the model"
+    ]
 
 
 def _fits(name: str, value: torch.Tensor | None, forms: Mapping[str, Form], reshaped: Collection[str]) -> bool:

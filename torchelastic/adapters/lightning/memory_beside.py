@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.adapters.lightning.memory_state import BESIDE, MODEL
 from torchelastic.inventory.module_state import state_of
@@ -79,8 +78,7 @@ class StoredBeside:
         self.notice(trainer)
         beside, self._loaded = self._loaded, None
         if beside is not None and self._module is not None:
-            is_wrapped = isinstance(trainer.strategy.model, DistributedDataParallel)
-            _tell(trainer, put_flags_beside(self._module, beside, is_wrapped=is_wrapped))
+            _tell(trainer, put_flags_beside(self._module, beside, trainer.strategy.model))
 
 
 def _tell(trainer: Any, notes: list[str]) -> None:

@@ -184,7 +184,7 @@ class TrainingObjects:
         load_into(self.model, with_versions(values, saved["model"].get("versions"), modules))
         notes += self._optimizer_trees.apply(loaded["optimizers"], saved, live, own)
         if "flags" in saved["model"]:
-            notes += put_flags_beside(self.model, saved["model"], is_wrapped=self._ddp is not None)
+            notes += put_flags_beside(self.model, saved["model"], self._ddp)
         return notes
 
     def digest(self) -> str:
