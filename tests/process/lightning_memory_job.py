@@ -70,6 +70,17 @@ class Model(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class Migrated(torch.nn.Linear):
+    """Its second version has another sign, and brings states of the first one up to date."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
 class Growing(Model):
     """A branch of it comes in at step 8, and a buffer that is in no `state_dict` counts the steps."""
 
@@ -78,7 +89,7 @@ class Growing(Model):
     def __init__(self, width: int = 3, is_sharded: bool = False, strict: bool = True) -> None:
         super().__init__(width, is_sharded)
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
-        self.late = torch.nn.Linear(3, 3)
+        self.late = Migrated(3, 3)
         self.register_buffer("counted", torch.zeros(1), persistent=False)
         self.strict_loading = strict
 

@@ -120,8 +120,9 @@ def test_with_fsdp2_each_rank_saves_its_part(crew: Crew, folder: Path) -> None:
     assert_equal(resumed[1], whole[1], but="running")
 
 
+@pytest.mark.long
 @needs_fsdp2_on_cpus
-@pytest.mark.parametrize("kind", [pytest.param(Growing, marks=pytest.mark.long), GrowingLoosely])
+@pytest.mark.parametrize("kind", [Growing, GrowingLoosely])
 def test_a_branch_that_no_optimizer_has_stepped_for_has_no_state_when_it_goes_on(
     crew: Crew, folder: Path, kind: type[Growing]
 ) -> None:
