@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
 #: The context of a run of NeMo (what model and tokenizer are made from): an extra file of its checkpoints in memory.
 #: NeMo has a folder of this name without the suffix.
@@ -22,12 +24,23 @@ CONTEXT_FILE = "context.zip"
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A copy of nested dicts, lists and tuples, with `leaf` of each value in them; subclasses of dict become dicts."""
+    """A copy of nested dicts, lists and tuples, with `leaf` of each value in them; subclasses of dict become dicts.
+
+    An `OrderedDict` stays one, with the versions of modules, if it is what a `state_dict` gave.
+    """
     if isinstance(value, dict):
-        return {key: mapped(item, leaf) for key, item in value.items()}
+        items = {key: mapped(item, leaf) for key, item in value.items()}
+        return items if type(value) is not OrderedDict else _ordered_like(value, items)
     if type(value) in (list, tuple):
         return type(value)(mapped(item, leaf) for item in value)
     return leaf(value)
+
+
+def _ordered_like(value: OrderedDict[Any, Any], items: dict[Any, Any]) -> OrderedDict[Any, Any]:
+    ordered = OrderedDict(items)
+    if (versions := metadata_of(value)) is not None:
+        set_metadata(ordered, mapped(versions))
+    return ordered
 
 
 def json_tensor(value: Any, block_bytes: int = 1) -> torch.Tensor:

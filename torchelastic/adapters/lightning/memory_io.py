@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.adapters.lightning.memory_beside import StoredBeside
+from torchelastic.adapters.lightning.beside import StoredBeside
 from torchelastic.adapters.lightning.memory_state import names_of_optimizers, put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, load_sharded, names_on_all_ranks
 from torchelastic.adapters.memory_tier import AnyPath, StorageTier

@@ -1,4 +1,4 @@
-"""What a checkpoint in memory has beside Lightning's own: see `inventory.stored_module`.
+"""What checkpoints in memory and local ones have beside Lightning's own: see `inventory.stored_module`.
 
 Lightning stores a module's `state_dict` alone. Layers that a callback has thawed in the run (`BaseFinetuning`) would be
 frozen again, since its `setup` freezes them at every start.
@@ -37,7 +37,7 @@ class StoredBeside:
 
     def notice(self, trainer: Any) -> None:
         """The module is as the script has built it, if it is another one than before."""
-        module = trainer.lightning_module
+        module = None if trainer is None else trainer.lightning_module
         if module is not None and module is not self._module and not _is_fsdp1(trainer):
             self._module, self._forms, self._loaded = module, forms_of(module), None
 
@@ -55,7 +55,7 @@ class StoredBeside:
         """Have the buffers of a checkpoint that the module's `state_dict` cannot bring; flags follow.
 
         Args:
-            trainer: whose module gets them, if it is to be fitted.
+            trainer: whose module gets them, if it is to be fitted; None: it is not known.
             checkpoint: without it afterwards.
         """
         beside = checkpoint.pop(BESIDE, None)
@@ -83,7 +83,7 @@ class StoredBeside:
 
 def _tell(trainer: Any, notes: list[str]) -> None:
     for note in notes if trainer.global_rank == 0 else ():
-        log.warning("the checkpoint in memory: %s", note)
+        log.warning("the checkpoint that was loaded: %s", note)
 
 
 def _is_fsdp1(trainer: Any) -> bool:
