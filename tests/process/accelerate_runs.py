@@ -14,11 +14,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchelastic.adapters.accelerate import MemoryCheckpointer
-from torchelastic.adapters.hugging_face.rank_state import save_step
+from torchelastic.adapters.hugging_face.rank_state import RankState, rng_state, save_step, split_model, tensors_of
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 
 EPOCHS, EPOCH_STEPS = 3, 4
+#: Batches of the loop that accumulates.
+ACCUMULATED = 12
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,95 @@ def train(run: Run, seed: int) -> Outcome:
     if memory is not None:
         memory.remove()
     return Outcome(loaded, _plain(extra), tuple(losses), training.digest(), int(training.counter.seen))
+
+
+def accumulate(base: str, until: int) -> tuple[int | None, list[float]]:
+    """A loop that accumulates over 4 batches of 8 samples, and saves at a batch, which may be inside of that; or ends.
+
+    Returns:
+        What was loaded, and the weights.
+    """
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(4, 1)
+    plain, inputs = model, torch.randn(8 * ACCUMULATED, 4, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        DataLoader(TensorDataset(inputs), batch_size=8 // accelerator.num_processes),
+    )
+    with MemoryCheckpointer(accelerator, base) as memory:
+        loaded = memory.load()
+        done = loaded or 0
+        for (batch,) in accelerate.skip_first_batches(loader, done) if done else loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            done += 1
+            if done == until:
+                memory.save(done)
+                break
+    return loaded, [*plain.weight.flatten().tolist(), plain.bias.item()]
+
+
+def with_positions(base: str, until: int, *, skips: bool) -> list[float]:
+    """A loop over a dataloader that keeps its position itself: what it has seen until it saved, or until its end."""
+    order = accelerate.DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=order)
+    torch.manual_seed(1)
+    model, data = torch.nn.Linear(1, 1), TensorDataset(torch.arange(20.0).reshape(20, 1))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(data, batch_size=2, shuffle=True)
+    )
+    seen: list[float] = []
+    with MemoryCheckpointer(accelerator, base) as memory:
+        done = memory.load() or 0
+        for epoch in range(done // len(loader), 2):
+            skipped = done - epoch * len(loader)
+            batches = accelerate.skip_first_batches(loader, skipped) if skipped and skips else loader
+            batches.set_epoch(epoch)
+            for (batch,) in batches:
+                seen += batch.flatten().tolist()
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if done == until:
+                    memory.save(done)
+                    return seen
+    return seen
+
+
+def load_of_before(base: str) -> tuple[str, str, int]:
+    """Saves what 1.0.0a1 saved at first, with optimizers by position and nothing beside `state_dict`s; loads it."""
+    training = Training(Run(base), 1)
+    training.step(torch.ones(8, 4))
+    accelerator = training.accelerator
+    models = [split_model(accelerator.unwrap_model(model)) for model in accelerator._models]
+    saved = RankState(
+        {
+            "parameters": [parameters for parameters, _ in models],
+            "optimizers": [optimizer.state_dict() for optimizer in accelerator._optimizers],
+        },
+        {
+            "buffers": [buffers for _, buffers in models],
+            "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
+            "objects": [one.state_dict() for one in accelerator._custom_objects],
+            "dataloaders": [{"iteration": 0} for _ in accelerator._dataloaders],
+            "scaler": accelerator.scaler.state_dict(),
+            "step": 0,
+            "extra": {},
+        },
+        {"rng": rng_state(), "dataloaders": [None for _ in accelerator._dataloaders]},
+    )
+    tier = StorageTier(base, async_save=False)
+    save_step(tier, 1, lambda: tensors_of(saved, 0))
+    tier.end()
+    again = Training(Run(base), 2)
+    with MemoryCheckpointer(again.accelerator, base) as memory:
+        memory.load()
+    return training.digest(), again.digest(), int(again.counter.seen)
 
 
 def load_with_one_model_less(run: Run) -> str:

@@ -70,6 +70,60 @@ class Model(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class Migrated(torch.nn.Linear):
+    """Its second version has another sign, and brings states of the first one up to date."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Growing(Model):
+    """A branch of it comes in at step 8, and a buffer that is in no `state_dict` counts the steps."""
+
+    counted: torch.Tensor
+
+    def __init__(self, width: int = 3, is_sharded: bool = False, strict: bool = True) -> None:
+        super().__init__(width, is_sharded)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+        self.late = Migrated(3, 3)
+        self.register_buffer("counted", torch.zeros(1), persistent=False)
+        self.strict_loading = strict
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.is_sharded and self.device_mesh is not None:
+            fully_shard(self.late, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.counted += 1
+        self.seen.append(int(self.trainer.global_step))
+        output = self.net(batch[0])
+        if self.seen[-1] >= 8:
+            output = output + self.late(output) * self.counted
+        return output.square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([*self.net.parameters(), *self.late.parameters()], lr=0.1)
+
+
+class Trained(Model):
+    """Its optimizer has what is not frozen."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([one for one in self.net.parameters() if one.requires_grad], lr=0.1)
+
+
+class GrowingLoosely(Growing):
+    """The same with `strict_loading=False`."""
+
+    def __init__(self, width: int = 3, is_sharded: bool = False) -> None:
+        super().__init__(width, is_sharded, strict=False)
+
+
 class KilledAt(Callback):
     """Is killed in the middle, when what was saved before is complete."""
 
@@ -127,6 +181,7 @@ def train(
     every_n_steps: int = 3,
     async_save: bool = True,
     keep: bool = True,
+    kind: type[Model] = Model,
     **options: Any,
 ) -> Outcome:
     """Trains, from the checkpoint in memory if there is one. Options are the trainer's."""
@@ -136,7 +191,7 @@ def train(
     saving = MemoryCheckpointCallback(container, every_n_steps, keep_on_train_end=keep)
     trainer = quiet_trainer(saving, *callbacks, **options)
     auto_resume = wrap_trainer_and_auto_resume(trainer, container, async_save)
-    model = Model(is_sharded=is_sharded)
+    model = kind(is_sharded=is_sharded)
     path = auto_resume.ckpt_path()
     trainer.fit(model, Batches(trainer.global_rank), ckpt_path=path)
     state = trainer.optimizers[0].state

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 
 from tests.process.accelerate_runs import (
+    ACCUMULATED,
     EPOCH_STEPS,
     EPOCHS,
     Outcome,
     Run,
+    accumulate,
+    load_of_before,
     load_with_one_model_less,
     offered,
     save_what_cannot_be_saved,
     train,
+    with_positions,
 )
 from tests.process.forked_ranks import Ended, run_ranks, values
 
@@ -108,3 +112,41 @@ def test_another_number_of_models_is_named(base: str) -> None:
 def test_what_cannot_be_saved_is_named(base: str) -> None:
     (said,) = values(start(save_what_cannot_be_saved, Run(base)))
     assert "extra['logger']" in said
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_a_loop_that_is_saved_inside_an_accumulation_ends_with_the_same_weights(
+    base: str, first: int, second: int
+) -> None:
+    expected = values(start(accumulate, base, ACCUMULATED, ranks=first))
+    saved = values(start(accumulate, f"{base}-2", 6, ranks=first))
+    assert saved[0][1] != expected[0][1]
+    assert values(start(accumulate, f"{base}-2", ACCUMULATED, ranks=second)) == [(6, one[1]) for one in expected]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+def test_other_ranks_go_on_with_the_mean_of_what_was_accumulated(base: str, first: int, second: int) -> None:
+    ((_, expected),) = values(start(accumulate, base, ACCUMULATED))
+    values(start(accumulate, f"{base}-2", 6, ranks=first))
+    for loaded, weights in values(start(accumulate, f"{base}-2", ACCUMULATED, ranks=second)):
+        assert loaded == 6
+        assert weights == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_dataloader_with_a_position_of_its_own_leaves_no_sample_out(base: str, skips: bool) -> None:
+    (expected,) = values(start(_seen, base, 0, skips))
+    found = [values(start(_seen, f"{base}-2", until, skips))[0] for until in ((4, 0) if skips else (4, 7, 0))]
+    assert [sample for seen in found for sample in seen] == expected
+    assert sorted(expected) == sorted([*map(float, range(20))] * 2)
+
+
+def _seen(base: str, until: int, skips: bool) -> list[float]:
+    return with_positions(base, until, skips=skips)
+
+
+def test_a_checkpoint_of_before_is_loaded(base: str) -> None:
+    ((saved, loaded, seen),) = values(start(load_of_before, base))
+    assert loaded == saved
+    assert seen == 1

@@ -119,7 +119,7 @@ OTHERS: dict[str, tuple[Callable[[Path], BCPState], str]] = {
     "names": (lambda f: BCPState(m := torch.nn.ModuleDict({"a": jobs.net(1)}), adam(m), "ddp", None, f), "lacks 'a.0."),
     "shapes": (lambda f: Job(f, wide=13).state, r"'0.weight' was a float32 of shape \(12, 6\) and is a float32 of"),
     "dtype": (lambda f: BCPState(m := jobs.net(1).double(), adam(m), "ddp", None, f), "float32 of .* a float64 of"),
-    "groups": (other_groups, "the groups of optimizer 0"),
+    "groups": (other_groups, "optimizer 0: the groups of this AdamW hold other parameters than they did"),
     "optimizers": (lambda f: BCPState(jobs.net(1), None, "ddp", None, f), r"1 optimizer\(s\) were saved, and there"),
     "optimizer": (
         lambda f: BCPState(model := jobs.net(1), torch.optim.SGD(model.parameters()), "ddp", None, f),

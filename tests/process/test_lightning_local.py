@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -96,6 +96,57 @@ def weights_without_interruption(folder: Path) -> torch.Tensor:
 
 def latest(folder: Path) -> int:
     return LocalCheckpointManager(folder / "local").find_latest()
+
+
+class Counting(torch.nn.Linear):
+    """Of a second version, which brings the weights of the first one up to date; a buffer of it grows."""
+
+    _version = 2
+    counted: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("counted", torch.zeros(0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.counted = torch.cat([self.counted, torch.ones(1)])
+        return super().forward(inputs) * self.counted.sum()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Thawing(BaseFinetuning):
+    """Freezes the layer's bias at each start, and trains it from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pl_module.layer.bias.requires_grad_(False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            pl_module.layer.bias.requires_grad_(True)
+
+
+def test_what_the_run_has_changed_beside_the_weights_is_there_when_it_goes_on(tmp_path: Path) -> None:
+    def model() -> Model:
+        one = Model()
+        one.layer = Counting()
+        return one
+
+    torch.manual_seed(1)
+    whole, first, second = model(), model(), model()
+    first.layer.load_state_dict(whole.layer.state_dict())
+    trainer_at(tmp_path / "whole", Thawing(), enable_checkpointing=False).fit(whole, data())
+    saving = LocalCheckpointCallback(6)
+    trainer_at(tmp_path, Thawing(), saving, max_steps=9, enable_checkpointing=False).fit(first, data())
+    trainer_at(tmp_path, Thawing(), LocalCheckpointCallback(100), enable_checkpointing=False).fit(
+        second, data(), ckpt_path=LOCAL_CHECKPOINT
+    )
+    assert second.seen[0] > PER_EPOCH
+    assert whole.layer.state_dict().keys() == second.layer.state_dict().keys()
+    assert all(torch.equal(value, second.layer.state_dict()[name]) for name, value in whole.layer.state_dict().items())
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -13,12 +13,22 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process import local_ranks
-from tests.process.lightning_memory_job import Batches, Model, Outcome, quiet_trainer, train, train_ranks
+from tests.process.lightning_memory_job import (
+    Batches,
+    Growing,
+    GrowingLoosely,
+    Model,
+    Outcome,
+    Trained,
+    quiet_trainer,
+    train,
+    train_ranks,
+)
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from torchelastic.adapters.lightning import (
     MemoryCheckpointCallback,
@@ -110,6 +120,23 @@ def test_with_fsdp2_each_rank_saves_its_part(crew: Crew, folder: Path) -> None:
     assert_equal(resumed[1], whole[1], but="running")
 
 
+@pytest.mark.long
+@needs_fsdp2_on_cpus
+@pytest.mark.parametrize("kind", [Growing, GrowingLoosely])
+def test_a_branch_that_no_optimizer_has_stepped_for_has_no_state_when_it_goes_on(
+    crew: Crew, folder: Path, kind: type[Growing]
+) -> None:
+    options: dict[str, Any] = {"strategy": "fsdp2", "kind": kind}
+    before = succeeded(crew.run(train_with, folder, {"max_steps": 6, **options}, ranks=2))
+    assert len(before[0].optimizer) == 3 * 4
+    resumed = succeeded(crew.run(train_with, folder, {"max_steps": 7, **options}, ranks=2))
+    assert [one.resumed_from for one in resumed] == ["step-6_ckpt"] * 2
+    assert resumed[0].optimizer.keys() == before[0].optimizer.keys()
+    resumed = succeeded(crew.run(train_with, folder, options, ranks=2))
+    whole = undisturbed(crew, folder, **options)
+    assert_equal(resumed[0], whole[0])
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2_on_cpus)])
 def test_another_number_of_ranks_goes_on_from_it(crew: Crew, folder: Path, strategy: str) -> None:
     options = {"max_steps": 6, "strategy": strategy}
@@ -121,6 +148,29 @@ def test_another_number_of_ranks_goes_on_from_it(crew: Crew, folder: Path, strat
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
+
+
+class Thawing(BaseFinetuning):
+    """Freezes the first layer at each start, and trains it from the second epoch on, with a group of its own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+def test_a_layer_that_was_thawed_in_the_run_is_trained_when_it_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = train(folder / "undisturbed", Thawing(), every_n_steps=100, kind=Trained)
+    train(folder / "job", Thawing(), max_steps=6, kind=Trained)
+    resumed = train(folder / "job", Thawing(), kind=Trained)
+    assert resumed.resumed_from == "step-6_ckpt"
+    assert_equal(resumed, whole)
+    told = [text for text in caplog.messages if "2 parameters (net.0.bias, net.0.weight) are not frozen, as" in text]
+    assert len(told) == 1
 
 
 def test_steps_of_durable_checkpoints_are_left_out(folder: Path, saved: list[str]) -> None:

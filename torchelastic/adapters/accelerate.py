@@ -9,10 +9,11 @@ from typing import Any
 
 try:
     import accelerate  # type: ignore[import-untyped, unused-ignore]
-    from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped, unused-ignore]
 except ImportError as error:
     raise ImportError(f"{error}; accelerate is needed here: pip install 'torchelastic[transformers]'") from error
 
+from torchelastic.adapters.accelerate_loaders import go_on, is_stateful, position_of, set_position
+from torchelastic.adapters.accelerate_parts import Prepared
 from torchelastic.adapters.hugging_face.rank_state import (
     LEADING,
     REPLICATED,
@@ -21,10 +22,8 @@ from torchelastic.adapters.hugging_face.rank_state import (
     own_part,
     part_from,
     require_unsharded,
-    rng_state,
     save_step,
     set_rng_state,
-    split_model,
     tensors_of,
 )
 from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier
@@ -40,7 +39,8 @@ class MemoryCheckpointer:
     """Saves what `accelerator.save_state` saves to memory, and loads it as `load_state` does.
 
     That is: prepared models, optimizers, schedulers and dataloaders, the gradient scaler, objects given to
-    `register_for_checkpointing`, the accelerator's step, and each rank's random numbers. Models and optimizers are
+    `register_for_checkpointing`, the accelerator's step, and each rank's random numbers. Besides: flags, versions and
+    all buffers of models, and the gradients of an accumulation that is under way. Models and optimizers are
     written once, spread over the ranks. For one process and for DDP. Hooks of `register_save_state_pre_hook` and
     `register_load_state_pre_hook` are not called: they write and read files.
 
@@ -72,6 +72,7 @@ class MemoryCheckpointer:
             raise TypeError(f"the accelerator is a {type(accelerator).__name__}: give the accelerate.Accelerator")
         require_unsharded("MemoryCheckpointer", str(accelerator.distributed_type.value))
         self._accelerator = accelerator
+        self._prepared = Prepared(accelerator)
         self._tier = StorageTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)
         self.extra: dict[str, Any] = {}
         self._random_numbers: dict[str, Any] | None = None
@@ -100,6 +101,7 @@ class MemoryCheckpointer:
         Raises:
             CheckpointError: it cannot be read, or was saved with other numbers of models, optimizers and so on.
         """
+        self._prepared.notice()
         self._tier.start()
         newest = self._tier.newest()
         if newest is None:
@@ -110,10 +112,17 @@ class MemoryCheckpointer:
             str(memory), lambda name: any(belongs_to(name, part) for part in (REPLICATED, LEADING, own))
         )
         saved = {**part_from(tensors, REPLICATED), **part_from(tensors, LEADING)}
-        self._check(saved)
-        self._apply(saved)
-        if any(belongs_to(name, own) for name in tensors):
-            self._apply_own(part_from(tensors, own))
+        mine = part_from(tensors, own) if any(belongs_to(name, own) for name in tensors) else {}
+        self._require_fitting(saved, mine)
+        windows = self._windows(str(memory), saved, mine)
+        notes = self._prepared.apply(saved, mine)
+        for dataloader, position in zip(self._accelerator._dataloaders, saved["dataloaders"], strict=True):
+            set_position(dataloader, position)
+        self._prepared.put_gradients(windows)
+        for note in notes if self._tier.ranks.rank == 0 else ():
+            log.warning("loaded %s: %s", memory, note)
+        if mine:
+            self._apply_own(mine)
         else:
             log.info("%s was saved by fewer ranks: rank %d keeps its random numbers", memory, self._tier.ranks.rank)
         self.extra = saved["extra"]
@@ -151,91 +160,43 @@ class MemoryCheckpointer:
             self.close()
 
     def _state(self, extra: dict[str, Any]) -> RankState:
-        accelerator = self._accelerator
-        models = [split_model(self._unwrapped(model)) for model in accelerator._models]
-        replicated = {
-            "parameters": [parameters for parameters, _ in models],
-            "optimizers": [optimizer.state_dict() for optimizer in accelerator._optimizers],
-        }
-        leading = {
-            "buffers": [buffers for _, buffers in models],
-            "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
-            "objects": [one.state_dict() for one in accelerator._custom_objects],
-            "dataloaders": [_position_of(dataloader) for dataloader in accelerator._dataloaders],
-            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-            "step": accelerator.step,
-            "extra": extra,
-        }
-        own = {
-            "rng": rng_state(),
-            "dataloaders": [one.state_dict() if _is_stateful(one) else None for one in accelerator._dataloaders],
-        }
-        return RankState(replicated, leading, own)
+        parts, dataloaders = self._prepared.parts(extra), self._accelerator._dataloaders
+        states = [one.state_dict() if is_stateful(one) else None for one in dataloaders]
+        return RankState(
+            parts.replicated,
+            {**parts.leading, "dataloaders": [position_of(dataloader) for dataloader in dataloaders]},
+            {**parts.own, "dataloaders": states},
+        )
 
-    def _unwrapped(self, model: Any) -> Any:
-        return self._accelerator.unwrap_model(model, keep_torch_compile=False)
-
-    def _check(self, saved: dict[str, Any]) -> None:
-        if "optimizers" not in saved:
+    def _require_fitting(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
+        if "named_optimizers" not in saved and "optimizers" not in saved:
             raise CheckpointError(
                 f"the checkpoint in {self._tier.container} was not saved by a MemoryCheckpointer: load it with what "
                 "saved it, or give this job a container of its own"
             )
-        accelerator = self._accelerator
-        for what, states, present in (
-            ("models", saved["parameters"], accelerator._models),
-            ("optimizers", saved["optimizers"], accelerator._optimizers),
-            ("schedulers", saved["schedulers"], accelerator._schedulers),
-            ("dataloaders", saved["dataloaders"], accelerator._dataloaders),
-            ("objects registered for checkpointing", saved["objects"], accelerator._custom_objects),
-        ):
-            if len(states) != len(present):
-                raise CheckpointError(
-                    f"the checkpoint in {self._tier.container} has {len(states)} {what}, and the accelerator has "
-                    f"prepared {len(present)}: prepare and register the same as when it was saved, before load()"
-                )
+        faults = self._tier.ranks.run_on_all("compare with the checkpoint", lambda: self._prepared.faults(saved, own))
+        found = next(filter(None, faults), [])
+        if found:
+            raise CheckpointError(
+                f"the checkpoint in {self._tier.container} does not fit: {'; '.join(found)}. Nothing was loaded; "
+                "prepare and register the same as when it was saved, before load()"
+            )
 
-    def _apply(self, saved: dict[str, Any]) -> None:
-        accelerator = self._accelerator
-        for model, parameters, buffers in zip(accelerator._models, saved["parameters"], saved["buffers"], strict=True):
-            self._unwrapped(model).load_state_dict({**parameters, **buffers})
-        for objects, states in (
-            (accelerator._optimizers, saved["optimizers"]),
-            (accelerator._schedulers, saved["schedulers"]),
-            (accelerator._custom_objects, saved["objects"]),
-        ):
-            for one, state in zip(objects, states, strict=True):
-                one.load_state_dict(state)
-        for dataloader, position in zip(accelerator._dataloaders, saved["dataloaders"], strict=True):
-            _set_position(dataloader, position)
-        if accelerator.scaler is not None and saved["scaler"] is not None:
-            accelerator.scaler.load_state_dict(saved["scaler"])
-        accelerator.step = saved["step"]
+    def _windows(self, memory: str, saved: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+        """The gradients of an accumulation that was under way: this rank's, or all if there were other ranks."""
+        ranks = saved.get("ranks", self._tier.ranks.world_size)
+        if ranks == self._tier.ranks.world_size:
+            return [own["gradients"]] if "gradients" in own else []
+        if not saved.get("is_accumulating"):
+            return []
+        parts = [own_part(rank) for rank in range(ranks)]
+        tensors = self._tier.load(memory, lambda name: any(belongs_to(name, part) for part in parts))
+        return [part_from(tensors, part).get("gradients", {}) for part in parts]
 
     def _apply_own(self, own: Any) -> None:
+        optimizers = [getattr(one, "optimizer", one) for one in self._accelerator._optimizers]
         for dataloader, state in zip(self._accelerator._dataloaders, own["dataloaders"], strict=True):
-            if state is not None and _is_stateful(dataloader):
-                dataloader.load_state_dict(state)
+            if state is not None and is_stateful(dataloader):
+                go_on(dataloader, state, optimizers)
         self._random_numbers = own["rng"]
         self.restore_random_numbers()
-
-
-def _is_stateful(dataloader: Any) -> bool:
-    return bool(getattr(dataloader, "use_stateful_dataloader", False))
-
-
-def _position_of(dataloader: Any) -> dict[str, Any]:
-    """In which epoch a prepared dataloader is, and the seed that its order comes from."""
-    position: dict[str, Any] = {"iteration": getattr(dataloader, "iteration", None)}
-    sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
-    if isinstance(sampler, SeedableRandomSampler):
-        position |= {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
-    return position
-
-
-def _set_position(dataloader: Any, position: dict[str, Any]) -> None:
-    if position["iteration"] is not None:
-        dataloader.iteration = position["iteration"]
-    sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
-    if isinstance(sampler, SeedableRandomSampler) and "initial_seed" in position:
-        sampler.epoch, sampler.initial_seed = position["epoch"], position["initial_seed"]

@@ -11,6 +11,7 @@ import enum
 import io
 import json
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.format.places import place_text, token
 from torchelastic.checkpoint.format.plain_objects import content_of
+from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 
 #: The context of a run of NeMo (what model and tokenizer are made from): an extra file of its checkpoints in memory.
 #: NeMo has a folder of this name without the suffix.
@@ -31,9 +33,13 @@ _JSON_KEYS = (int, float, bool, type(None))
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A copy of nested dicts, lists and tuples, with `leaf` of each value in them; subclasses of dict become dicts."""
+    """A copy of nested dicts, lists and tuples, with `leaf` of each value in them; subclasses of dict become dicts.
+
+    An `OrderedDict` stays one, with the versions of modules, if it is what a `state_dict` gave.
+    """
     if isinstance(value, dict):
-        return {key: mapped(item, leaf) for key, item in value.items()}
+        items = {key: mapped(item, leaf) for key, item in value.items()}
+        return items if type(value) is not OrderedDict else _ordered_like(value, items)
     if type(value) in (list, tuple):
         return type(value)(mapped(item, leaf) for item in value)
     return leaf(value)
@@ -93,6 +99,13 @@ def _json_key(key: Any) -> str:
     """As `json.dumps` writes the keys that it takes: `true` for True."""
     plain = key.item() if isinstance(key, np.generic) else key
     return plain if type(plain) is str else json.dumps(plain) if type(plain) in _JSON_KEYS else str(plain)
+
+
+def _ordered_like(value: OrderedDict[Any, Any], items: dict[Any, Any]) -> OrderedDict[Any, Any]:
+    ordered = OrderedDict(items)
+    if (versions := metadata_of(value)) is not None:
+        set_metadata(ordered, mapped(versions))
+    return ordered
 
 
 def json_tensor(value: Any, block_bytes: int = 1) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.format.tree import path_of
+from torchelastic.inventory import module_state
 from torchelastic.inventory.module_values import differing_attributes, put_flags, values_of
 from torchelastic.inventory.names import named_parameters
-from torchelastic.model import module_state
 from torchelastic.model.companions import Companions, Trained
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.tensors import tensors_within

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchelastic.checkpoint.compat.velastic.fitting import optimizer_faults, put_types_back
 from torchelastic.errors import UnfitStateError
 from torchelastic.inventory.attributes import Restore, attributes_of
 from torchelastic.inventory.inner_optimizers import inner_states, put_inner_states, shared_groups, with_inner
@@ -29,13 +28,16 @@ from torchelastic.inventory.optimizer_values import (
     OWN_FORM,
     Named,
     group_faults,
-    group_names,
+    members_of,
     named_state,
     numbered_state,
+    optimizer_faults,
     put_groups,
+    put_types_back,
     state_from_stored,
     state_of,
     stored_names,
+    without_members,
 )
 from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.model.digest import sample_digest
@@ -297,7 +299,7 @@ class Optimizers:
 
     def group_names(self, parameters: Named) -> list[list[list[str]]]:
         """The names of the parameters in each group of each optimizer."""
-        return [group_names(optimizer, parameters) for optimizer in self.objects]
+        return [members_of(optimizer, parameters) for optimizer in self.objects]
 
     def stored_names(self, state: Any, parameters: Named) -> Any:
         """The names of the numbers in what `state_dict` gave; see `optimizer_values.stored_names`."""
@@ -444,7 +446,7 @@ def _named_faults(
     if OWN_FORM in state:
         return []
     own = len(optimizer.param_groups)
-    settings = [_without_members(group) for group in state["param_groups"][:own]]
+    settings = [without_members(group) for group in state["param_groups"][:own]]
     faults = group_faults(state, optimizer, parameters, may_lose=may_lose)
     return faults or (optimizer_faults(settings, optimizer) if len(settings) == own else [])
 
@@ -480,12 +482,8 @@ def _of_each_optimizer() -> frozenset[str]:
 def _nothing(_: bool) -> None: ...
 
 
-def _without_members(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    values = _without_members(group)
+    values = without_members(group)
     if isinstance(values.get("lr"), torch.Tensor):
         values["lr"] = values["lr"].clone()  # the scheduler changes it in place
     return values

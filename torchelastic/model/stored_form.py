@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchelastic.errors import UnfitStateError
+from torchelastic.inventory import module_state
 from torchelastic.inventory.generators import put_rows_of_generators, row_of_generators
 from torchelastic.inventory.module_values import attributes_of, changed_attributes, differing_attributes
 from torchelastic.inventory.names import NamedParts, named_parameters, named_parts, plain_name
@@ -30,7 +31,6 @@ from torchelastic.inventory.stored_values import (
     put_stored_flags,
     stored_values,
 )
-from torchelastic.model import module_state
 from torchelastic.model.companions import Companions, Trained
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.text import shortlist

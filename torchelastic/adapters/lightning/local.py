@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchelastic.adapters.lightning.beside import StoredBeside
 from torchelastic.adapters.lightning.callback import BatchEndSaver, find_plugin
 from torchelastic.adapters.values import mapped
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
@@ -62,13 +63,16 @@ class LocalCheckpointing(BatchEndSaver):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Prepares the plugin. Raises: TypeError if there is none."""
-        self._plugin(trainer).is_fitting = stage == "fit"
+        plugin = self._plugin(trainer)
+        plugin.is_fitting = stage == "fit"
+        plugin._trainer = trainer
         self._run_last(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Training begins, or resumes from a checkpoint."""
+        """Training begins, or resumes from a checkpoint: flags are put back as they were."""
         super().on_train_start(trainer, pl_module)
         self._last_s = self._clock()
+        self._plugin(trainer)._beside.put_flags(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Waits until all saves are complete."""
@@ -84,7 +88,11 @@ class LocalCheckpointing(BatchEndSaver):
     def _save(self, trainer: Any, step: int, checkpoint: dict[str, Any]) -> None:
         self._last_s = self._clock()
         options = {LOCAL_CKPT_OPTS_KEY: {"ckpt_type": "local", "iteration": step}}
-        self._plugin(trainer).save_checkpoint(checkpoint, None, storage_options=options)
+        plugin = self._plugin(trainer)
+        # a form of the user's own has what Lightning has
+        is_usual = type(plugin).to_tensor_aware_state_dict is HierarchicalCheckpointing.to_tensor_aware_state_dict
+        checkpoint = plugin._beside.added_to(checkpoint, trainer) if is_usual else checkpoint
+        plugin.save_checkpoint(checkpoint, None, storage_options=options)
 
     @staticmethod
     def _plugin(trainer: Any) -> HierarchicalCheckpointing:
@@ -126,6 +134,7 @@ class HierarchicalCheckpointing:
         #: Whether local checkpoints may be loaded in place of durable ones: not to test the best model, for example.
         self.is_fitting = True
         self._queue: AsyncCallsQueue | None = None
+        self._beside, self._trainer = StoredBeside(), None
 
     @classmethod
     def get_partial_wrapper_constructor(
@@ -212,7 +221,10 @@ class HierarchicalCheckpointing:
                 log.warning("step %d: the local checkpoint is skipped for %s: %s", local_step, path, error)
             else:
                 log.info("loading the local checkpoint of step %d, not %s", ckpt_id.iteration, path)
-                return self.from_tensor_aware_state_dict(state)
+                checkpoint = self.from_tensor_aware_state_dict(state)
+                self._beside.notice(self._trainer)
+                self._beside.take(self._trainer, checkpoint)
+                return checkpoint
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded: dict[str, Any] = self.wrapped_checkpoint_io.load_checkpoint(path, map_location=map_location, **options)
         return loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchelastic.adapters.lightning.callback import BatchEndSaver, find_plugin
-from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
+from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing, put_flags_back
 from torchelastic.adapters.memory_tier import AnyPath, container_of, is_due
 from torchelastic.checkpoint.policy.arguments import whole_number
 
@@ -75,6 +75,12 @@ class MemorySaving(BatchEndSaver):
     def _save(self, trainer: Any, step: int, checkpoint: dict[str, Any]) -> None:
         plugin = memory_io_of(trainer)
         plugin.save_checkpoint(checkpoint, plugin.path_of(step))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Training begins, or resumes from a checkpoint: flags are put back as they were."""
+        super().on_train_start(trainer, pl_module)
+        if self._acts(trainer):
+            put_flags_back(memory_io_of(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Waits until the last save is complete. Raises: CheckpointError if it takes too long."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchelastic.adapters.lightning.beside import StoredBeside
 from torchelastic.adapters.lightning.memory_state import names_of_optimizers, put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, load_sharded, names_on_all_ranks
 from torchelastic.adapters.memory_tier import AnyPath, StorageTier
@@ -73,6 +75,7 @@ class MemoryCheckpointing:
         #: What is loaded where a checkpoint in memory cannot be; set by `MemoryAutoResume`.
         self.fallback: AnyPath | None = None
         self._has_warned = False
+        self._beside = StoredBeside()
 
     def is_in_memory(self, path: AnyPath) -> bool:
         """Whether a path lies in the container."""
@@ -112,6 +115,7 @@ class MemoryCheckpointing:
         self.start()
         layout = layout_of(self.trainer.strategy)
         is_sharded = layout is Layout.SHARDED
+        checkpoint = self._beside.added_to(checkpoint, self.trainer)
         parts = self.tier.ranks.own_on_all(
             f"save {Path(checkpoint_id).name}",
             lambda: take_apart(checkpoint, is_sharded=is_sharded, allow_pickles=self.allow_pickles),
@@ -164,9 +168,13 @@ class MemoryCheckpointing:
     def _load(self, checkpoint_id: str) -> dict[str, Any]:
         self.start()
         strategy = self.trainer.strategy
+        self._beside.notice(self.trainer)
         if layout_of(strategy) is Layout.SHARDED:
-            return load_sharded(self.tier, checkpoint_id, strategy, allow_pickles=self.allow_pickles)
-        return put_together(self.tier.load(checkpoint_id), allow_pickles=self.allow_pickles)
+            prepare = partial(self._beside.take_sharded, self.trainer)
+            return load_sharded(self.tier, checkpoint_id, strategy, allow_pickles=self.allow_pickles, prepare=prepare)
+        checkpoint = put_together(self.tier.load(checkpoint_id), allow_pickles=self.allow_pickles)
+        self._beside.take(self.trainer, checkpoint)
+        return checkpoint
 
     def _step_container(self, path: AnyPath) -> str:
         found = CheckpointContainerId(_absolute(path))
@@ -186,3 +194,8 @@ class MemoryCheckpointing:
                 "on has its own. save_hyperparameters(ignore=[...]) leaves them out everywhere",
                 ", ".join(skipped),
             )
+
+
+def put_flags_back(plugin: MemoryCheckpointing) -> None:
+    """Training begins, and all else is loaded: flags of the checkpoint that was loaded are put back, and told."""
+    plugin._beside.put_flags(plugin.trainer)

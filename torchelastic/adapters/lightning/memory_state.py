@@ -26,6 +26,8 @@ VALUES = "lightning"
 VALUES_BLOCK_BYTES = 4096
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
+#: What a module has beside its `state_dict`, see `inventory.stored_module`; not Lightning's.
+BESIDE = "torchelastic_beside"
 #: What only `load_from_checkpoint` needs, and not a run that goes on: a part of it that cannot be stored is left out.
 OPTIONAL = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
 
@@ -142,16 +144,19 @@ def without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> 
     return value
 
 
-def merged(target: Any, saved: Any) -> Any:
-    """The tensors of one tree, and the values of the other; where the other has more, that too."""
-    if isinstance(target, torch.Tensor):
-        return target
-    if isinstance(target, Mapping) and isinstance(saved, Mapping):
-        values = {key: merged(target.get(key, item), item) for key, item in saved.items()}
-        return {**{key: item for key, item in target.items() if key not in values}, **values}
-    if isinstance(target, list | tuple) and isinstance(saved, list | tuple) and len(target) == len(saved):
-        return [merged(mine, theirs) for mine, theirs in zip(target, saved, strict=True)]
-    return saved
+def with_tensors(value: Any, name: str, tensors: Mapping[str, Any]) -> Any:
+    """The inverse of `without_tensors`: the same with tensors by name, where there are such.
+
+    >>> with_tensors({"a": None, "b": [1, None]}, "x", {"x/b/1": "a tensor"})
+    {'a': None, 'b': [1, 'a tensor']}
+    """
+    if name in tensors:
+        return tensors[name]
+    if isinstance(value, Mapping):
+        return {key: with_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_tensors(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
+    return value
 
 
 #: In place of what cannot be stored.

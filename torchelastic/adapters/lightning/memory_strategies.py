@@ -5,7 +5,7 @@ Strategies are recognised by the names of their classes, whichever package they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any
 
@@ -17,17 +17,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchelastic.adapters.lightning.memory_state import (
+    BESIDE,
     MODEL,
     OPTIMIZERS,
     VALUES,
-    merged,
     put_together,
+    with_tensors,
     without_tensors,
 )
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.inventory.names import named_modules, named_parameters
+from torchelastic.inventory.stored_module import with_versions
 from torchelastic.torch_internals.gradients import ignored_by_ddp
 from torchelastic.torch_internals.sharding import is_sharded
 
@@ -90,7 +94,14 @@ def names_on_all_ranks(strategy: Any, layout: Layout, tensors: Mapping[str, torc
     return {f"{MODEL}/{name}" for name, _ in module.named_parameters() if name not in ignored} & set(tensors)
 
 
-def load_sharded(tier: StorageTier, checkpoint_id: str, strategy: Any, *, allow_pickles: bool) -> dict[str, Any]:
+def load_sharded(
+    tier: StorageTier,
+    checkpoint_id: str,
+    strategy: Any,
+    *,
+    allow_pickles: bool,
+    prepare: Callable[[dict[str, Any], Callable[[Set[str]], dict[str, torch.Tensor]]], None],
+) -> dict[str, Any]:
     """Loads a checkpoint into a strategy that is set up; on all ranks, whose number may differ from that at the save.
 
     Args:
@@ -98,6 +109,8 @@ def load_sharded(tier: StorageTier, checkpoint_id: str, strategy: Any, *, allow_
         checkpoint_id: its container.
         strategy: with its model, and with its optimizers if they are to be loaded.
         allow_pickles: run the pickles that are in it.
+        prepare: takes what there is beside model and optimizers, and what reads whole tensors by their names; called
+            before the model is loaded.
 
     Returns:
         What is left for Lightning to load; without model and optimizers, as after its own sharded checkpoints.
@@ -105,28 +118,76 @@ def load_sharded(tier: StorageTier, checkpoint_id: str, strategy: Any, *, allow_
     Raises:
         CheckpointError: it cannot be read, or its optimizers are not those of the strategy.
     """
-    options = StateDictOptions(cpu_offload=True, strict=bool(strategy.lightning_module.strict_loading))
     optimizers = [getattr(one, "_optimizer", one) for one in strategy.optimizers]
-    targets: dict[str, Any] = {MODEL: get_model_state_dict(strategy.model, options=options)}
-    if optimizers:
-        targets[OPTIMIZERS] = [get_optimizer_state_dict(strategy.model, one, options=options) for one in optimizers]
-    tensors: dict[str, torch.Tensor] = {}
-    for key, tree in targets.items():
-        without_tensors(tree, key, tensors)
-    parts = tier.load(
-        checkpoint_id, lambda name: name == VALUES or not name.startswith((f"{MODEL}/", f"{OPTIMIZERS}/"))
-    )
-    rest = put_together(parts, allow_pickles=allow_pickles)
+    stored: set[str] = set()
+
+    def is_of_neither(name: str) -> bool:
+        stored.add(name)
+        return name == VALUES or not name.startswith((f"{MODEL}/", f"{OPTIMIZERS}/"))
+
+    rest = put_together(tier.load(checkpoint_id, is_of_neither), allow_pickles=allow_pickles)
     saved = rest.pop(OPTIMIZERS, None)
     if optimizers and (saved is None or len(saved) != len(optimizers)):
         raise CheckpointError(
             f"{checkpoint_id} holds the state of {len(saved or ())} optimizers, and the module has {len(optimizers)}: "
             "have configure_optimizers return as many as when it was saved"
         )
-    tier.load_into(checkpoint_id, tensors, may_be_missing=not options.strict)
-    set_model_state_dict(strategy.model, targets[MODEL], options=options)
-    for optimizer, target, values in zip(optimizers, targets.get(OPTIMIZERS, ()), saved or (), strict=False):
-        state: Mapping[str, Any] = merged(target, values)
-        set_optimizer_state_dict(strategy.model, optimizer, dict(state), options=options)
+    prepare(rest, lambda names: tier.load(checkpoint_id, names.__contains__))
+    is_strict = bool(strategy.lightning_module.strict_loading)
+    _load_model(tier, checkpoint_id, strategy.model, rest.get(BESIDE, {}).get("versions"), is_strict=is_strict)
+    if optimizers:
+        names = {name for name in stored if name.startswith(f"{OPTIMIZERS}/")}
+        _load_optimizers(tier, checkpoint_id, strategy.model, optimizers, saved, names)
     rest.pop(MODEL, None)
     return rest
+
+
+def _load_model(
+    tier: StorageTier, checkpoint_id: str, model: torch.nn.Module, versions: Any, *, is_strict: bool
+) -> None:
+    options = StateDictOptions(cpu_offload=True, strict=is_strict)
+    state, tensors = get_model_state_dict(model, options=options), dict[str, torch.Tensor]()
+    without_tensors(state, MODEL, tensors)
+    tier.load_into(checkpoint_id, tensors, may_be_missing=not is_strict)
+    versioned: Any = with_versions(state, versions, [name for name, _ in named_modules(model)])
+    set_model_state_dict(model, versioned, options=options)
+
+
+def _load_optimizers(
+    tier: StorageTier,
+    checkpoint_id: str,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    saved: Sequence[Any],
+    names: Set[str],
+) -> None:
+    """Exactly what was saved: a parameter that no optimizer had stepped for had no state, and has none then.
+
+    Torch steps an optimizer without state once, to have memory for all that there might be.
+    """
+    options, tensors = StateDictOptions(cpu_offload=True, strict=False), dict[str, torch.Tensor]()
+    for number, optimizer in enumerate(optimizers):
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        without_tensors(state, f"{OPTIMIZERS}/{number}", tensors)
+    present = {name: tensors[name] for name in sorted(names & tensors.keys())}
+    tier.load_into(checkpoint_id, present)
+    unknown = names - present.keys()
+    if unknown:
+        present |= _like_parameters(model, tier.load(checkpoint_id, unknown.__contains__))
+    for number, (optimizer, values) in enumerate(zip(optimizers, saved, strict=True)):
+        loaded = with_tensors(values, f"{OPTIMIZERS}/{number}", present)
+        set_optimizer_state_dict(model, optimizer, loaded, options=options)
+
+
+def _like_parameters(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """State that no first step makes, by name: what has the shape of a sharded parameter is sharded like it."""
+    parameters = named_parameters(model)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parameter = parameters.get(name.rpartition("/")[0].rpartition("/")[2])
+        if isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
+            placed = tensor.to(parameter.device)
+            found[name] = distribute_tensor(placed, parameter.device_mesh, parameter.placements)
+        else:
+            found[name] = tensor
+    return found

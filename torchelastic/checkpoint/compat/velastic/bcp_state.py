@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from torchelastic.checkpoint.compat.velastic import random_numbers
+from torchelastic.checkpoint.compat.velastic.optimizer_trees import differing
 from torchelastic.checkpoint.compat.velastic.shard import Loaded, ShardMaker, read
 from torchelastic.checkpoint.compat.velastic.training_objects import OptimizerOrSeveral, TrainingObjects, state_dict_of
 from torchelastic.checkpoint.engine.read_rules import AllOnEachRank
@@ -286,12 +288,18 @@ class BCPState:
     def _begin(self, call: str, manager: TieredCheckpointManager, before: BaseException | None) -> Future[None]:
         """Copies what this rank saves; nothing is published if a rank fails."""
         is_checked = self._ranks.world_size > 1 and not self._objects.is_sharded and not self._objects.is_kept_equal
+        may_part = self._ranks.world_size > 1 and self._objects.is_sharded
 
-        def prepare() -> tuple[int, str]:
-            return self._step, self._objects.digest() if is_checked else ""
+        def prepare() -> tuple[int, str, str]:
+            plain = self._objects.plain_digests() if may_part else {}
+            return (
+                self._step,
+                self._objects.digest() if is_checked else "",
+                xxhash.xxh3_64_hexdigest(repr(plain).encode()),
+            )
 
         answers = self._ranks.run_on_all(call, prepare)
-        odd = [number for number, (_, digest) in enumerate(answers) if digest != answers[0][1]]
+        odd = [number for number, (_, digest, _) in enumerate(answers) if digest != answers[0][1]]
         if odd:
             raise ValueError(
                 f"framework='ddp', but model or optimizer of rank {odd[0]} differ from those of rank 0: wrap the "
@@ -301,25 +309,32 @@ class BCPState:
         if before is not None:
             warnings.warn(f"the save before failed on this rank: {before}", RuntimeWarning, stacklevel=3)
             self._failure = None
-        peers, step = self._peers(), max(step for step, _ in answers) + 1
+        are_apart = len({plain for _, _, plain in answers}) > 1
+        apart = (
+            differing(self._ranks.run_on_all(f"{call}, comparing", self._objects.plain_digests)) if are_apart else ()
+        )
+        lay_out = partial(self._lay_out, apart)
+        peers, step = self._peers(), max(step for step, _, _ in answers) + 1
         manager.join(peers)
         copied: list[Future[None]] = []
         try:
-            self._ranks.run_on_all(
-                f"{call}, copying", lambda: copied.append(manager.save_shard(self._lay_out, step, peers))
-            )
+            self._ranks.run_on_all(f"{call}, copying", lambda: copied.append(manager.save_shard(lay_out, step, peers)))
         except BaseException:
             wait(copied, 2 * self._timeout_s)  # a rank has notified the others that it takes no part
             raise
         self._step = step
         return copied[0]
 
-    def _lay_out(self, meta: Mapping[str, Any]) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _lay_out(self, apart: Collection[str], meta: Mapping[str, Any]) -> tuple[Header, Sequence[torch.Tensor]]:
         rank, world_size = self._ranks.rank, self._ranks.world_size
         own: dict[str, Any] = {"random": random_numbers.capture(), "extra": self._extra()}
         tree = self._objects.tree()
         if world_size > 1 and self._objects.has_own_buffers:
-            own["others"] = tree["model"].pop("others")
+            own |= {name: tree["model"].pop(name) for name in ("others", "buffers")}
+        elif world_size > 1:
+            own["others"] = self._objects.extra_states(tree["model"]["others"])
+        if apart:
+            own["optimizers"] = self._objects.take_apart(tree, apart)
         return self._maker.lay_out(meta, tree, own, rank, world_size, is_replicated=not self._objects.is_sharded)
 
     def _resume(self, call: str, ckpt_path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
@@ -342,7 +357,8 @@ class BCPState:
         rank = self._ranks.rank
 
         def take(shards: Sequence[ShardReader]) -> Loaded:
-            return read(shards, self._objects, rank, allow_pickles=self._allow_pickles)
+            ranks = self._ranks.world_size
+            return read(shards, self._objects, rank, ranks, allow_pickles=self._allow_pickles)
 
         if is_one:
 
@@ -365,14 +381,19 @@ class BCPState:
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _apply(self, call: str, folder: str, loaded: Loaded) -> None:
+        own = loaded.own.get("optimizers")
         try:
-            self._ranks.run_on_all(f"{call}, applying", partial(self._objects.apply, loaded.shared, loaded.shapes))
+            told = self._ranks.run_on_all(
+                f"{call}, applying", partial(self._objects.apply, loaded.shared, loaded.shapes, own)
+            )
         except Exception as error:
             raise CheckpointError(
                 f"{folder} was read and verified, and model or optimizer did not take it: {type(error).__name__}: "
                 f"{error}. They may hold a part of it now: end this job"
             ) from error
         rank, world_size = self._ranks.rank, self._ranks.world_size
+        for note in told[0] if rank == 0 else ():
+            log.warning("resumed from %s: %s", folder, note)
         notes = []
         if rank == loaded.own_rank:
             missing = random_numbers.restore(loaded.own["random"])

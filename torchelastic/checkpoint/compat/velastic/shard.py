@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from torchelastic.checkpoint.compat.velastic.optimizer_trees import own_faults
 from torchelastic.checkpoint.compat.velastic.training_objects import TrainingObjects, state_dict_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.header import ALIGNMENT_BYTES, Header, align, place
@@ -22,7 +23,9 @@ from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.tree import flatten, tensor_names, unflatten
 from torchelastic.checkpoint.store.kinds import TRAINING_STATE as KIND
 
-VERSION = 1
+#: Of what is in a shard; 1 has no flags, versions and buffers beside the `state_dict`, and is read.
+VERSION = 2
+_READ = (1, 2)
 _REPLICATED = ("model/parameters/", "optimizers/")
 
 
@@ -79,10 +82,11 @@ class ShardMaker:
 def require_kind(shard: ShardReader) -> None:
     """Raises CheckpointError if a shard is no part of a training state of this version."""
     kind, version = shard.header.meta.get("kind"), shard.header.meta.get("version")
-    if (kind, version) != (KIND, VERSION):
+    if kind != KIND or version not in _READ:
         raise CheckpointError(
-            f"{shard.path} is no part of a training state of version {VERSION} (it says {kind!r}, {version!r}): it was "
-            "saved by something else, or by another release; give another ckpt_path"
+            f"{shard.path} is no part of a training state of version {VERSION} or before (it says {kind!r}, "
+            f"{version!r}): it was saved by something else, or by a newer release; give another ckpt_path, or install "
+            "the release that has saved it"
         )
 
 
@@ -134,7 +138,7 @@ class Loaded:
         saved_world_size: how many ranks saved it.
         shapes: the shared tree with placeholders.
         shared: the shared tree as this rank needs it.
-        own: what was the own of rank `own_rank`.
+        own: what was the own of rank `own_rank`, but for buffers, which are in `shared`.
         own_rank: the own one, or modulo the number of ranks that saved.
     """
 
@@ -145,13 +149,16 @@ class Loaded:
     own_rank: int
 
 
-def read(shards: Sequence[ShardReader], objects: TrainingObjects, rank: int, *, allow_pickles: bool) -> Loaded:
+def read(
+    shards: Sequence[ShardReader], objects: TrainingObjects, rank: int, ranks: int, *, allow_pickles: bool
+) -> Loaded:
     """Reads what a rank needs of a checkpoint; model and optimizers are not touched.
 
     Args:
         shards: all of them, by the ranks that wrote them.
         objects: what is to be loaded.
         rank: of this process.
+        ranks: how many there are.
         allow_pickles: see `shards.unflatten`.
 
     Raises:
@@ -165,13 +172,23 @@ def read(shards: Sequence[ShardReader], objects: TrainingObjects, rank: int, *, 
     entries = {entry.name: (entry.dtype, entry.shape) for shard in shards for entry in shard.header.entries}
     saved = placeholders(shards[0], entries, allow_pickles=allow_pickles)
     try:
-        shapes = {**saved, "model": {"others": own.get("others", {}), **saved["model"]}}
+        for fault in own_faults(own.get("optimizers", ()), len(shards), ranks):
+            raise CheckpointError(
+                f"the checkpoint does not fit: {fault}. Nothing was loaded; start as many ranks as have saved it"
+            )
+        shapes = {**saved, "model": _with_own(saved["model"], own)}
         objects.require_fitting(shapes)
         shared = read_into(shards, objects.template(saved), strict=False, allow_pickles=allow_pickles)
-        model = {"others": own.get("others", {}), **shared["model"]}
+        model = _with_own(shared["model"], own)
     except (KeyError, TypeError, AttributeError) as error:
         raise _strange(shards[0], error) from error
     return Loaded(len(shards), shapes, {**shared, "model": model}, own, own_rank)
+
+
+def _with_own(model: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks hold of a model, with what is a rank's own in it."""
+    buffers = {"buffers": own["buffers"]} if "buffers" in own else {}
+    return {**model, "others": {**model.get("others", {}), **own.get("others", {})}, **buffers}
 
 
 def read_state_dict(shards: Sequence[ShardReader], *, allow_pickles: bool) -> dict[str, Any]:
@@ -189,9 +206,8 @@ def read_state_dict(shards: Sequence[ShardReader], *, allow_pickles: bool) -> di
         require_kind(shard)
     try:
         tree = read_tree(shards, allow_pickles=allow_pickles)
-        if "others" not in tree["model"]:
-            tree["model"]["others"] = read_own(shards[0], allow_pickles=allow_pickles)["others"]
-        return state_dict_of(tree)
+        own = read_own(shards[0], allow_pickles=allow_pickles)
+        return state_dict_of({**tree, "model": _with_own(tree["model"], own)})
     except (KeyError, TypeError) as error:
         raise _strange(shards[0], error) from error
 

@@ -1,7 +1,13 @@
 """A model and its optimizers as a tree whose names do not depend on how they are wrapped, and back.
 
-    {"model": {"parameters": {name: tensor}, "others": {name: buffer or value}},
-     "optimizers": [{"state": {parameter: {key: value}}, "param_groups": [{"params": [parameter, ..], key: value}]}]}
+    {"model": {"parameters": {name: tensor}, "others": {name: buffer or extra state}, "buffers": .., "flags": ..,
+               "versions": ..},
+     "optimizers": [{"state": {parameter: {key: value}}, "param_groups": [{"params": [parameter, ..], key: value}]}],
+     "about_optimizers": [{"built": groups, "whole": {parameter: [key, ..]}}]}
+
+`inventory.stored_module` says what is in "buffers", "flags" and "versions". "about_optimizers" has the groups that the
+script had made, if the run has changed them, and which tensors of the form of a sharded parameter are not sharded. What
+was saved before these were kept has "parameters", "others", "state" and "param_groups" alone.
 
 Optimizer state goes by the names of parameters, not by their numbers. Nothing here steps an optimizer to find out what
 its state looks like: that is read from the checkpoint.
@@ -10,7 +16,7 @@ its state looks like: that is read from the checkpoint.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,17 +26,25 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic.checkpoint.compat.velastic.fitting import (
-    Form,
-    GroupNames,
-    optimizer_faults,
-    put_types_back,
-    require_fitting,
+from torchelastic.checkpoint.compat.velastic.optimizer_trees import OptimizerTrees, Own, as_live, is_ours, room
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
+from torchelastic.inventory.module_state import load_into, parted, state_of
+from torchelastic.inventory.names import named_modules
+from torchelastic.inventory.optimizer_values import OWN_FORM
+from torchelastic.inventory.stored_module import (
+    buffers_beside,
+    forms_of,
+    is_extra_state,
+    put_buffers_beside,
+    put_flags_beside,
+    state_faults,
+    stored_beside,
+    with_reshaped,
+    with_versions,
 )
-from torchelastic.checkpoint.format.tensor_parts import ShardOf, contiguous, encode_leaf, memory_of
-from torchelastic.inventory.names import plain_name
 from torchelastic.torch_internals.module_names import COMPILED
-from torchelastic.torch_internals.tensors import tree_map, tree_map_only
+from torchelastic.torch_internals.tensors import tree_map_only
 
 FRAMEWORKS = ("ddp", "fsdp", "fsdp2")
 
@@ -45,7 +59,9 @@ def state_dict_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     >>> state_dict_of({"model": {"parameters": {"w": 1}, "others": {"mean": 2}}, "optimizers": []})
     {'model': {'w': 1, 'mean': 2}, 'optimizer': []}
     """
-    return {"model": {**tree["model"]["parameters"], **tree["model"]["others"]}, "optimizer": tree["optimizers"]}
+    model = {**tree["model"]["parameters"], **tree["model"]["others"]}
+    optimizers = [one.get(OWN_FORM, one) for one in tree["optimizers"]]
+    return {"model": with_versions(model, tree["model"].get("versions")), "optimizer": optimizers}
 
 
 class TrainingObjects:
@@ -69,6 +85,8 @@ class TrainingObjects:
         self._ddp = next((layer for layer in _layers(model) if isinstance(layer, DistributedDataParallel)), None)
         self.model = list(_layers(model))[-1]
         _check(self.model, self._ddp, framework)
+        self._built_forms = forms_of(self.model)
+        self._optimizer_trees = OptimizerTrees(self.model, self.optimizers)
 
     @property
     def is_sharded(self) -> bool:
@@ -79,6 +97,10 @@ class TrainingObjects:
     def is_kept_equal(self) -> bool:
         """Whether DDP keeps what the ranks hold equal, so that nobody has to compare it."""
         return self._ddp is not None
+
+    def extra_states(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what a tree has as "others", that which no DDP keeps equal: what `get_extra_state` of modules gave."""
+        return {name: value for name, value in others.items() if is_extra_state(name)}
 
     @property
     def has_own_buffers(self) -> bool:
@@ -92,10 +114,17 @@ class TrainingObjects:
             ValueError: an optimizer has a parameter that is not in the model.
             TypeError: an optimizer keeps something that is sharded unlike its parameter.
         """
-        parameters, others = self._model_state()
+        state = state_of(self.model)
+        parameters, others = parted(self.model, state)
         return {
-            "model": {"parameters": {name: value for name, value in parameters.items() if _is_ours(value)}, **others},
-            "optimizers": [self._optimizer_state(number) for number in range(len(self.optimizers))],
+            "model": {
+                "parameters": {name: value for name, value in parameters.items() if is_ours(value)},
+                "others": others,
+                "buffers": buffers_beside(self.model, self._built_forms, state.keys()),
+                **stored_beside(self.model, state),
+            },
+            "optimizers": self._optimizer_trees.trees(),
+            "about_optimizers": self._optimizer_trees.about(),
         }
 
     def require_fitting(self, saved: Mapping[str, Any]) -> None:
@@ -107,16 +136,15 @@ class TrainingObjects:
         Raises:
             CheckpointError: they differ; names them.
         """
-        parameters, others = self._model_state()
-        live = {name: _form(value) for name, value in {**parameters, **others["others"]}.items()}
-        kept = {**saved["model"]["parameters"], **saved["model"]["others"]}
-        settings_faults = [
-            f"optimizer {number}: {fault}"
-            for number, (one, optimizer) in enumerate(zip(saved["optimizers"], self.optimizers, strict=False))
-            for fault in optimizer_faults(one["param_groups"], optimizer)
-        ]
-        forms = {name: _form(value) for name, value in kept.items()}
-        require_fitting(forms, live, _groups(saved), self._group_names(), settings_faults)
+        model = saved["model"]
+        reshaped = with_reshaped(self.model, self._built_forms, model.get("buffers"))["reshaped"]
+        faults = state_faults(self.model, model["parameters"], model["others"], reshaped)
+        faults += self._optimizer_trees.faults(saved)
+        if faults:
+            raise CheckpointError(
+                f"the checkpoint does not fit: {'; '.join(faults)}. Nothing was loaded; build model and optimizer as "
+                "they were, or give another ckpt_path"
+            )
 
     def template(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Memory for what this rank reads of a saved tree: of parameters, and what an optimizer has for each, its part.
@@ -124,51 +152,46 @@ class TrainingObjects:
         Args:
             saved: a tree as `tree` returns it, with placeholders in the place of tensors.
         """
-        live, _ = self._model_state()
-        model, room = saved["model"], partial(_room, parameter=None)
-        parameters = {name: _room(value, live[name]) for name, value in model["parameters"].items()}
-        optimizers = [
-            {
-                "state": {
-                    name: tree_map_only(torch.Tensor, partial(_room, parameter=live[name]), state)
-                    for name, state in optimizer["state"].items()
-                },
-                "param_groups": tree_map_only(torch.Tensor, room, optimizer["param_groups"]),
-            }
-            for optimizer in saved["optimizers"]
-        ]
-        others = tree_map_only(torch.Tensor, room, model["others"]) if "others" in model else {}
-        return {"model": {"parameters": parameters, "others": others}, "optimizers": optimizers}
+        live, _ = parted(self.model, state_of(self.model))
+        model, plain = saved["model"], partial(room, parameter=None)
+        others = {key: tree_map_only(torch.Tensor, plain, model[key]) for key in ("others", "buffers") if key in model}
+        return {
+            "model": {"parameters": {name: room(value, live[name]) for name, value in model["parameters"].items()}}
+            | others,
+            "optimizers": self._optimizer_trees.template(saved, live),
+        }
 
-    def apply(self, loaded: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def apply(self, loaded: Mapping[str, Any], saved: Mapping[str, Any], own: Own | None = None) -> list[str]:
         """Puts what was read by a `template` into model and optimizers; keeps what it was given.
 
         Args:
             loaded: the template, filled.
             saved: as given to `template`.
+            own: what optimizers had on this rank alone.
+
+        Returns:
+            What the user is to learn, one sentence each.
         """
-        live, _ = self._model_state()
-        whole = saved["model"]["parameters"]
+        live, _ = parted(self.model, state_of(self.model))
+        model, whole, notes = loaded["model"], saved["model"]["parameters"], list[str]()
         values = {
-            **{name: _as_live(value, whole[name], live[name]) for name, value in loaded["model"]["parameters"].items()},
-            **loaded["model"]["others"],
+            **{name: as_live(value, whole[name], live[name]) for name, value in model["parameters"].items()},
+            **model["others"],
         }
-        raw_names = {plain_name(name): name for name in self.model.state_dict()}
-        self.model.load_state_dict({raw_names[name]: value for name, value in values.items()})
-        names = self._group_names()
-        for number, optimizer in enumerate(self.optimizers):
-            read, looks = loaded["optimizers"][number], saved["optimizers"][number]["state"]
-            state = {
-                name: tree_map(partial(_as_live, parameter=live[name]), kept, looks[name])
-                for name, kept in read["state"].items()
-            }
-            _apply_to(optimizer, names[number], state, read["param_groups"])
+        buffers = with_reshaped(self.model, self._built_forms, model.get("buffers"))
+        notes += put_buffers_beside(self.model, buffers, model["others"])
+        modules = [name for name, _ in named_modules(self.model)]
+        load_into(self.model, with_versions(values, saved["model"].get("versions"), modules))
+        notes += self._optimizer_trees.apply(loaded["optimizers"], saved, live, own)
+        if "flags" in saved["model"]:
+            notes += put_flags_beside(self.model, saved["model"], self._ddp)
+        return notes
 
     def digest(self) -> str:
         """xxh3_64 of all parameters and optimizer states that this rank holds, to be compared with other ranks'."""
         digest = xxhash.xxh3_64()
         tree = self.tree()
-        states = [state for optimizer in tree["optimizers"] for state in optimizer["state"].values()]
+        states = [state for optimizer in tree["optimizers"] for state in optimizer.get("state", {}).values()]
         for values in (tree["model"]["parameters"], *states):
             for name, value in values.items():
                 digest.update(name.encode())
@@ -177,48 +200,13 @@ class TrainingObjects:
                     digest.update(memory_of(tensor))
         return digest.hexdigest()
 
-    def _model_state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        names = {plain_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        parameters: dict[str, torch.Tensor] = {}
-        others: dict[str, Any] = {}
-        for name, value in self.model.state_dict().items():
-            (parameters if plain_name(name) in names else others)[plain_name(name)] = value
-        return parameters, {"others": others}
+    def plain_digests(self) -> dict[str, str]:
+        """See `OptimizerTrees.plain_digests`."""
+        return self._optimizer_trees.plain_digests()
 
-    def _optimizer_state(self, number: int) -> dict[str, Any]:
-        state = self.optimizers[number].state_dict()
-        live = dict(self._named_parameters())
-        names = [name for group in self._group_names()[number] for name in group]
-        return {
-            "state": {names[index]: _checked(names[index], live, kept) for index, kept in state["state"].items()},
-            "param_groups": [
-                {**group, "params": group_names}
-                for group, group_names in zip(state["param_groups"], self._group_names()[number], strict=True)
-            ],
-        }
-
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
-
-    def _group_names(self) -> list[GroupNames]:
-        """For each optimizer, the names of the parameters of each of its groups."""
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
-        found: list[GroupNames] = []
-        for optimizer in self.optimizers:
-            foreign = [
-                place
-                for place, group in enumerate(optimizer.param_groups)
-                for parameter in group["params"]
-                if id(parameter) not in names
-            ]
-            if foreign:
-                raise ValueError(
-                    f"the optimizer {type(optimizer).__name__} has {len(foreign)} parameter(s) that are not in the "
-                    f"model (the first in group {foreign[0]}), so they would not be saved: put them into one "
-                    "torch.nn.Module with the model, and give that"
-                )
-            found.append([[names[id(p)] for p in group["params"]] for group in optimizer.param_groups])
-        return found
+    def take_apart(self, tree: Mapping[str, Any], places: Collection[str]) -> Own:
+        """See `OptimizerTrees.take_apart`; of a tree that `tree` gave."""
+        return self._optimizer_trees.take_apart(tree["optimizers"], places)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -282,72 +270,3 @@ def _check(model: torch.nn.Module, ddp: DistributedDataParallel | None, framewor
         raise ValueError(
             f"DDP ignores parameters ({ignored[0]!r}), so ranks may hold different ones: have it ignore none of them"
         )
-
-
-def _is_ours(value: Any) -> bool:
-    """Whether this rank saves its part; of ranks that hold equal parts (HSDP) only the first does."""
-    if not isinstance(value, DTensor):
-        return True
-    coordinate: Sequence[int] = value.device_mesh.get_coordinate() or []
-    is_shard = any(placement.is_shard() for placement in value.placements)
-    return not is_shard or all(
-        placement.is_shard() or place == 0 for placement, place in zip(value.placements, coordinate, strict=True)
-    )
-
-
-def _checked(name: str, live: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in state.items():
-        if isinstance(value, DTensor) and value.shape != live[name].shape:
-            raise TypeError(
-                f"the optimizer keeps {key!r} of the parameter {name!r} as a DTensor of another shape, which is not "
-                "supported: save it by torch.distributed.checkpoint"
-            )
-    return {key: value for key, value in state.items() if _is_ours(value)}
-
-
-def _form(value: Any) -> Form:
-    return (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else None
-
-
-def _groups(saved: Mapping[str, Any]) -> list[GroupNames]:
-    return [[group["params"] for group in optimizer["param_groups"]] for optimizer in saved["optimizers"]]
-
-
-def _room(value: Any, parameter: torch.Tensor | None) -> Any:
-    """Memory for a tensor; for what is as large as a sharded parameter, for the part of this rank."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(parameter, DTensor) and parameter.shape == value.shape:
-        (part,) = encode_leaf(parameter, "parameter").parts
-        return ShardOf(torch.empty(part.region.sizes, dtype=value.dtype), part.shape, part.region.offsets)
-    return torch.empty(value.shape, dtype=value.dtype)
-
-
-def _as_live(value: Any, whole: Any, parameter: torch.Tensor) -> Any:
-    """What was read, as a DTensor where the parameter is one and `_room` made room for a part like it."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or whole.shape != parameter.shape:
-        return value
-    return DTensor.from_local(
-        value.to(parameter.to_local().device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _apply_to(
-    optimizer: torch.optim.Optimizer,
-    groups: GroupNames,
-    state_of: Mapping[str, dict[str, Any]],
-    saved_groups: Sequence[Mapping[str, Any]],
-) -> None:
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
-    state = {numbers[name]: kept for name, kept in state_of.items()}
-    param_groups = [
-        {**kept, "params": [numbers[name] for name in group]} for kept, group in zip(saved_groups, groups, strict=True)
-    ]
-    loaded = {"state": state, "param_groups": param_groups}
-    optimizer.load_state_dict(loaded)
-    put_types_back(optimizer, loaded)

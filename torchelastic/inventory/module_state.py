@@ -41,6 +41,16 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         ) from error
 
 
+def parted(module: torch.nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `state_of` gave, as what the optimizers train (parameters), and the rest: buffers and extra state."""
+    names = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in state.items():
+        (parameters if name in names else others)[name] = value
+    return parameters, others
+
+
 def has_types_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
     """Whether what is in a module's state has the types that another one's has."""
     own, given = ([getattr(value, "dtype", None) for value in one.values()] for one in (state_of(module), state))
