@@ -360,7 +360,7 @@ def test_its_checkpoint_has_the_form_of_a_model_states() -> None:
     model = model_of()
     plain = ModelState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     ours, theirs = sharded.checkpoint_tree(), plain.checkpoint_tree()
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() - {"values"} == theirs.keys() - {"values"}
     assert ours["module"].keys() == theirs["module"].keys()
     assert ours["optimizer"]["param_groups"][0]["params"] == theirs["optimizer"]["param_groups"][0]["params"]
 

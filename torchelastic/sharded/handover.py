@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.errors import NonRetryableException
-from torchelastic.inventory.names import plain_name
 from torchelastic.sharded.built import PARAMETERS, Built
 from torchelastic.sharded.commit_rule import ChosenState
-from torchelastic.sharded.companions import from_bytes, to_bytes
+from torchelastic.sharded.companions import companions_in, from_bytes, to_bytes
 from torchelastic.sharded.offers import (
     STORED,
     Layout,
@@ -123,15 +122,7 @@ def held_of_checkpoint(
     """
     companions = b""
     if tree is not None:
-        module = {plain_name(name): value for name, value in tree["module"].items()}
-        kept = {
-            "buffers": {name: value for name, value in module.items() if name not in built.parameters},
-            "settings": built.settings_in(tree["optimizer"]),
-            "optimizer_steps": tree.get("optimizer_steps", ()),
-            "values": built.plain_values_in(tree["optimizer"]),
-            **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
-        }
-        companions = to_bytes(kept)
+        companions = to_bytes(companions_in(tree, built))
     held = []
     for each in parts:
         layout, tensors = {}, {}
@@ -189,9 +180,12 @@ def take_over(
     from_source = broadcast_bytes(group, given_on, choice.source)
     own = next((each for each in mine if each.is_own and each.companions), None)
     companions = from_source if own is None else own.companions
+    tree = from_bytes(companions)
+    built.put_groups(tree["groups"])
     layout = layout_at(offers, choice.holds)
     regions = built.regions_for(layout)
-    built.make_optimizer_state(layout, from_bytes(companions)["values"])
+    built.make_optimizer_state(layout, tree["values"])
+    built.put_others(tree["others"] or [{} for _ in built.optimizers.objects])
     targets = built.tensors()
 
     def given(piece: Piece) -> torch.Tensor:

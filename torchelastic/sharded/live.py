@@ -36,6 +36,7 @@ class Live:
         self.generation = self.token = 0
         self.is_in_sync = False
         self.random_when_failed: Generators | None = None
+        self._replaced = 0  # times that what is trained here was replaced
         self._companions_when_done: bytes | None = None
         self._settings_when_ready: Settings = ()
 
@@ -52,7 +53,8 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         """What undoes a step, but for the parts."""
-        return self._own.snapshot(None if self.built is None else self.built.trained)
+        trained = None if self.built is None else self.built.trained
+        return self._own.snapshot(trained, replaced=self._replaced)
 
     def restore(self, snapshot: Snapshot) -> None:
         """The inverse."""
@@ -67,11 +69,14 @@ class Live:
     def commit(self) -> None:
         """The step has succeeded."""
         self.present.optimizers.commit()
+        self.present.check_optimized()
         self._count_step()
         self.phase = Phase.UNTOUCHED
 
     def undo(self, snapshot: Snapshot) -> None:
         """The step that began with this snapshot has failed: undo it, as far as this rank can alone."""
+        if snapshot.replaced != self._replaced:
+            return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         built = self.built
         if built is None or not self.is_in_sync:
             self.restore(snapshot)  # no step has begun since the last one was undone
@@ -86,6 +91,8 @@ class Live:
         elif progress is OptimizerProgress.COMPLETE and self._own.step == snapshot.step:
             self._count_step()
             self.phase = Phase.DONE
+            if snapshot.structure is not None:  # the evaluation behind the optimizers was cut off
+                built.structure.copy().with_flags_of(snapshot.structure).put()
             self._companions_when_done = self.companions(built)
         can_complete = self.phase is Phase.READY and built.optimizers.steps_once
         if can_complete:
@@ -112,6 +119,7 @@ class Live:
         """The live parts, for a new group; None: there are none."""
         if self.version is None or self.built is None or self.phase is Phase.NONE:
             return None
+        self.built.check_parameters()
         when_done = self._companions_when_done
         companions = self.companions(self.built) if when_done is None else when_done
         is_own = self.phase is not Phase.DONE  # else the rest of the user's step may be missing
@@ -129,6 +137,7 @@ class Live:
         if self.built is not None:
             self.built.release()
         self.built, self.version, self.phase = built, version, Phase.UNTOUCHED
+        self._replaced += 1
         self.generation, self.token = generation, token
         self.random_when_failed = self._companions_when_done = None
         self.is_in_sync = True

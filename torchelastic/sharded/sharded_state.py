@@ -41,7 +41,7 @@ from torchelastic.sharded.handover import (
     offer_of,
     take_over,
 )
-from torchelastic.sharded.initial import Initialize, initialize_model
+from torchelastic.sharded.initial import Initialize, complete_model, initialize_model
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
@@ -321,9 +321,8 @@ class ShardedState(WithCompanions, State):
                 )
             self._lost_step = lost_step
             raise RetryableException(f"{why}: trying to load a checkpoint")
-        if built.was_on_meta:
-            with seeded(self._seed):
-                initialize_model(built.model, self._initialize)
+        with seeded(self._seed):
+            initialize_model(built.blank, self._initialize)
         return Version(STORED, 0, 0)
 
     def _take_over(
@@ -344,6 +343,8 @@ class ShardedState(WithCompanions, State):
         is_stored = choice.version.generation == STORED and self._live.built is None
         companions = from_bytes(taken.companions)
         load_companions(self._own, companions, built, with_random=taken.with_random, is_stored=is_stored)
+        with seeded(self._seed):
+            complete_model(built.blank, self._initialize)
         if not taken.with_random and self._live.random_when_failed is not None:
             self._live.random_when_failed.put()
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
