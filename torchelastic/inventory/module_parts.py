@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torchelastic.inventory.module_values import PlainAttributes, put_buffers, put_flags
 from torchelastic.inventory.names import joined, named_modules, plain_name
 from torchelastic.inventory.packing import Packing, unpacked
-from torchelastic.torch_internals.tensors import slots_of
+from torchelastic.torch_internals.tensors import ModuleSlots, slots_of
 
 #: The last part of a name in a `state_dict`: of what `get_extra_state` has returned.
 EXTRA_STATE = "_extra_state"
@@ -35,7 +35,7 @@ class ModuleParts:
         self._attributes = PlainAttributes(module)
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._slots: list[tuple[str, dict[str, Any]]] = []
+        self._slots: list[tuple[str, ModuleSlots]] = []
         self._states: list[tuple[str, Callable[[], Any]]] = []
         self._names: list[str] = []
         self._persistent: list[str] = []
@@ -76,7 +76,7 @@ class ModuleParts:
         return {
             joined(path, key): value
             for path, slots in self._slots
-            for key, value in slots.items()
+            for key, value in slots.buffers.items()
             if value is None or not is_lazy(value)
         }
 
@@ -84,6 +84,12 @@ class ModuleParts:
         """The names of those buffers that are in the module's `state_dict`."""
         stored = {plain_name(name) for name in self._module.state_dict()}
         return [name for name in self.buffers() if name in stored]
+
+    def may_have(self, name: str) -> bool:
+        """Whether a buffer of this name is there, or could be: the script may have made it in the run."""
+        self._bind()
+        path, _, key = name.rpartition(".")
+        return any(path == own and key not in slots.parameters for own, slots in self._slots)
 
     def load(self, tree: Mapping[str, Any], *, device: torch.device, is_whole: bool) -> None:
         """Have what another module like this one has.
@@ -112,7 +118,7 @@ class ModuleParts:
         self._modules = list(named_modules(self._module))
         found = [(path, module, slots_of(module)) for path, module in self._modules]
         self._children = [(slots.children, dict(slots.children)) for _, _, slots in found if slots and slots.children]
-        self._slots = [(path, slots.buffers) for path, _, slots in found if slots]
+        self._slots = [(path, slots) for path, _, slots in found if slots]
         plain = torch.nn.Module.get_extra_state
         self._states = [
             (path, module.get_extra_state)

@@ -17,7 +17,7 @@ from torchelastic.inventory.names import plain_name
 from torchelastic.inventory.packing import as_packed
 from torchelastic.model.companions import Companions
 from torchelastic.model.module_state import state_of
-from torchelastic.sharded.built import Built
+from torchelastic.sharded.built import Built, other_parameters
 from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,10 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
     states = {name: value for name, value in module.items() if name.rpartition(".")[2] == EXTRA_STATE}
     weights = built.parameters.keys() | ties_of(built.model).keys() | states.keys()
     buffers = {name: value for name, value in module.items() if name not in weights}
+    strange = [name for name, value in buffers.items() if value.is_meta or not built.rest.may_have(name)]
+    strange += built.parameters.keys() - module.keys()
+    if strange:
+        raise NonRetryableException(other_parameters(sorted(strange)))
     persistent = list(buffers)
     if values is not None:
         buffers |= values["buffers"]
