@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,12 @@ from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.sharded.blank import give_memory, memory_of
 from torchelastic.sharded.offers import Layout
+from torchelastic.sharded.plain_tensors import OPTIMIZER, PARAMETERS, split_name
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.sharding import local_part, release_flat_memory
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
 Build = Callable[[DeviceMesh], tuple[Any, ...]]
-
-PARAMETERS, OPTIMIZER = "module/", "optimizer/"
 
 
 class Built:
@@ -151,7 +150,8 @@ class Built:
         if not parameters_only:
             found |= {name: value for name, value in self._optimizer_values() if isinstance(value, torch.Tensor)}
         for name, tensor in found.items():
-            if name not in self._parts:
+            part = self._parts.get(name)
+            if part is None or part.shape != tensor.shape:
                 form = dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor)
                 self._parts[name] = Entry.of(name, *form, is_shard=isinstance(tensor, DTensor))
         return {name: self._parts[name] for name in found}
@@ -197,13 +197,25 @@ class Built:
         kind, _, rest = stored.partition("/")
         if kind == "module":
             return PARAMETERS + plain_name(rest) if plain_name(rest) in self.parameters else None
-        if kind != "optimizer":
+        place = self._place_in(stored)
+        return None if place is None else f"{OPTIMIZER}{place[0]}/{self._optimized_name(*place[:2])}/{place[2]}"
+
+    def names_in_tree(self, stored: Iterable[str]) -> dict[str, str | None]:
+        """The same for tensors in the tree that is saved now, each of an optimizer's state or None."""
+        places, optimized = {name: self._place_in(name) for name in stored}, self._optimized
+        return {
+            name: None if found is None else f"{OPTIMIZER}{found[0]}/{optimized[found[0]][found[1]][0]}/{found[2]}"
+            for name, found in places.items()
+        }
+
+    def _place_in(self, stored: str) -> tuple[int, int, str] | None:
+        """Number of the optimizer, place of the parameter and key of the value; None: it is of no parameter's state."""
+        kind, *optimizer = stored.split("/")
+        if kind != "optimizer" or len(optimizer) < 3 or optimizer[-3] != "state" or not optimizer[-2].isdigit():
             return None
-        *optimizer, _, place, key = rest.split("/")
-        names = list(self.optimizers.names)
-        name = "/".join(optimizer)
-        number = names.index(name) if name in names else int(name.strip("~'"))
-        return f"{OPTIMIZER}{number}/{self._optimized_name(number, int(place))}/{key}"
+        *path, _, place, key = optimizer
+        names, name = list(self.optimizers.names), "/".join(path)
+        return names.index(name) if name in names else int(name.strip("~'")), int(place), key
 
     def plain_values_in(self, state: Any) -> dict[str, Any]:
         """The plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names."""
@@ -277,8 +289,8 @@ class Built:
             before, now = ([len(each["params"]) for each in some] for some in (groups, optimizer.param_groups))
             if before != now and len(before) == len(now):
                 raise NonRetryableException(
-                    f"the parameter groups of the checkpoint's {type(optimizer).__name__} hold {before} parameters, and "
-                    f"those that build(mesh) has made hold {now}: build the optimizer as it was when it was saved"
+                    f"the parameter groups of the checkpoint's {type(optimizer).__name__} hold {before} parameters, "
+                    f"and those that build(mesh) has made hold {now}: build the optimizer as it was when it was saved"
                 )
         return [[{key: value for key, value in group.items() if key != "params"} for group in one] for one in saved]
 
@@ -286,7 +298,7 @@ class Built:
         """Whether a tensor of a saved state is sharded here: a parameter's, or one of the same shape."""
         if name.startswith(PARAMETERS):
             return isinstance(self.parameters[name.removeprefix(PARAMETERS)], DTensor)
-        parameter = self.parameters[self._split(name)[1]]
+        parameter = self.parameters[split_name(name)[1]]
         return isinstance(parameter, DTensor) and tuple(parameter.shape) == shape and bool(shape)
 
     # --- taking over a state ------------------------------------------------------------------------------------------
@@ -319,7 +331,7 @@ class Built:
         """Where a tensor of an optimizer's state lies in this group."""
         if not part.is_shard:
             return Entry.of(name, part.dtype, part.shape, Region.whole(part.shape), is_shard=False)
-        parameter = own[PARAMETERS + self._split(name)[1]]
+        parameter = own[PARAMETERS + split_name(name)[1]]
         if parameter.shape != part.shape:
             raise NonRetryableException(
                 f"{name} has the shape {part.shape} and is sharded, and its parameter has the shape {parameter.shape}: "
@@ -333,21 +345,14 @@ class Built:
             optimizer.state.clear()
         for name, part in layout.items():
             if name.startswith(OPTIMIZER):
-                number, parameter_name, key = self._split(name)
+                number, parameter_name, key = split_name(name)
                 parameter = self.parameters[parameter_name]
                 optimizer = self.optimizers.objects[number]
                 stays_on_cpu = _stays_on_cpu(optimizer, parameter, key)
                 optimizer.state[parameter][key] = _made_like(parameter, part, stays_on_cpu)
         for name, value in plain_values.items():
-            number, parameter_name, key = self._split(name)
+            number, parameter_name, key = split_name(name)
             self.optimizers.objects[number].state[self.parameters[parameter_name]][key] = value
-
-    @staticmethod
-    def _split(name: str) -> tuple[int, str, str]:
-        """Number of the optimizer, name of the parameter, key of the value."""
-        number, rest = name.removeprefix(OPTIMIZER).split("/", 1)
-        parameter, key = rest.rsplit("/", 1)
-        return int(number), parameter, key
 
     def release(self) -> None:
         """Let go of the memory; the objects are of no use after that. What the user still holds of it stays valid.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torchelastic.inventory.packing import as_packed
 from torchelastic.model.companions import Companions
 from torchelastic.model.module_state import state_of
 from torchelastic.sharded.built import Built, other_parameters
+from torchelastic.sharded.plain_tensors import OF_RANKS, own_tree, plain_names
 from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,17 @@ def companions_tree(own: Companions, built: Built) -> dict[str, Any]:
     }
 
 
-def checkpoint_tree(own: Companions, built: Built) -> dict[str, Any]:
+def checkpoint_tree(own: Companions, built: Built, equal: Collection[str], rank: int) -> dict[str, Any]:
     """The whole state in the form of `ModelState`'s, with DTensors; the tensors are not copied.
 
     "values" has what is in no `state_dict`: which parameters are frozen, which modules evaluate, and the buffers that
     are not persistent. Checkpoints of older versions have none.
+
+    Args:
+        own: what goes with the parts.
+        built: the parts, and what the model has besides.
+        equal: names of plain tensors that are known to be equal on all ranks; of the others each rank's own are stored.
+        rank: this one.
     """
     state: Any = state_of(built.model)
     values = built.rest.stored(state)
@@ -46,7 +53,9 @@ def checkpoint_tree(own: Companions, built: Built) -> dict[str, Any]:
         if name in state:
             state[name] = state[first]  # one object is stored once, also where this rank has no part of it
     whole = {"module": state, "optimizer": built.optimizers.state_dict(), "values": values}
-    return {**whole, **own.state_dict(built.trained)}
+    tensors = built.tensors()
+    of_ranks = own_tree({name: tensors[name] for name in plain_names(built.layout()) if name not in equal}, rank)
+    return {**whole, **own.state_dict(built.trained), **({OF_RANKS: of_ranks} if of_ranks else {})}
 
 
 def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:

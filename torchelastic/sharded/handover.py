@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.errors import NonRetryableException
-from torchelastic.sharded.built import PARAMETERS, Built
+from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import companions_in, from_bytes, to_bytes
 from torchelastic.sharded.offers import (
@@ -26,6 +26,7 @@ from torchelastic.sharded.offers import (
     layout_at,
     pieces_for,
 )
+from torchelastic.sharded.plain_tensors import PARAMETERS, digests_of, name_of_own, own_names, pieces_of_own
 from torchelastic.sharded.transfers import broadcast_bytes, move
 
 
@@ -70,7 +71,8 @@ def offer_of(
         number = next((n for n, layout in enumerate(layouts) if layout is each.layout), len(layouts))
         if number == len(layouts):
             layouts.append(each.layout)
-        holdings.append(OfferedState(each.version, number, each.is_live, each.is_copy, bool(each.companions)))
+        digests = digests_of(each.layout, each.tensors)
+        holdings.append(OfferedState(each.version, number, each.is_live, each.is_copy, bool(each.companions), digests))
     return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost, step)
 
 
@@ -125,12 +127,18 @@ def held_of_checkpoint(
         companions = to_bytes(companions_in(tree, built))
     held = []
     for each in parts:
-        layout, tensors = {}, {}
+        layout: dict[str, Entry] = {}
+        tensors = {}
+        is_sharded = any(entry.is_shard for stored, entry in each.entries.items() if stored.startswith(PARAMETERS))
         for stored, entry in each.entries.items():
             name = built.name_of_stored(stored)
-            if name is not None:
-                is_shard = built.is_split(name, entry.shape)
+            if name is not None and name not in layout:
+                is_shard = entry.is_shard if is_sharded else built.is_split(name, entry.shape)
                 layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.region, is_shard=is_shard)
+                tensors[name] = each.tensors[stored]
+        for stored, entry in each.entries.items():
+            if (name := name_of_own(stored)) is not None:
+                layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.region, is_shard=False)
                 tensors[name] = each.tensors[stored]
         held.append(HeldState(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
     return held
@@ -144,11 +152,13 @@ class Taken:
         companions: of the state, as bytes.
         with_random: whether the random numbers among them are this rank's.
         received_bytes: how much came from other ranks.
+        own: names of the optimizers' plain tensors that are each rank's own.
     """
 
     companions: bytes
     with_random: bool
     received_bytes: int
+    own: Collection[str]
 
 
 def take_over(
@@ -183,6 +193,9 @@ def take_over(
     tree = from_bytes(companions)
     built.put_groups(tree["groups"])
     layout = layout_at(offers, choice.holds)
+    own_plain = own_names(offers, choice.holds, choice.completing)
+    of_own = pieces_of_own(rank, own_plain, offers, choice.holds)
+    layout |= {piece.name: part for piece, part in of_own}
     regions = built.regions_for(layout)
     built.make_optimizer_state(layout, tree["values"])
     built.put_others(tree["others"] or [{} for _ in built.optimizers.objects])
@@ -195,6 +208,7 @@ def take_over(
     def target(piece: Piece) -> torch.Tensor:
         return targets[piece.name][piece.region.within(regions[piece.name])]
 
-    pieces = pieces_for(rank, regions, offers, choice.holds)
+    alike = {name: region for name, region in regions.items() if name not in own_plain}
+    pieces = pieces_for(rank, alike, offers, choice.holds) + [piece for piece, _ in of_own]
     received_bytes = move(pieces, group=group, device=device, given=given, target=target)
-    return Taken(companions, own is not None, received_bytes)
+    return Taken(companions, own is not None, received_bytes, own_plain)

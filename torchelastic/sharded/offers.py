@@ -66,6 +66,7 @@ class OfferedState(msgspec.Struct, frozen=True, array_like=True):
         is_copy: whether it is a copy in memory, of the rank's own parts or of another one's; else it was read from a
             checkpoint, or has come in a sync of which the rank does not know whether all others have ended it.
         has_companions: whether the rank has what goes with the parts (see `companions.py`), too.
+        digests: of the optimizers' plain tensors; see `plain_tensors.py`.
     """
 
     version: Version
@@ -73,6 +74,7 @@ class OfferedState(msgspec.Struct, frozen=True, array_like=True):
     is_live: bool = False
     is_copy: bool = False
     has_companions: bool = True
+    digests: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
 class Offer(msgspec.Struct, frozen=True):
