@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.tensor_parts import region_of
 from torchelastic.errors import NonRetryableException
+from torchelastic.inventory.names import plain_name
 from torchelastic.sharded.blank import Slot, is_marked, left_blank, mark, memory_of
 from torchelastic.text import shortlist
-from torchelastic.torch_internals.tensors import give_tensors, own_tensors
+from torchelastic.torch_internals.tensors import children_of, give_tensors, own_tensors, version_of
 
 Initialize = Callable[[torch.nn.Module], object]
 
@@ -81,7 +82,14 @@ def _attempts(slots: Sequence[Slot], initialize: Initialize | None) -> Iterator[
     module = slots[0].module
     if initialize is not None:
         whole = _whole_twin(module, slots)
+        before = _versions(whole)
         initialize(whole)
+        if changed := [name for name, version in _versions(whole).items() if version != before[name]]:
+            raise NonRetryableException(
+                f"initialize() was called with the {type(whole).__name__} {_name(slots[0])!r} and has changed "
+                f"{shortlist(changed)} of other modules: it is called with each module, and is to set just those "
+                "parameters and buffers that the module itself has"
+            )
         yield whole
     whole = _whole_twin(module, slots)
     if callable(reset := getattr(whole, "reset_parameters", None)):
@@ -105,22 +113,32 @@ def _require_none(lacking: Sequence[Slot], initialize: Initialize | None) -> Non
     told = []
     for _, group in groupby(lacking, key=lambda slot: id(slot.module)):
         slots = list(group)
-        path, module = slots[0].path, slots[0].module
+        module = slots[0].module
         names = shortlist([slot.key for slot in slots])
         has_reset = callable(getattr(module, "reset_parameters", None))
         lacks = [
             *([] if initialize is None else ["initialize() leaves them out"]),
             "its reset_parameters() leaves them out" if has_reset else "it has no reset_parameters()",
         ]
-        name = path or "(the model itself)"
         told.append(
-            f"the module {name!r} is a {_class_of(module).__name__}, was built on the meta device, and holds nothing "
-            f"yet in {names}: {', and '.join(lacks)}"
+            f"the module {_name(slots[0])!r} is a {_class_of(module).__name__}, was built on the meta device, and "
+            f"holds nothing yet in {names}: {', and '.join(lacks)}"
         )
+    more = f"; and {len(told) - 3} more such modules" if len(told) > 3 else ""
     raise NonRetryableException(
-        f"{shortlist(told, 3)}. Set them in reset_parameters(), or in ShardedState(initialize=...), which is called "
-        "with each module that has such parameters or buffers of its own; or make them on the CPU in build(mesh)"
+        f"{'; '.join(told[:3])}{more}. Set them in reset_parameters(), or in ShardedState(initialize=...), which is "
+        "called with each module that has such parameters or buffers of its own; or make them on the CPU in build(mesh)"
     )
+
+
+def _name(slot: Slot) -> str:
+    """Of its module, for people."""
+    return plain_name(slot.path) or "(the model itself)"
+
+
+def _versions(module: torch.nn.Module) -> dict[str, int]:
+    """What changes when a parameter of a module below this one is changed, by its name."""
+    return {plain_name(name): version_of(one) for name, one in module.named_parameters() if "." in name}
 
 
 def _whole_twin(module: torch.nn.Module, blank: Collection[Slot]) -> torch.nn.Module:
@@ -140,8 +158,33 @@ def _whole_twin(module: torch.nn.Module, blank: Collection[Slot]) -> torch.nn.Mo
             key: None if value is None else _empty(value) if key in are_blank else value.clone()
             for key, value in buffers.items()
         },
+        {key: child and _shadow(child) for key, child in children_of(module).items()},
     )
     return twin
+
+
+def _shadow(module: torch.nn.Module) -> torch.nn.Module:
+    """A module below one that is initialized: what that one does to its parameters has no effect, and draws nothing.
+
+    Each module is initialized by itself; and of one that is only to compute its buffers the weights are loaded already.
+    """
+    shadow: torch.nn.Module = object.__new__(_class_of(module))
+    shadow.__dict__ = dict(module.__dict__)
+    parameters, buffers = own_tensors(module)
+    give_tensors(
+        shadow,
+        {
+            key: value
+            if value is None
+            else torch.nn.Parameter(
+                torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=value.requires_grad
+            )
+            for key, value in parameters.items()
+        },
+        {key: None if value is None else value.clone() for key, value in buffers.items()},
+        {key: child and _shadow(child) for key, child in children_of(module).items()},
+    )
+    return shadow
 
 
 def _class_of(module: torch.nn.Module) -> type[torch.nn.Module]:

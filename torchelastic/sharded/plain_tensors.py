@@ -7,6 +7,7 @@ in the next group. Where parts are cut anew it would mean nothing, and is refuse
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -26,6 +27,8 @@ from torchelastic.text import shortlist
 PARAMETERS, OPTIMIZER = "module/", "optimizer/"
 #: In the tree of a checkpoint: the optimizers' plain tensors that are each rank's own, or of which nobody knows.
 OF_RANKS = "optimizer_of_ranks"
+
+log = logging.getLogger(__name__)
 
 #: Steps of a group before which the ranks compare, counted from its first one; and then before each that many.
 _EARLY, _EVERY = range(1, 4), 64
@@ -173,9 +176,18 @@ class Compared:
 
     def enter_group(self, names: Iterable[str], own: Collection[str]) -> None:
         """A new group is in sync, and has compared what it has taken over."""
-        self.own |= set(own)
+        self._take(own)
         self.equal = set(names) - self.own
         self._steps = 0
+
+    def _take(self, own: Collection[str]) -> None:
+        new = sorted(name.removeprefix(OPTIMIZER) for name in own if name not in self.own)
+        if new and not self.own:
+            log.warning(
+                "the optimizer keeps plain tensors that differ from rank to rank (%s): they belong to the parts that "
+                "the ranks hold, so this run can go on, or resume, with as many workers only", shortlist(new),
+            )  # fmt: skip
+        self.own |= set(own)
 
     def begin_step(self) -> bool:
         """The optimizers are about to step: whether to compare first, which is the same on all ranks."""
@@ -193,5 +205,5 @@ class Compared:
         bounds = torch.tensor([all_of_mine, -all_of_mine])
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
         if int(bounds[0]) != -int(bounds[1]):
-            self.own |= differing(all_gather(group, mine, dict[str, int]))
+            self._take(differing(all_gather(group, mine, dict[str, int])))
         self.equal = set(mine) - self.own
