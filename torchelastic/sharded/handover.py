@@ -15,6 +15,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import companions_in, from_bytes, to_bytes
+from torchelastic.sharded.heirs import heirs
 from torchelastic.sharded.offers import (
     STORED,
     Layout,
@@ -27,7 +28,7 @@ from torchelastic.sharded.offers import (
     pieces_for,
 )
 from torchelastic.sharded.plain_tensors import PARAMETERS, digests_of, name_of_own, own_names, pieces_of_own
-from torchelastic.sharded.transfers import broadcast_bytes, move
+from torchelastic.sharded.transfers import broadcast_bytes, exchange_bytes, move
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class HeldState:
         companions: what goes with them; empty: this rank has not got it.
         is_live: see `OfferedState`.
         is_copy: see `OfferedState`.
+        owner: see `OfferedState`.
         is_own: whether the companions are complete, and the random numbers among them are this rank's.
     """
 
@@ -51,6 +53,7 @@ class HeldState:
     is_live: bool = False
     is_copy: bool = False
     is_own: bool = True
+    owner: int | None = None
 
 
 def offer_of(
@@ -63,6 +66,7 @@ def offer_of(
     domain: str,
     lost: int,
     step: int,
+    rank: int,
 ) -> Offer:
     """What this rank says of itself; arguments as for `Offer`."""
     layouts: list[Layout] = []
@@ -72,8 +76,10 @@ def offer_of(
         if number == len(layouts):
             layouts.append(each.layout)
         digests = digests_of(each.layout, each.tensors)
-        holdings.append(OfferedState(each.version, number, each.is_live, each.is_copy, bool(each.companions), digests))
-    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost, step)
+        has_companions = bool(each.companions)
+        kinds = each.is_live, each.is_copy, has_companions
+        holdings.append(OfferedState(each.version, number, *kinds, digests, each.owner, each.is_own))
+    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost, step, rank)
 
 
 def control_group() -> dist.ProcessGroup:
@@ -188,8 +194,12 @@ def take_over(
     mine = [] if rank in choice.completing else list(held.values())
     given_on = next(each.companions for each in mine if each.companions) if rank == choice.source else None
     from_source = broadcast_bytes(group, given_on, choice.source)
-    own = next((each for each in mine if each.is_own and each.companions), None)
-    companions = from_source if own is None else own.companions
+    own = next((each.companions for each in mine if each.is_own and each.companions), None)
+    wanted = heirs(offers, choice)
+    given_to = {heir: held[number].companions for heir, (source, number) in wanted.items() if source == rank}
+    left = exchange_bytes(group, given_to, wanted[rank][0] if rank in wanted else None)
+    own = own if left is None else left
+    companions = from_source if own is None else own
     tree = from_bytes(companions)
     built.put_groups(tree["groups"])
     layout = layout_at(offers, choice.holds)

@@ -24,6 +24,7 @@ class Live:
         phase: of the step under way.
         generation: of the last group that was in sync.
         token: the same.
+        rank: the same; -1: there was none.
         is_in_sync: whether the group is still the one of the last sync, and no step of it has failed.
         random_when_failed: the random numbers after a step that failed, for who completes it.
     """
@@ -34,6 +35,7 @@ class Live:
         self.version: Version | None = None
         self.phase = Phase.NONE
         self.generation = self.token = 0
+        self.rank = -1
         self.is_in_sync = False
         self.random_when_failed: Generators | None = None
         self._replaced = 0  # times that what is trained here was replaced
@@ -132,13 +134,13 @@ class Live:
         if self.built is not None:
             self.built.release()
 
-    def enter_group(self, built: Built, version: Version, generation: int, token: int) -> None:
+    def enter_group(self, built: Built, version: Version, generation: int, token: int, rank: int) -> None:
         """All ranks of a new group have their parts of this state; what was built before is given up."""
         if self.built is not None:
             self.built.release()
         self.built, self.version, self.phase = built, version, Phase.UNTOUCHED
         self._replaced += 1
-        self.generation, self.token = generation, token
+        self.generation, self.token, self.rank = generation, token, rank
         self.random_when_failed = self._companions_when_done = None
         self.is_in_sync = True
 

@@ -131,7 +131,7 @@ def pieces_of_own(
         sources = list(_sources(name, parameter, offers, holds))
         for receiver, offer in enumerate(offers):
             needed = offer.needed[parameter].region
-            fitting = [each for each in sources if _is_same(each[2], needed)]
+            fitting = [each for each in sources if is_same_part(each[2], needed)]
             if not fitting:
                 lacking.append(name.removeprefix(OPTIMIZER))
                 break
@@ -157,7 +157,8 @@ def _sources(
                 yield rank, number, layout[parameter].region, layout[name]
 
 
-def _is_same(one: Region, other: Region) -> bool:
+def is_same_part(one: Region, other: Region) -> bool:
+    """Whether two parts of a tensor are the same, or are both empty."""
     return one == other or (one.numel == other.numel == 0)
 
 

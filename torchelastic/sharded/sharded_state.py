@@ -270,6 +270,7 @@ class ShardedState(WithCompanions, State):
             domain=self._host,
             lost=self._lost_step,
             step=self.step,
+            rank=self._live.rank,
         )
         offers = all_gather(self._control, mine, Offer)
         check_same_models(offers)
@@ -300,7 +301,7 @@ class ShardedState(WithCompanions, State):
         held = [] if live is None else [live]
         held += [
             HeldState(copy.version, copy.layout, copy.tensors, copy.companions, is_copy=True,
-                 is_own=copy.owner is None)
+                 is_own=copy.owner is None, owner=copy.owner)
             for copy in self._copies.held
         ]  # fmt: skip
         if self._unconfirmed is not None:
@@ -360,7 +361,8 @@ class ShardedState(WithCompanions, State):
 
     def _enter(self, built: Built, version: Version, offers: Sequence[Offer], whole_copies: Version | None) -> None:
         """This rank has its parts, and so has every other."""
-        self._live.enter_group(built, version, max(offer.generation for offer in offers) + 1, offers[0].token)
+        generation = max(offer.generation for offer in offers) + 1
+        self._live.enter_group(built, version, generation, offers[0].token, dist.get_rank(self._control))
         self._unconfirmed = self._loaded = None
         self._lost_step = -1
         self._domains = domains = [offer.domain for offer in offers]
