@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torchelastic
 from tests.contracts.census import Census, census_of, differences
 from tests.contracts.training_states import CHANGES, Layer, Metric
 from tests.older_torch import needs_fsdp2_on_cpus
+from tests.process.forked_ranks import run_ranks, values
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone
@@ -28,7 +29,7 @@ pytestmark = needs_fsdp2_on_cpus
 OF_GROUP = re.compile(r"_hooks|\.context\b|\.grad(\.|$)|^random\.|^optimizer\._opt_called$")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
@@ -103,6 +104,13 @@ def changed_by(change: str, one: ShardedWorld) -> Census:
     return after
 
 
+#: Of each kind one for every day.
+DAILY = {
+    *("nothing", "eval of one layer", "unfreeze", "buffer that was None", "buffer of another size"),
+    *("buffer that is new", "buffer that is gone", "buffer that is not persistent", "extra state of a module"),
+    *("attribute", "a group of the model's parameters", "order of the optimizer's parameters", "learning rate"),
+    *("state of the optimizer", "extra: a number"),
+}
 #: What is not kept in what is built anew, and refused.
 REFUSED = {
     "another parameter": "the model has got other parameters",
@@ -129,7 +137,17 @@ NOT_STORED = {
 }
 
 
-@pytest.mark.parametrize("change", [name for name in CHANGES if name not in REFUSED])
+def cases(holes: Mapping[str, str]) -> list[Any]:
+    found = []
+    for name in CHANGES:
+        marks = [pytest.mark.xfail(strict=True, reason=holes[name])] if name in holes else []
+        if name not in REFUSED:
+            found.append(pytest.param(name, marks=marks if name in DAILY else [*marks, pytest.mark.long], id=name))
+    return found
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("change", cases({}))
 def test_what_is_built_for_the_next_group_is_as_it_was(change: str) -> None:
     one = trained()
     expected = changed_by(change, one)
@@ -137,6 +155,7 @@ def test_what_is_built_for_the_next_group_is_as_it_was(change: str) -> None:
     assert differences(expected, one.census()) == {}
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("change", REFUSED)
 def test_what_cannot_be_built_anew_is_refused_by_name(change: str) -> None:
     one = trained()
@@ -145,6 +164,7 @@ def test_what_cannot_be_built_anew_is_refused_by_name(change: str) -> None:
         one.state.sync()
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_group_of_parameters_that_are_not_the_models_is_refused_after_the_step_that_has_added_it() -> None:
     one = trained()
     one.state.snapshot()
@@ -153,16 +173,8 @@ def test_a_group_of_parameters_that_are_not_the_models_is_refused_after_the_step
         one.state.commit()
 
 
-def stored_cases() -> list[Any]:
-    found = []
-    for name in CHANGES:
-        marks = [pytest.mark.xfail(strict=True, reason=NOT_STORED[name])] if name in NOT_STORED else []
-        if name not in REFUSED:
-            found.append(pytest.param(name, marks=marks, id=name))
-    return found
-
-
-@pytest.mark.parametrize("change", stored_cases())
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("change", cases(NOT_STORED))
 def test_a_restart_has_what_was_saved(change: str, tmp_path: Path) -> None:
     one = trained()
     expected = changed_by(change, one)
@@ -184,12 +196,8 @@ NOT_UNDONE = {
 }
 
 
-def undo_cases() -> list[Any]:
-    marks = {name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in NOT_UNDONE.items()}
-    return [pytest.param(name, marks=marks.get(name, []), id=name) for name in CHANGES]
-
-
-@pytest.mark.parametrize("change", undo_cases())
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("change", cases(NOT_UNDONE))
 def test_a_step_that_failed_leaves_nothing_in_the_next_group(change: str) -> None:
     one = trained()
     before = one.census()
@@ -198,3 +206,42 @@ def test_a_step_that_failed_leaves_nothing_in_the_next_group(change: str) -> Non
     one.state.apply(snapshot)
     one.state.sync()
     assert differences(before, one.census()) == {}
+
+
+# --- workers that are lost, and come back -----------------------------------------------------------------------------
+
+
+def replaced(changes: list[str]) -> dict[str, dict[str, str]]:
+    """Rank 1 is lost after each of these changes, which all ranks make; in what who takes its place differs from it."""
+    found = {}
+    for change in changes:
+        one = ShardedWorld()
+        one.state.sync()
+        for makes_change in (False, True):
+            if makes_change:
+                CHANGES[change](one)  # type: ignore[arg-type]  # as above
+            one.train()
+            one.state._copies.wait_until_received()
+        before = one.census()
+        if dist.get_rank() == 1:
+            one = ShardedWorld()
+        one.state.sync()
+        found[change] = differences(before, one.census())
+    return found
+
+
+#: Not in the next worker: an object that says that it has no state.
+NOT_SENT = {"extra: an object without state"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(sorted(DAILY), id="of each kind"),
+        pytest.param([name for name in CHANGES if name not in REFUSED], id="all", marks=pytest.mark.long),
+    ],
+)
+def test_who_takes_a_lost_workers_place_has_all_that_it_had(changes: list[str]) -> None:
+    first, second = values(run_ranks(replaced, changes, ranks=2))
+    assert {change: apart for change, apart in first.items() if apart} == {}
+    assert {change for change, apart in second.items() if apart} == NOT_SENT & set(changes)
