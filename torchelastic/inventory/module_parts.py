@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchelastic.inventory.module_values import PlainAttributes, put_buffers, put_flags
 from torchelastic.inventory.names import joined, named_modules, plain_name
-from torchelastic.inventory.packing import Packing, unpacked
+from torchelastic.inventory.packing import TensorPacker, unpacked
 from torchelastic.torch_internals.tensors import ModuleSlots, slots_of
 
 #: The last part of a name in a `state_dict`: of what `get_extra_state` has returned.
@@ -31,7 +31,7 @@ class ModuleParts:
 
     def __init__(self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._module, self._parameters = module, parameters
-        self._packing = Packing()
+        self._packer = TensorPacker()
         self._attributes = PlainAttributes(module)
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -47,7 +47,7 @@ class ModuleParts:
             self._names, self._persistent = list(buffers), self.persistent()
         return {
             "flags": self.flags(),
-            "buffers": self._packing.packed(buffers),
+            "buffers": self._packer.packed(buffers),
             "persistent": self._persistent,
             "states": {path: state() for path, state in self._states},
             "attributes": self._attributes.changed(),

@@ -14,7 +14,7 @@ from torchelastic.inventory.copies import CopyMemory, bytes_of
 _Form = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
-class Packing:
+class TensorPacker:
     """Packs the tensors of one owner, time after time. On one thread."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def unpacked(packed: Mapping[str, Any]) -> dict[str, torch.Tensor | None]:
     """By name, in memory of their own, on the CPU.
 
     Args:
-        packed: what `Packing.packed` gave.
+        packed: what `TensorPacker.packed` gave.
     """
     found: dict[str, torch.Tensor | None] = {**packed["others"], **dict.fromkeys(packed["none"])}
     data, begin = torch.cat([torch.empty(0, dtype=torch.uint8), *packed["bytes"]]), 0

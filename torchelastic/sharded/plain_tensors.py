@@ -54,7 +54,7 @@ def own_tree(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, dict[s
 def name_of_own(stored: str) -> str | None:
     """The name of a plain tensor, given that in a checkpoint, of any rank; None: it is none of these.
 
-    >>> name_of_own(path_of(OF_RANKS, "3", "optimizer/0/layers.1.weight/scale"))
+    >>> name_of_own("optimizer_of_ranks/3/optimizer~10~1layers.1.weight~1scale")
     'optimizer/0/layers.1.weight/scale'
     """
     kind, *rest = stored.split("/")
@@ -162,7 +162,7 @@ def is_same_part(one: Region, other: Region) -> bool:
     return one == other or (one.numel == other.numel == 0)
 
 
-class Compared:
+class Comparison:
     """What the ranks of a run know of these tensors; the same on all of them. On the training thread.
 
     Attributes:

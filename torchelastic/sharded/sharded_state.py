@@ -45,7 +45,7 @@ from torchelastic.sharded.initial import Initialize, complete_model, initialize_
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
-from torchelastic.sharded.plain_tensors import Compared, plain_names
+from torchelastic.sharded.plain_tensors import Comparison, plain_names
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import GradientWeights
 from torchelastic.state import State
@@ -115,7 +115,7 @@ class ShardedState(WithCompanions, State):
         self._own = Companions(sampler, extra)
         self._live = Live(self._own)
         self._copies = Copies()
-        self._plain = Compared()
+        self._plain = Comparison()
         self._world = WorldWatch()
         self._weighting = GradientWeights(sampler)
         self._control: dist.ProcessGroup | None = None
