@@ -63,6 +63,17 @@ class ResetTable(Table):
         self.table = torch.arange(float(WIDTH), device=self.table.device)
 
 
+class TableTwice(ResetTable):
+    """Keeps the table that it began with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.table
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.first
+
+
 class TableOnCpu(nn.Module):
     """Its constructor says where the table is."""
 
@@ -161,6 +172,7 @@ def assert_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 #: Models that can be built on meta, with what can be known of them all: each way into a group is tried.
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "a table that is made again": lambda: between(ResetTable()),
+    "a table in an attribute, too": lambda: between(TableTwice()),
     "a table on the CPU": lambda: between(TableOnCpu()),
     "statistics below activation checkpointing": lambda: between(
         checkpoint_wrapper(nn.Sequential(nn.BatchNorm1d(WIDTH), ResetTable()))
@@ -259,6 +271,39 @@ def test_a_tie_is_kept_and_its_checkpoint_fits_a_model_state(tmp_path: Path) -> 
     again.sync()
     manager.close()
     assert_equal(plain, values_of(state.model))
+
+
+class Versioned(nn.Linear):
+    """Doubles what older versions have saved."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def test_versions_of_modules_are_kept_and_others_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ShardedState(build(lambda: between(checkpoint_wrapper(Versioned()))))
+    state.sync()
+    train(state)
+    manager = saved(state, tmp_path)
+    for layer in (Versioned(), checkpoint_wrapper(Versioned())):
+        plain = between(layer)
+        again = ModelState(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+        manager.restore(again, Alone())
+        again.sync()
+        assert_equal(plain, values_of(state.model))
+    monkeypatch.setattr(Versioned, "_version", 3)
+    newer = ShardedState(build(lambda: between(Versioned())))
+    manager.restore(newer, Alone())
+    with pytest.raises(NonRetryableException, match=r"module '1' was saved as version 2 .* and is version 3 here"):
+        newer.sync()
+    manager.close()
 
 
 @pytest.mark.parametrize("dtype", [

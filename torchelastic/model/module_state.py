@@ -17,7 +17,9 @@ from torchelastic.torch_internals.tensors import metadata_of, set_metadata
 def state_of(module: torch.nn.Module) -> Mapping[str, Any]:
     """The module's state under the names of the module that was wrapped; the tensors are not copied."""
     state = module.state_dict()
-    return _renamed(state, {name: plain_name(name) for name in state}) if any(map(is_prefixed, state)) else state
+    # activation checkpointing takes its prefix out of the names, and leaves it in those of the versions
+    names = [*state, *(metadata_of(state) or ())] if isinstance(state, OrderedDict) else state
+    return _renamed(state, {name: plain_name(name) for name in state}) if any(map(is_prefixed, names)) else state
 
 
 def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -26,9 +28,9 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         UnfitStateError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
     """
-    own = list(module.state_dict())
-    if any(map(is_prefixed, own)) or any(map(is_prefixed, state)):
-        prefixed = {plain_name(name): name for name in [*(name for name, _ in module.named_modules()), *own]}
+    own, modules = list(module.state_dict()), [name for name, _ in module.named_modules()]
+    if any(map(is_prefixed, (*own, *modules, *state))):
+        prefixed = {plain_name(name): name for name in [*modules, *own]}
         state = _renamed(state, {name: prefixed.get(plain_name(name), name) for name in state}, prefixed)
     try:
         module.load_state_dict(state)

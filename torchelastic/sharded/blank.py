@@ -85,11 +85,20 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> list[Slot]:
     filled = [(slot, memory_of(slot.value)) for slot in slots if not memory_of(slot.value).is_meta]
     first: dict[int, Slot] = {}
     shared = [(slot, first.setdefault(id(slot.value), slot)) for slot in slots if not slot.is_parameter]
+    # an attribute beside a buffer, such as the one that it began with, is the same tensor
+    beside = [
+        (values, name, first[id(value)])
+        for values in map(vars, model.modules())
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and id(value) in first
+    ]
     model.to_empty(device=device)
     for slot, value in filled:
         memory_of(slot.value).copy_(value)
     for slot, other in shared:  # `to_empty` makes a buffer that two modules share two
         slot.values[slot.key] = other.value
+    for values, name, slot in beside:
+        values[name] = slot.value
     for slot in blank:
         if not slot.is_parameter:  # parameters come whole, or are initialized; only a step can leave them out
             mark(slot.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchelastic.model.module_state import state_of
 from torchelastic.sharded.built import Built, other_parameters
 from torchelastic.sharded.plain_tensors import OF_RANKS, own_tree, plain_names
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import metadata_of
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
         NonRetryableException: the checkpoint is of another model or of other optimizers.
     """
     module = {plain_name(name): value for name, value in tree["module"].items()}
+    _require_versions(tree["module"], state_of(built.model))
     values = tree.get("values")
     states = {name: value for name, value in module.items() if name.rpartition(".")[2] == EXTRA_STATE}
     weights = built.parameters.keys() | ties_of(built.model).keys() | states.keys()
@@ -101,6 +104,27 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
         "values": built.plain_values_in(tree["optimizer"]),
         **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
     }
+
+
+def _require_versions(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise NonRetryableException where a module was saved by another version of its class, which loads it otherwise.
+
+    Args:
+        stored: the model's state in a checkpoint.
+        own: that of the model here.
+    """
+    before, now = (
+        {plain_name(name): about.get("version") for name, about in (versions or {}).items()}
+        for versions in (metadata_of(one) if isinstance(one, OrderedDict) else None for one in (stored, own))
+    )
+    other = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    if other:
+        name = other[0]
+        raise NonRetryableException(
+            f"the module {name or '(the model itself)'!r} was saved as version {before[name]} of its class and is "
+            f"version {now[name]} here: no worker has it whole to bring it up to date. Load the checkpoint with a "
+            "ModelState and save it again, or use the class as it was"
+        )
 
 
 def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with_random: bool, is_stored: bool) -> None:
