@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.contracts.coded_momentum import Coded
 from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.tiered_work import close, join, make_tiers
@@ -145,3 +146,35 @@ def lost_and_back(has_shape: bool) -> tuple[list[float], list[float]]:
 def test_who_takes_a_lost_ranks_place_gets_what_was_its_own(crew: Crew, has_shape: bool) -> None:
     for before, after in succeeded(crew.run(lost_and_back, has_shape, ranks=2)):
         assert before == after
+
+
+def trained_with_coded_momentum() -> str:
+    def build(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model = torch.nn.Linear(6, 4)
+        fully_shard(model, mesh=mesh)
+        return model, LocalCodes(model.parameters(), lr=0.1)
+
+    state = ShardedState(build)
+    state.sync()
+    try:
+        train(state, 2)
+    except NonRetryableException as error:
+        return f"step {state.step}: {error}"
+    return ""
+
+
+class LocalCodes(torch.optim.SGD):
+    """Keeps its shard's momentum in 8 bits."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            codes = parameter.grad.to_local().to(torch.int8)
+            self.state[parameter]["momentum"] = Coded(codes, torch.ones(()), has_sign=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_that_is_made_of_other_tensors_is_refused_after_the_first_steps(crew: Crew, ranks: int) -> None:
+    for told in succeeded(crew.run(trained_with_coded_momentum, ranks=ranks)):
+        assert "the optimizer's state holds a Coded (0/weight/momentum), a tensor that is made of others" in told
+        assert told.startswith("step 1: ")

@@ -28,6 +28,7 @@ from torchelastic.sharded.offers import Layout
 from torchelastic.sharded.plain_tensors import OPTIMIZER, PARAMETERS, split_name
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.sharding import local_part, release_flat_memory
+from torchelastic.torch_internals.tensors import tensors_within
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
 Build = Callable[[DeviceMesh], tuple[Any, ...]]
@@ -152,6 +153,7 @@ class Built:
         for name, tensor in found.items():
             part = self._parts.get(name)
             if part is None or part.shape != tensor.shape:
+                _require_plain(name, tensor)
                 form = dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor)
                 self._parts[name] = Entry.of(name, *form, is_shard=isinstance(tensor, DTensor))
         return {name: self._parts[name] for name in found}
@@ -430,6 +432,17 @@ def _check(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"build(mesh) has left the parameter {name!r} unsharded: its gradients would not be reduced over the "
                 "workers. Call fully_shard on the whole model too, last"
             )
+
+
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise NonRetryableException for a tensor in an optimizer's state that is made of others, as 8-bit ones are."""
+    local = memory_of(tensor)
+    if name.startswith(OPTIMIZER) and tensors_within(local) is not None:
+        raise NonRetryableException(
+            f"the optimizer's state holds a {type(local).__name__} ({name.removeprefix(OPTIMIZER)}), a tensor that is "
+            "made of others: only plain ones can be moved from one group to the next. Use an optimizer whose state is "
+            "of plain tensors"
+        )
 
 
 def _stays_on_cpu(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> bool:
