@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.model.companions import Companions, Snapshot
-from torchelastic.model.optimizers import OptimizerProgress, Settings
+from torchelastic.model.optimizers import OptimizerProgress
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
 from torchelastic.sharded.companions import companions_tree, to_bytes
@@ -40,7 +42,7 @@ class Live:
         self.random_when_failed: Generators | None = None
         self._replaced = 0  # times that what is trained here was replaced
         self._companions_when_done: bytes | None = None
-        self._settings_when_ready: Settings = ()
+        self._groups_when_ready: list[list[dict[str, Any]]] = []
 
     @property
     def present(self) -> Built:
@@ -98,7 +100,7 @@ class Live:
             self._companions_when_done = self.companions(built)
         can_complete = self.phase is Phase.READY and built.optimizers.steps_once
         if can_complete:
-            self._settings_when_ready = built.optimizers.settings()  # of this step, such as its learning rate
+            self._groups_when_ready = built.groups()  # of this step, such as its learning rate
         else:
             built.optimizers.zero_grad()
             self.phase = Phase.UNTOUCHED if self.phase is Phase.READY else self.phase
@@ -107,7 +109,8 @@ class Live:
 
     def complete_step(self, version: Version) -> None:
         """Other ranks have computed this state: so does this one, which has all gradients of the step."""
-        self.present.optimizers.load_settings(self._settings_when_ready)
+        self.present.put_groups(self._groups_when_ready)
+        self.present.optimizers.load_settings(self._groups_when_ready)
         for optimizer in self.present.optimizers.objects:
             optimizer.step()
         self.phase, self.version = Phase.DONE, version
