@@ -324,3 +324,33 @@ def test_a_tensor_is_blank_until_something_is_written_into_it(dtype: torch.dtype
         mark(tensor)
         tensor.view(-1)[-1] = 0
         assert not is_marked(tensor), "the last one alone"
+
+
+def test_an_evaluation_that_was_cut_off_behind_the_optimizers_leaves_no_mode() -> None:
+    state = ShardedState(build(lambda: between(nn.LayerNorm(WIDTH))))
+    state.sync()
+    train(state)
+    snapshot = state.snapshot()
+    state.model(torch.ones(2, WIDTH)).sum().backward()
+    state.optimizer.step()
+    state.model.eval()
+    state.model.requires_grad_(False)
+    state.apply(snapshot)
+    state.sync()
+    assert state.step == 2
+    assert all(module.training for module in state.model.modules())
+    assert all(parameter.requires_grad for parameter in state.model.parameters())
+
+
+def test_what_a_sync_has_built_stands_though_it_fails_afterwards() -> None:
+    state = ShardedState(build(lambda: between(nn.LayerNorm(WIDTH))))
+    state.sync()
+    train(state)
+    snapshot = state.snapshot()
+    gone = RuntimeError("what the user has registered fails")
+    with mock.patch.object(state._world, "changed", side_effect=gone), pytest.raises(RuntimeError, match="registered"):
+        state.sync()
+    state.apply(snapshot)
+    state.sync()
+    train(state)
+    assert state.step == 2
