@@ -46,7 +46,9 @@ class ShardedWorld:
             "metric": Metric(),
             "average": torch.zeros(4),
             "generator": torch.Generator().manual_seed(3),
+            "teacher": torch.nn.BatchNorm1d(4).eval(),
         }
+        extra["teacher"].register_buffer("table", torch.zeros(0), persistent=False)  # type: ignore[attr-defined]  # a module
         self.state = torchelastic.ShardedState(build, extra=extra)
 
     @property
@@ -219,7 +221,7 @@ def replaced(changes: list[str]) -> dict[str, dict[str, str]]:
         one.state.sync()
         for makes_change in (False, True):
             if makes_change:
-                CHANGES[change](one)  # type: ignore[arg-type]  # as above
+                (CHANGES | OWN_CHANGES)[change](one)
             one.train()
             one.state._copies.wait_until_received()
         before = one.census()
@@ -230,6 +232,11 @@ def replaced(changes: list[str]) -> dict[str, dict[str, str]]:
     return found
 
 
+#: Beside what a step does: what a script may have changed in modules of its own.
+OWN_CHANGES: dict[str, Any] = {
+    "extra: a module's flags": lambda one: one.state.extra["teacher"].train().requires_grad_(False),
+    "extra: a module's buffer": lambda one: setattr(one.state.extra["teacher"], "table", torch.ones(7)),
+}
 #: Not in the next worker: an object that says that it has no state.
 NOT_SENT = {"extra: an object without state"}
 
@@ -237,7 +244,7 @@ NOT_SENT = {"extra: an object without state"}
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(sorted(DAILY), id="of each kind"),
+        pytest.param(sorted({*DAILY, *OWN_CHANGES}), id="of each kind"),
         pytest.param([name for name in CHANGES if name not in REFUSED], id="all", marks=pytest.mark.long),
     ],
 )

@@ -27,10 +27,13 @@ class ModuleParts:
     Args:
         module: it.
         parameters: its parameters by name: whose flags count, whatever is in the module's slots in a step.
+
+    Attributes:
+        module: as given.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._module, self._parameters = module, parameters
+        self.module, self._parameters = module, parameters
         self._packer = TensorPacker()
         self._attributes = PlainAttributes(module)
         self._modules: list[tuple[str, torch.nn.Module]] = []
@@ -82,7 +85,7 @@ class ModuleParts:
 
     def persistent(self) -> list[str]:
         """The names of those buffers that are in the module's `state_dict`."""
-        stored = {plain_name(name) for name in self._module.state_dict()}
+        stored = {plain_name(name) for name in self.module.state_dict()}
         return [name for name in self.buffers() if name in stored]
 
     def may_have(self, name: str) -> bool:
@@ -104,18 +107,18 @@ class ModuleParts:
         for name, value in given.items():
             mine = own.get(name)
             buffers[name] = None if value is None else value.to(device if mine is None else mine.device)
-        put_buffers(self._module, buffers, stored=set(tree["persistent"]), own=())
+        put_buffers(self.module, buffers, stored=set(tree["persistent"]), own=())
         modules = dict(self._modules)
         for path, state in tree["states"].items():
             if path in modules:
                 modules[path].set_extra_state(state)
         if tree["flags"] is not None:
-            put_flags(self._module, {kind: set(names) for kind, names in tree["flags"].items()})
+            put_flags(self.module, {kind: set(names) for kind, names in tree["flags"].items()})
 
     def _bind(self) -> None:
         if self._modules and all(now == before for now, before in self._children):
             return
-        self._modules = list(named_modules(self._module))
+        self._modules = list(named_modules(self.module))
         found = [(path, module, slots_of(module)) for path, module in self._modules]
         self._children = [(slots.children, dict(slots.children)) for _, _, slots in found if slots and slots.children]
         self._slots = [(path, slots) for path, _, slots in found if slots]

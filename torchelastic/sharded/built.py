@@ -79,6 +79,7 @@ class Built:
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._names_as_built = [[name for name, _ in optimized] for optimized in self._optimized]
         self._sizes: list[int] = []
+        self._beside: dict[str, ModuleParts] = {}
         self._parts: dict[str, Entry] = {}
 
     @property
@@ -97,6 +98,17 @@ class Built:
             [(self._name_of(parameter), parameter) for group in each.param_groups for parameter in group["params"]]
             for each in self.optimizers.objects
         ]
+
+    def parts_of(self, extra: Mapping[str, Any]) -> dict[str, ModuleParts]:
+        """What the modules among the user's own values have, by their names."""
+        modules = {name: value for name, value in extra.items() if isinstance(value, torch.nn.Module)}
+        self._beside = {
+            name: self._beside[name]
+            if name in self._beside and self._beside[name].module is module
+            else ModuleParts(module, named_parameters(module))
+            for name, module in modules.items()
+        }
+        return self._beside
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         name = self._names.get(id(parameter))

@@ -14,14 +14,14 @@ from torchelastic.checkpoint.format.tree import flatten, unflatten
 from torchelastic.errors import NonRetryableException
 from torchelastic.inventory.module_parts import EXTRA_STATE
 from torchelastic.inventory.module_values import differing_attributes, put_attributes, ties_of
-from torchelastic.inventory.names import plain_name
+from torchelastic.inventory.names import named_modules, plain_name
 from torchelastic.inventory.packing import as_packed
 from torchelastic.model.companions import Companions
 from torchelastic.model.module_state import state_of
 from torchelastic.sharded.built import Built, other_parameters
 from torchelastic.sharded.plain_tensors import OF_RANKS, own_tree, plain_names
 from torchelastic.text import shortlist
-from torchelastic.torch_internals.tensors import metadata_of
+from torchelastic.torch_internals.tensors import has_version_of_its_own, metadata_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def companions_tree(own: Companions, built: Built) -> dict[str, Any]:
     return {
         **own.state_dict(built.trained),
         "module": {**built.rest.tree(), "is_whole": True},
+        "beside": {name: parts.tree() for name, parts in built.parts_of(own.extras.values).items()},
         "groups": built.groups(),
         "others": built.others(),
         "values": built.plain_values(),
@@ -71,7 +72,7 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
         NonRetryableException: the checkpoint is of another model or of other optimizers.
     """
     module = {plain_name(name): value for name, value in tree["module"].items()}
-    _require_versions(tree["module"], state_of(built.model))
+    _require_versions(tree["module"], built.model)
     values = tree.get("values")
     states = {name: value for name, value in module.items() if name.rpartition(".")[2] == EXTRA_STATE}
     weights = built.parameters.keys() | ties_of(built.model).keys() | states.keys()
@@ -98,6 +99,7 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
             "attributes": {},
             "is_whole": values is not None,
         },
+        "beside": {},
         "groups": built.settings_in(tree["optimizer"]),
         "others": [],
         "optimizer_steps": tree.get("optimizer_steps", ()),
@@ -106,18 +108,17 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
     }
 
 
-def _require_versions(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _require_versions(stored: Mapping[str, Any], model: torch.nn.Module) -> None:
     """Raise NonRetryableException where a module was saved by another version of its class, which loads it otherwise.
 
     Args:
         stored: the model's state in a checkpoint.
-        own: that of the model here.
+        model: the one here.
     """
-    before, now = (
-        {plain_name(name): about.get("version") for name, about in (versions or {}).items()}
-        for versions in (metadata_of(one) if isinstance(one, OrderedDict) else None for one in (stored, own))
-    )
-    other = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    before, now = _versions_in(stored), _versions_in(state_of(model))
+    of_objects = {name for name, module in named_modules(model) if has_version_of_its_own(module)}
+    known = (before.keys() & now.keys()) - of_objects
+    other = sorted(name for name in known if before[name] != now[name])
     if other:
         name = other[0]
         raise NonRetryableException(
@@ -125,6 +126,11 @@ def _require_versions(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None
             f"version {now[name]} here: no worker has it whole to bring it up to date. Load the checkpoint with a "
             "ModelState and save it again, or use the class as it was"
         )
+
+
+def _versions_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    versions = metadata_of(state) if isinstance(state, OrderedDict) else None
+    return {plain_name(name): about.get("version") for name, about in (versions or {}).items()}
 
 
 def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with_random: bool, is_stored: bool) -> None:
@@ -137,8 +143,11 @@ def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with
         with_random: see `Companions.load_state_dict`.
         is_stored: the same.
     """
-    module = tree["module"]
-    built.rest.load(module, device=torch.device(built.mesh.device_type), is_whole=module["is_whole"])
+    module, device = tree["module"], torch.device(built.mesh.device_type)
+    built.rest.load(module, device=device, is_whole=module["is_whole"])
+    for name, parts in built.parts_of(own.extras.values).items():
+        if name in tree["beside"]:
+            parts.load(tree["beside"][name], device=device, is_whole=True)
     attributes = module["attributes"]
     own.load_state_dict(tree, built.trained, with_random=with_random, is_stored=is_stored)
     if with_random:

@@ -156,6 +156,11 @@ def set_metadata(ordered: OrderedDict[Any, Any], metadata: Any) -> None:
     ordered._metadata = metadata  # type: ignore[attr-defined]  # as torch does
 
 
+def has_version_of_its_own(module: torch.nn.Module) -> bool:
+    """Whether the version that `state_dict` attaches for a module is that object's, and not that of its class."""
+    return "_version" in vars(module)
+
+
 class ModuleSlots(NamedTuple):
     """Those dicts of a module itself that have its parameters, buffers and children by name, None among them."""
 
