@@ -25,6 +25,8 @@ Census = dict[str, str]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 #: What refers back to whoever holds the state, or is the process's: no part of it.
 _FOREIGN = (types.ModuleType, weakref.ref, type, torch.nn.parallel.DistributedDataParallel)
+#: Of the group that a sharded model is in, with memory that was freed.
+_OF_FSDP = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "torch.distributed.device_mesh")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType)
 
 
@@ -70,7 +72,7 @@ class _Walk:
         if _is_plain(value):
             self.found[path] = f"{type(value).__name__} {value!r}"
             return
-        if isinstance(value, _FOREIGN) or type(value).__module__.startswith("torchelastic."):
+        if _is_foreign(value):
             self.found[path] = f"a {type(value).__name__}"
             return
         first, _ = self._met.setdefault(id(value), (path, value))
@@ -114,6 +116,7 @@ class _Walk:
 
     def _of_tensor(self, path: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
         if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
+            self.found[path] += " requires_grad" if tensor.requires_grad and tensor.is_leaf else ""
             names, context = tensor.__tensor_flatten__()
             yield from ((name, getattr(tensor, name)) for name in names)
             yield "context", context
@@ -134,6 +137,12 @@ class _Walk:
 def _is_plain(value: Any) -> bool:
     """Whether a value cannot change, so that it is no matter whether it is one object in two places."""
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(isinstance(each, _PLAIN) for each in value))
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is no part of a state: the machinery around it."""
+    of_fsdp = type(value).__module__.startswith(_OF_FSDP) and not isinstance(value, (torch.Tensor, torch.nn.Module))
+    return isinstance(value, _FOREIGN) or of_fsdp or type(value).__module__.startswith("torchelastic.")
 
 
 def _kind(value: Any) -> str:

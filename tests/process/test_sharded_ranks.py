@@ -186,15 +186,25 @@ def build_plainly(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimi
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def interrupted(rank_that_fails: int, sync_fails: bool = False) -> tuple[int, list[float], list[float]]:
+def build_without_bias(mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, _ = build_plainly(mesh)
+    return model, torch.optim.SGD([model.get_parameter("weight")], lr=0.5)
+
+
+def interrupted(
+    rank_that_fails: int, sync_fails: bool = False, adds_group: bool = False
+) -> tuple[int, list[float], list[float]]:
     """One step, in which this rank is interrupted after the vote or is not; returns step, weights before and after.
 
     With `sync_fails` the first sync after that fails on both ranks, when the step was completed already.
     """
-    state = ShardedState(build_plainly, mesh=HybridShard(1), replicas=0)  # each rank has all parts
+    built = build_without_bias if adds_group else build_plainly
+    state = ShardedState(built, mesh=HybridShard(1), replicas=0)  # each rank has all parts
     state.sync()
     before, snapshot = weights_of(state), state.snapshot()
     state.optimizer.param_groups[0]["lr"] = 0.01  # of this step, set in it
+    if adds_group:
+        state.optimizer.add_param_group({"params": [state.model.get_parameter("bias")], "lr": 0.02})
     state.model(torch.ones(1, 3)).sum().backward()
     gone = RuntimeError("the others are gone")
     if torch.distributed.get_rank() == rank_that_fails:
@@ -224,3 +234,14 @@ def test_a_step_that_others_complete_counts_with_the_rate_that_was_set_in_it(
     for step, before, after in succeeded(crew.run(interrupted, rank_that_fails, sync_fails, ranks=2)):
         assert step == 1
         assert after == pytest.approx([value - 0.01 for value in before])
+
+
+@pytest.mark.parametrize("rank_that_fails", [0, 1])
+@needs_fsdp2_on_cpus
+def test_a_group_that_was_added_in_a_step_that_others_complete_takes_part_in_it(
+    crew: Crew, rank_that_fails: int
+) -> None:
+    for step, before, after in succeeded(crew.run(interrupted, rank_that_fails, False, True, ranks=2)):
+        assert step == 1
+        rates = [0.01] * 6 + [0.02] * 2
+        assert after == pytest.approx([value - rate for value, rate in zip(before, rates, strict=True)])

@@ -62,6 +62,19 @@ class TensorCopies:
         settled = () if self._settled is None else self._settled.copies.values()
         return sum(one.nbytes for one in (*settled, *self._of_loose))
 
+    @property
+    def settled(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Tensors whose bytes lie one behind the other, in this order, and the memory that they lie in, by device.
+
+        The first is the same object as long as the tensors stay where they are.
+        """
+        return ((), ()) if self._settled is None else (self._settled.in_order, list(self._settled.copies.values()))
+
+    @property
+    def loose(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those that were copied one by one, each with its copy."""
+        return list(zip(self._loose, self._of_loose, strict=True))
+
     def by_tensor(self) -> dict[int, torch.Tensor]:
         """What each tensor was, by its id, in memory of its own."""
         found = {id(one): before.clone() for one, before in zip(self._loose, self._of_loose, strict=True)}
@@ -209,19 +222,23 @@ class _Settled(_Held):
         given: the tensors.
         odd: those of them that cannot be copied as bytes.
         copies: the bytes of all others, by device.
+        in_order: those others, as their bytes lie there.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.given = list(tensors)
-        self.odd = [one for one in tensors if not _is_dense(one)]
+        self.odd = [one for one in tensors if not is_dense(one)]
         self._tensors = [one for one in tensors if _has_memory(one)]
         self._insides = [one.detach() for one in self._tensors]
         self._addresses = [one.data_ptr() for one in self._tensors]
-        self._dense = [number for number, one in enumerate(self._insides) if one.numel() and _is_dense(one)]
+        self._dense = [number for number, one in enumerate(self._insides) if one.numel() and is_dense(one)]
         self._parts: dict[torch.device, list[torch.Tensor]] = {}
+        on_devices: dict[torch.device, list[torch.Tensor]] = {}
         for number in self._dense:
             inside = self._insides[number]
-            self._parts.setdefault(inside.device, []).append(_bytes_of(inside))
+            self._parts.setdefault(inside.device, []).append(bytes_of(inside))
+            on_devices.setdefault(inside.device, []).append(self._tensors[number])
+        self.in_order = [one for each in on_devices.values() for one in each]
         self.copies = {device: torch.cat(parts) for device, parts in self._parts.items()}
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -262,7 +279,7 @@ class _Settled(_Held):
             begin = places[inside.device]
             places[inside.device] = end = begin + inside.nbytes
             copied = torch.empty_like(inside)
-            _bytes_of(copied).copy_(self.copies[inside.device][begin:end])
+            bytes_of(copied).copy_(self.copies[inside.device][begin:end])
             found[id(tensor)] = copied
         return found
 
@@ -313,7 +330,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements are all that is in its piece of memory, each once, and can be copied as bytes."""
     if not _has_memory(tensor) or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_inference():
         return False
@@ -325,5 +342,6 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in the order in which they lie in memory, which they share."""
     return _in_order(tensor).view(-1).view(torch.uint8)

@@ -18,8 +18,8 @@ def state_of(module: torch.nn.Module) -> Mapping[str, Any]:
     """The module's state under the names of the module that was wrapped; the tensors are not copied."""
     state = module.state_dict()
     # activation checkpointing takes its prefix out of the names, and leaves it in those of the versions
-    is_renamed = any(map(is_prefixed, state)) or any(map(is_prefixed, _versions_in(state) or ()))
-    return _renamed(state, {name: plain_name(name) for name in state}) if is_renamed else state
+    names = [*state, *(_versions_in(state) or ())]
+    return _renamed(state, {name: plain_name(name) for name in state}) if any(map(is_prefixed, names)) else state
 
 
 def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         UnfitStateError: the state is of another model. (What torch raises, a RuntimeError, would be tried again.)
     """
     own, modules = list(module.state_dict()), [name for name, _ in module.named_modules()]
-    if any(map(is_prefixed, [*own, *modules])) or any(map(is_prefixed, state)):
+    if any(map(is_prefixed, (*own, *modules, *state))):
         prefixed = {plain_name(name): name for name in [*modules, *own]}
         state = _renamed(state, {name: prefixed.get(plain_name(name), name) for name in state}, prefixed)
     try:

@@ -162,6 +162,54 @@ def changed_attributes(
     }
 
 
+class PlainAttributes:
+    """Finds quickly, again and again, which plain attributes of a module are others than when this was made.
+
+    Args:
+        module: and all below it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._before = attributes_of(module)
+        self._changed: dict[str, Any] = {}
+        self._look()
+
+    def changed(self) -> dict[str, Any]:
+        """See `changed_attributes`."""
+        if any(_differs(values, length, seen) for values, length, seen in self._seen):
+            self._changed = changed_attributes(self._module, self._before)
+            self._look()
+        return self._changed
+
+    def _look(self) -> None:
+        self._seen = [
+            (values, len(values), {name: _remembered(value) for name, value in values.items() if name not in STANDARD})
+            for values in (vars(one) for _, one in named_modules(self._module))
+        ]
+
+
+def _differs(values: Mapping[str, Any], length: int, seen: Mapping[str, Any]) -> bool:
+    return len(values) != length or not all(
+        name in values and (values[name] is value or (type(value) is list and values[name] == value))
+        for name, value in seen.items()
+    )
+
+
+def _remembered(value: Any) -> Any:
+    """What can change in place is remembered by what is in it."""
+    return list(value) if type(value) is list and _is_plain(value) else value
+
+
+def put_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Have these attributes; those of modules that are not there are left out."""
+    modules = dict(named_modules(module))
+    for name, value in attributes.items():
+        path, _, key = name.rpartition(".")
+        if path in modules:
+            setattr(modules[path], key, list(value) if type(value) is list else value)
+
+
 def differing_attributes(module: torch.nn.Module, others: Mapping[str, Any]) -> list[str]:
     """How the attributes of another rank's module differ from ours, one sentence each.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,22 @@ from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named, region_of
 from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import seeded
-from torchelastic.inventory.names import plain_name
+from torchelastic.inventory.module_parts import ModuleParts
+from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.inventory.names import named_parameters, plain_name
+from torchelastic.inventory.optimizer_values import group_faults, put_groups
 from torchelastic.model.companions import Trained
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
+from torchelastic.sharded.blank import give_memory, memory_of
 from torchelastic.sharded.offers import Layout
+from torchelastic.sharded.plain_tensors import OPTIMIZER, PARAMETERS, split_name
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.sharding import local_part, release_flat_memory
+from torchelastic.torch_internals.tensors import tensors_within
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
 Build = Callable[[DeviceMesh], tuple[Any, ...]]
-
-PARAMETERS, OPTIMIZER = "module/", "optimizer/"
 
 
 class Built:
@@ -47,7 +51,8 @@ class Built:
         optimizers: all of them.
         schedulers: all of them.
         parameters: by name; tied ones once.
-        was_on_meta: whether the parameters hold nothing yet.
+        blank: what was on the meta device, and holds nothing yet.
+        rest: what the model has besides.
 
     Raises:
         ValueError, NonRetryableException: what was built cannot be kept; says why.
@@ -59,40 +64,88 @@ class Built:
         with seeded(seed):
             self.model, self.optimizer, self.scheduler = _taken_apart(build(mesh))
         # a name of DDP's or FSDP1's wrapper would not fit any other layout, and neither can be cut at will
-        self.parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
-        self.was_on_meta = any(
-            memory_of(tensor).is_meta for tensor in (*self.model.parameters(), *self.model.buffers())
-        )
+        self.parameters = named_parameters(self.model)
         _check(self.parameters)
-        if self.was_on_meta:
-            device = torch.device(mesh.device_type)
-            self.model.to_empty(device=device)
-            self.parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
+        self.blank = give_memory(self.model, torch.device(mesh.device_type))
+        if self.blank:
+            self.parameters = named_parameters(self.model)
+        self.rest = ModuleParts(self.model, self.parameters)
+        self.structure = ModuleStructure(self.model)
         self.optimizers = Optimizers(
             self.optimizer, lambda: None, lambda is_first: before_first() if is_first else None
         )
         self.optimizers.watch(self.parameters.values())
         self.schedulers = OneOrMany("scheduler", self.scheduler)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._optimized: list[list[tuple[str, torch.Tensor]]] = [
-            [(self._name_of(parameter), parameter) for group in each.param_groups for parameter in group["params"]]
-            for each in self.optimizers.objects
-        ]
+        self._names_as_built = [[name for name, _ in optimized] for optimized in self._optimized]
+        self._sizes: list[int] = []
+        self._beside: dict[str, ModuleParts] = {}
         self._parts: dict[str, Entry] = {}
 
     @property
     def trained(self) -> Trained:
         """What a step changes beside the parts."""
-        return Trained(tuple(self.model.buffers()), self.optimizers, self.schedulers)
+        return Trained((), self.optimizers, self.schedulers, self.structure)
+
+    @property
+    def _optimized(self) -> list[list[tuple[str, torch.Tensor]]]:
+        """The parameters of each optimizer with their names, in its order; a script may add groups in the run.
+
+        Raises:
+            NonRetryableException: one is not the model's.
+        """
+        return [
+            [(self._name_of(parameter), parameter) for group in each.param_groups for parameter in group["params"]]
+            for each in self.optimizers.objects
+        ]
+
+    def parts_of(self, extra: Mapping[str, Any]) -> dict[str, ModuleParts]:
+        """What the modules among the user's own values have, by their names."""
+        modules = {name: value for name, value in extra.items() if isinstance(value, torch.nn.Module)}
+        self._beside = {
+            name: self._beside[name]
+            if name in self._beside and self._beside[name].module is module
+            else ModuleParts(module, named_parameters(module))
+            for name, module in modules.items()
+        }
+        return self._beside
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         name = self._names.get(id(parameter))
         if name is None:
             raise NonRetryableException(
-                f"an optimizer that build(mesh) has returned holds a tensor of shape {tuple(parameter.shape)} that is "
-                "no parameter of its model: make the optimizer after fully_shard, of model.parameters()"
+                f"an optimizer holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the model that "
+                "build(mesh) has made: make the optimizer after fully_shard, of model.parameters(); parameters that "
+                "are trained from a later step on have to be the model's from the beginning"
             )
         return name
+
+    def check_optimized(self) -> None:
+        """Called when a step has succeeded, which may have added groups.
+
+        Raises:
+            NonRetryableException: an optimizer has a parameter that is not the model's.
+        """
+        sizes = [len(group["params"]) for each in self.optimizers.objects for group in each.param_groups]
+        if sizes != self._sizes:
+            self._sizes, _ = sizes, self._optimized
+
+    def check_parameters(self) -> None:
+        """Called when the group has ended.
+
+        Raises:
+            NonRetryableException: the model has other parameters than those that `build` has given it.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        now = named_parameters(self.model)
+        other = sorted(name for name in self.parameters if now.get(name) is not self.parameters[name])
+        if other or now.keys() != self.parameters.keys():
+            raise NonRetryableException(
+                f"the model has got other parameters in the run ({shortlist(other or sorted(now), 3)}): in another "
+                "group they would be as build(mesh) makes them. Change them in place"
+            )
 
     # --- what this rank holds -----------------------------------------------------------------------------------------
 
@@ -110,7 +163,9 @@ class Built:
         if not parameters_only:
             found |= {name: value for name, value in self._optimizer_values() if isinstance(value, torch.Tensor)}
         for name, tensor in found.items():
-            if name not in self._parts:
+            part = self._parts.get(name)
+            if part is None or part.shape != tensor.shape:
+                _require_plain(name, tensor)
                 form = dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor)
                 self._parts[name] = Entry.of(name, *form, is_shard=isinstance(tensor, DTensor))
         return {name: self._parts[name] for name in found}
@@ -156,13 +211,25 @@ class Built:
         kind, _, rest = stored.partition("/")
         if kind == "module":
             return PARAMETERS + plain_name(rest) if plain_name(rest) in self.parameters else None
-        if kind != "optimizer":
+        place = self._place_in(stored)
+        return None if place is None else f"{OPTIMIZER}{place[0]}/{self._optimized_name(*place[:2])}/{place[2]}"
+
+    def names_in_tree(self, stored: Iterable[str]) -> dict[str, str | None]:
+        """The same for tensors in the tree that is saved now, each of an optimizer's state or None."""
+        places, optimized = {name: self._place_in(name) for name in stored}, self._optimized
+        return {
+            name: None if found is None else f"{OPTIMIZER}{found[0]}/{optimized[found[0]][found[1]][0]}/{found[2]}"
+            for name, found in places.items()
+        }
+
+    def _place_in(self, stored: str) -> tuple[int, int, str] | None:
+        """Number of the optimizer, place of the parameter and key of the value; None: it is of no parameter's state."""
+        kind, *optimizer = stored.split("/")
+        if kind != "optimizer" or len(optimizer) < 3 or optimizer[-3] != "state" or not optimizer[-2].isdigit():
             return None
-        *optimizer, _, place, key = rest.split("/")
-        names = list(self.optimizers.names)
-        name = "/".join(optimizer)
-        number = names.index(name) if name in names else int(name.strip("~'"))
-        return f"{OPTIMIZER}{number}/{self._optimized_name(number, int(place))}/{key}"
+        *path, _, place, key = optimizer
+        names, name = list(self.optimizers.names), "/".join(path)
+        return names.index(name) if name in names else int(name.strip("~'")), int(place), key
 
     def plain_values_in(self, state: Any) -> dict[str, Any]:
         """The plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names."""
@@ -176,26 +243,76 @@ class Built:
 
     def _optimized_name(self, number: int, place: int) -> str:
         """The name of an optimizer's parameter, by its place there."""
-        optimized = self._optimized[number]
-        if place >= len(optimized):
+        names = self._names_as_built[number]
+        if place >= len(names):
             raise NonRetryableException(
                 f"the checkpoint's optimizer has a parameter number {place}, and the one that build(mesh) has made has "
-                f"{len(optimized)} parameters: build the one that was saved"
+                f"{len(names)} parameters: build the one that was saved, with the groups that add_param_group had added"
             )
-        return optimized[place][0]
+        return names[place]
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """The parameter groups of each optimizer: hyperparameters, and the names of the parameters as "params"."""
+        return [
+            [
+                {**settings, "params": [self._name_of(parameter) for parameter in group["params"]]}
+                for settings, group in zip(of_one, optimizer.param_groups, strict=True)
+            ]
+            for of_one, optimizer in zip(self.optimizers.settings(), self.optimizers.objects, strict=True)
+        ]
+
+    def put_groups(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Have groups with the same parameters; groups that do not name them stay as they are.
+
+        Args:
+            groups: what `groups` gave, also of another rank.
+
+        Raises:
+            NonRetryableException: they are of another model or of other optimizers.
+        """
+        for optimizer, of_one in zip(self.optimizers.objects, groups, strict=True):
+            if not all("params" in group for group in of_one):
+                continue
+            state = {"param_groups": of_one}
+            for fault in group_faults(state, optimizer, self.parameters, may_lose=True):
+                raise NonRetryableException(
+                    f"{fault}: build(mesh) must make the same model and the same {type(optimizer).__name__} always"
+                )
+            put_groups(state, optimizer, self.parameters)
+
+    def others(self) -> list[dict[Any, Any]]:
+        """What each optimizer's state holds that is no parameter's."""
+        return [
+            {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+            for optimizer in self.optimizers.objects
+        ]
+
+    def put_others(self, others: Sequence[Mapping[Any, Any]]) -> None:
+        """The inverse."""
+        for optimizer, values in zip(self.optimizers.objects, others, strict=True):
+            optimizer.state.update(values)
 
     def settings_in(self, state: Any) -> list[list[dict[str, Any]]]:
-        """The hyperparameters in the optimizers' saved state, as `Optimizers.settings` gives them."""
-        return [
-            [{key: value for key, value in group.items() if key != "params"} for group in one["param_groups"]]
-            for one in self.optimizers.states_in(state)
-        ]
+        """The hyperparameters in the optimizers' saved state, as `Optimizers.settings` gives them.
+
+        Raises:
+            NonRetryableException: its groups have other parameters than those here.
+        """
+        saved = [one["param_groups"] for one in self.optimizers.states_in(state)]
+        for optimizer, groups in zip(self.optimizers.objects, saved, strict=True):
+            before, now = ([len(each["params"]) for each in some] for some in (groups, optimizer.param_groups))
+            if before != now and len(before) == len(now):
+                raise NonRetryableException(
+                    f"the parameter groups of the checkpoint's {type(optimizer).__name__} hold {before} parameters, "
+                    f"and those that build(mesh) has made hold {now}: build the optimizer as it was when it was saved"
+                )
+        return [[{key: value for key, value in group.items() if key != "params"} for group in one] for one in saved]
 
     def is_split(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a saved state is sharded here: a parameter's, or one of the same shape."""
         if name.startswith(PARAMETERS):
             return isinstance(self.parameters[name.removeprefix(PARAMETERS)], DTensor)
-        parameter = self.parameters[self._split(name)[1]]
+        parameter = self.parameters[split_name(name)[1]]
         return isinstance(parameter, DTensor) and tuple(parameter.shape) == shape and bool(shape)
 
     # --- taking over a state ------------------------------------------------------------------------------------------
@@ -228,7 +345,7 @@ class Built:
         """Where a tensor of an optimizer's state lies in this group."""
         if not part.is_shard:
             return Entry.of(name, part.dtype, part.shape, Region.whole(part.shape), is_shard=False)
-        parameter = own[PARAMETERS + self._split(name)[1]]
+        parameter = own[PARAMETERS + split_name(name)[1]]
         if parameter.shape != part.shape:
             raise NonRetryableException(
                 f"{name} has the shape {part.shape} and is sharded, and its parameter has the shape {parameter.shape}: "
@@ -242,20 +359,14 @@ class Built:
             optimizer.state.clear()
         for name, part in layout.items():
             if name.startswith(OPTIMIZER):
-                number, parameter_name, key = self._split(name)
+                number, parameter_name, key = split_name(name)
                 parameter = self.parameters[parameter_name]
                 optimizer = self.optimizers.objects[number]
-                optimizer.state[parameter][key] = _made_like(parameter, part, _stays_on_cpu(optimizer, key))
+                stays_on_cpu = _stays_on_cpu(optimizer, parameter, key)
+                optimizer.state[parameter][key] = _made_like(parameter, part, stays_on_cpu)
         for name, value in plain_values.items():
-            number, parameter_name, key = self._split(name)
+            number, parameter_name, key = split_name(name)
             self.optimizers.objects[number].state[self.parameters[parameter_name]][key] = value
-
-    @staticmethod
-    def _split(name: str) -> tuple[int, str, str]:
-        """Number of the optimizer, name of the parameter, key of the value."""
-        number, rest = name.removeprefix(OPTIMIZER).split("/", 1)
-        parameter, key = rest.rsplit("/", 1)
-        return int(number), parameter, key
 
     def release(self) -> None:
         """Let go of the memory; the objects are of no use after that. What the user still holds of it stays valid.
@@ -272,11 +383,6 @@ class Built:
         for module in self.model.modules():
             _release_flat_memory(module)
         _release_freed_memory()
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that this rank holds of one; shares its memory."""
-    return local_part(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _release_flat_memory(module: torch.nn.Module) -> None:
@@ -340,10 +446,24 @@ def _check(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def _stays_on_cpu(optimizer: torch.optim.Optimizer, key: str) -> bool:
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise NonRetryableException for a tensor in an optimizer's state that is made of others, as 8-bit ones are."""
+    local = memory_of(tensor)
+    if name.startswith(OPTIMIZER) and tensors_within(local) is not None:
+        raise NonRetryableException(
+            f"the optimizer's state holds a {type(local).__name__} ({name.removeprefix(OPTIMIZER)}), a tensor that is "
+            "made of others: only plain ones can be moved from one group to the next. Use an optimizer whose state is "
+            "of plain tensors"
+        )
+
+
+def _stays_on_cpu(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> bool:
     """Torch's optimizers count steps on the CPU, unless the count is part of a kernel or a graph."""
-    group = optimizer.param_groups[0]
-    return key == "step" and not group.get("capturable") and not group.get("fused")
+    if key != "step":
+        return False
+    groups = optimizer.param_groups
+    group = next((one for one in groups if any(parameter is each for each in one["params"])), groups[0])
+    return not group.get("capturable") and not group.get("fused")
 
 
 def _made_like(parameter: torch.nn.Parameter, part: Entry, stays_on_cpu: bool) -> torch.Tensor:

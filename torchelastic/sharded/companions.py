@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -9,32 +12,134 @@ import torch
 
 from torchelastic.checkpoint.format.tensor_parts import contiguous, dtype_name, dtype_named, memory_of
 from torchelastic.checkpoint.format.tree import flatten, unflatten
+from torchelastic.errors import NonRetryableException
+from torchelastic.inventory.module_parts import EXTRA_STATE
+from torchelastic.inventory.module_state import state_of
+from torchelastic.inventory.module_values import differing_attributes, put_attributes, ties_of
+from torchelastic.inventory.names import named_modules, plain_name
+from torchelastic.inventory.packing import as_packed
 from torchelastic.model.companions import Companions
 from torchelastic.model.transfer import UnsendableError
-from torchelastic.sharded.built import Built
+from torchelastic.sharded.built import Built, other_parameters
+from torchelastic.sharded.plain_tensors import OF_RANKS, own_tree, plain_names
+from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import has_version_of_its_own, metadata_of
+
+log = logging.getLogger(__name__)
 
 #: The structure of a tree, the names, types and shapes of its tensors, and their bytes.
 _Written = tuple[Any, list[tuple[str, str, tuple[int, ...]]], bytes]
 
 
 def companions_tree(own: Companions, built: Built) -> dict[str, Any]:
-    """All that goes with the parts, as plain values and tensors, which are not copied."""
+    """All that goes with the parts, as plain values and tensors, which are valid until it is asked for again."""
     return {
         **own.state_dict(built.trained),
-        "buffers": dict(built.model.named_buffers()),
-        "settings": built.optimizers.settings(),
+        "module": {**built.rest.tree(), "is_whole": True},
+        "beside": {name: parts.tree() for name, parts in built.parts_of(own.extras.values).items()},
+        "groups": built.groups(),
+        "others": built.others(),
         "values": built.plain_values(),
     }
 
 
-def checkpoint_tree(own: Companions, built: Built) -> dict[str, Any]:
-    """The whole state in the form of `ModelState`'s, with DTensors; the tensors are not copied."""
-    whole = {"module": built.model.state_dict(), "optimizer": built.optimizers.state_dict()}
-    return {**whole, **own.state_dict(built.trained)}
+def checkpoint_tree(own: Companions, built: Built, equal: Collection[str], rank: int) -> dict[str, Any]:
+    """The whole state in the form of `ModelState`'s, with DTensors; the tensors are not copied.
+
+    "values" has what is in no `state_dict`: which parameters are frozen, which modules evaluate, and the buffers that
+    are not persistent. Checkpoints of older versions have none.
+
+    Args:
+        own: what goes with the parts.
+        built: the parts, and what the model has besides.
+        equal: names of plain tensors that are known to be equal on all ranks; of the others each rank's own are stored.
+        rank: this one.
+    """
+    state: Any = state_of(built.model)
+    values = built.rest.stored(state)
+    for name, first in ties_of(built.model).items():
+        if name in state:
+            state[name] = state[first]  # one object is stored once, also where this rank has no part of it
+    whole = {"module": state, "optimizer": built.optimizers.state_dict(), "values": values}
+    tensors = built.tensors()
+    of_ranks = own_tree({name: tensors[name] for name in plain_names(built.layout()) if name not in equal}, rank)
+    return {**whole, **own.state_dict(built.trained), **({OF_RANKS: of_ranks} if of_ranks else {})}
+
+
+def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
+    """What goes with the parts in a checkpoint, of a `ShardedState` or of a `ModelState`, as `companions_tree` has it.
+
+    Args:
+        tree: of the checkpoint; in place of tensors that are stored in parts it has some without memory.
+        built: what was built here: whose names count.
+
+    Raises:
+        NonRetryableException: the checkpoint is of another model or of other optimizers.
+    """
+    module = {plain_name(name): value for name, value in tree["module"].items()}
+    _require_versions(tree["module"], built.model)
+    values = tree.get("values")
+    states = {name: value for name, value in module.items() if name.rpartition(".")[2] == EXTRA_STATE}
+    weights = built.parameters.keys() | ties_of(built.model).keys() | states.keys()
+    buffers = {name: value for name, value in module.items() if name not in weights}
+    strange = [name for name, value in buffers.items() if value.is_meta or not built.rest.may_have(name)]
+    strange += built.parameters.keys() - module.keys()
+    if strange:
+        raise NonRetryableException(other_parameters(sorted(strange)))
+    persistent = list(buffers)
+    if values is not None:
+        buffers |= values["buffers"]
+    lacking = sorted(name for name in built.rest.persistent() if name not in buffers)
+    if lacking:
+        raise NonRetryableException(
+            f"the checkpoint is of another model: it has no {shortlist(lacking)}, and the model that build(mesh) has "
+            "made has such buffers. Build the model as it was when it was saved, or save to another folder"
+        )
+    return {
+        "module": {
+            "flags": None if values is None else values["flags"],
+            "buffers": as_packed(buffers),
+            "persistent": persistent,
+            "states": {name.rpartition(".")[0]: value for name, value in states.items()},
+            "attributes": {},
+            "is_whole": values is not None,
+        },
+        "beside": {},
+        "groups": built.settings_in(tree["optimizer"]),
+        "others": [],
+        "optimizer_steps": tree.get("optimizer_steps", ()),
+        "values": built.plain_values_in(tree["optimizer"]),
+        **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
+    }
+
+
+def _require_versions(stored: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise NonRetryableException where a module was saved by another version of its class, which loads it otherwise.
+
+    Args:
+        stored: the model's state in a checkpoint.
+        model: the one here.
+    """
+    before, now = _versions_in(stored), _versions_in(state_of(model))
+    of_objects = {name for name, module in named_modules(model) if has_version_of_its_own(module)}
+    known = (before.keys() & now.keys()) - of_objects
+    other = sorted(name for name in known if before[name] != now[name])
+    if other:
+        name = other[0]
+        raise NonRetryableException(
+            f"the module {name or '(the model itself)'!r} was saved as version {before[name]} of its class and is "
+            f"version {now[name]} here: no worker has it whole to bring it up to date. Load the checkpoint with a "
+            "ModelState and save it again, or use the class as it was"
+        )
+
+
+def _versions_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    versions = metadata_of(state) if isinstance(state, OrderedDict) else None
+    return {plain_name(name): about.get("version") for name, about in (versions or {}).items()}
 
 
 def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with_random: bool, is_stored: bool) -> None:
-    """The inverse of `companions_tree`, into what was built for a new group; its `values` are loaded by `Built`.
+    """The inverse of `companions_tree`, into what was built for a new group, whose optimizers have their state already.
 
     Args:
         own: what is overwritten.
@@ -43,12 +148,22 @@ def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with
         with_random: see `Companions.load_state_dict`.
         is_stored: the same.
     """
-    with torch.no_grad():
-        for name, buffer in built.model.named_buffers():
-            if name in tree["buffers"]:
-                buffer.copy_(tree["buffers"][name])
+    module, device = tree["module"], torch.device(built.mesh.device_type)
+    built.rest.load(module, device=device, is_whole=module["is_whole"])
+    for name, parts in built.parts_of(own.extras.values).items():
+        if name in tree["beside"]:
+            parts.load(tree["beside"][name], device=device, is_whole=True)
+    attributes = module["attributes"]
     own.load_state_dict(tree, built.trained, with_random=with_random, is_stored=is_stored)
-    built.optimizers.load_settings(tree["settings"])
+    if with_random:
+        put_attributes(built.model, attributes)
+    elif differing := differing_attributes(built.model, attributes):
+        log.warning(
+            "step %d: attributes of the model have changed in the run, and are not sent to a worker that joins: %s. "
+            "Make what the training depends on a buffer, or return it from get_extra_state",
+            own.step, shortlist(differing),
+        )  # fmt: skip
+    built.optimizers.load_settings(tree["groups"])
 
 
 def to_bytes(tree: dict[str, Any]) -> bytes:

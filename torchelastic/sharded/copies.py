@@ -250,7 +250,8 @@ class Copies:
         form = self._form
         self._own = self._own or SlotPool(None, at_once=True)
         stage = self._own.take(form.header)
-        self._pending = pending = stage.copy_beside(list(tensors.values()))
+        # by the names: equal layouts may have another order, as optimizers do whose groups have changed
+        self._pending = pending = stage.copy_beside([tensors[name] for name in form.layout])
         own, partners = StateCopy(version, stage, form.layout, companions), self._partners
         self._started, self.newest = self._started + 1, version
 

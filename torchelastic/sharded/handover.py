@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.errors import NonRetryableException
-from torchelastic.inventory.names import plain_name
-from torchelastic.sharded.built import PARAMETERS, Built
+from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import ChosenState
-from torchelastic.sharded.companions import from_bytes, to_bytes
+from torchelastic.sharded.companions import companions_in, from_bytes, to_bytes
+from torchelastic.sharded.heirs import heirs
 from torchelastic.sharded.offers import (
     STORED,
     Layout,
@@ -27,7 +27,8 @@ from torchelastic.sharded.offers import (
     layout_at,
     pieces_for,
 )
-from torchelastic.sharded.transfers import broadcast_bytes, move
+from torchelastic.sharded.plain_tensors import PARAMETERS, digests_of, name_of_own, own_names, pieces_of_own
+from torchelastic.sharded.transfers import broadcast_bytes, exchange_bytes, move
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class HeldState:
         companions: what goes with them; empty: this rank has not got it.
         is_live: see `OfferedState`.
         is_copy: see `OfferedState`.
+        owner: see `OfferedState`.
         is_own: whether the companions are complete, and the random numbers among them are this rank's.
     """
 
@@ -51,6 +53,7 @@ class HeldState:
     is_live: bool = False
     is_copy: bool = False
     is_own: bool = True
+    owner: int | None = None
 
 
 def offer_of(
@@ -63,6 +66,7 @@ def offer_of(
     domain: str,
     lost: int,
     step: int,
+    rank: int,
 ) -> Offer:
     """What this rank says of itself; arguments as for `Offer`."""
     layouts: list[Layout] = []
@@ -71,8 +75,11 @@ def offer_of(
         number = next((n for n, layout in enumerate(layouts) if layout is each.layout), len(layouts))
         if number == len(layouts):
             layouts.append(each.layout)
-        holdings.append(OfferedState(each.version, number, each.is_live, each.is_copy, bool(each.companions)))
-    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost, step)
+        digests = digests_of(each.layout, each.tensors)
+        has_companions = bool(each.companions)
+        kinds = each.is_live, each.is_copy, has_companions
+        holdings.append(OfferedState(each.version, number, *kinds, digests, each.owner, each.is_own))
+    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost, step, rank)
 
 
 def control_group() -> dist.ProcessGroup:
@@ -123,23 +130,21 @@ def held_of_checkpoint(
     """
     companions = b""
     if tree is not None:
-        module = {plain_name(name): value for name, value in tree["module"].items()}
-        kept = {
-            "buffers": {name: value for name, value in module.items() if name not in built.parameters},
-            "settings": built.settings_in(tree["optimizer"]),
-            "optimizer_steps": tree.get("optimizer_steps", ()),
-            "values": built.plain_values_in(tree["optimizer"]),
-            **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
-        }
-        companions = to_bytes(kept)
+        companions = to_bytes(companions_in(tree, built))
     held = []
     for each in parts:
-        layout, tensors = {}, {}
+        layout: dict[str, Entry] = {}
+        tensors = {}
+        is_sharded = any(entry.is_shard for stored, entry in each.entries.items() if stored.startswith(PARAMETERS))
         for stored, entry in each.entries.items():
             name = built.name_of_stored(stored)
-            if name is not None:
-                is_shard = built.is_split(name, entry.shape)
+            if name is not None and name not in layout:
+                is_shard = entry.is_shard if is_sharded else built.is_split(name, entry.shape)
                 layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.region, is_shard=is_shard)
+                tensors[name] = each.tensors[stored]
+        for stored, entry in each.entries.items():
+            if (name := name_of_own(stored)) is not None:
+                layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.region, is_shard=False)
                 tensors[name] = each.tensors[stored]
         held.append(HeldState(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
     return held
@@ -153,11 +158,13 @@ class Taken:
         companions: of the state, as bytes.
         with_random: whether the random numbers among them are this rank's.
         received_bytes: how much came from other ranks.
+        own: names of the optimizers' plain tensors that are each rank's own.
     """
 
     companions: bytes
     with_random: bool
     received_bytes: int
+    own: Collection[str]
 
 
 def take_over(
@@ -187,11 +194,21 @@ def take_over(
     mine = [] if rank in choice.completing else list(held.values())
     given_on = next(each.companions for each in mine if each.companions) if rank == choice.source else None
     from_source = broadcast_bytes(group, given_on, choice.source)
-    own = next((each for each in mine if each.is_own and each.companions), None)
-    companions = from_source if own is None else own.companions
+    own = next((each.companions for each in mine if each.is_own and each.companions), None)
+    wanted = heirs(offers, choice)
+    given_to = {heir: held[number].companions for heir, (source, number) in wanted.items() if source == rank}
+    left = exchange_bytes(group, given_to, wanted[rank][0] if rank in wanted else None)
+    own = own if left is None else left
+    companions = from_source if own is None else own
+    tree = from_bytes(companions)
+    built.put_groups(tree["groups"])
     layout = layout_at(offers, choice.holds)
+    own_plain = own_names(offers, choice.holds, choice.completing)
+    of_own = pieces_of_own(rank, own_plain, offers, choice.holds)
+    layout |= {piece.name: part for piece, part in of_own}
     regions = built.regions_for(layout)
-    built.make_optimizer_state(layout, from_bytes(companions)["values"])
+    built.make_optimizer_state(layout, tree["values"])
+    built.put_others(tree["others"] or [{} for _ in built.optimizers.objects])
     targets = built.tensors()
 
     def given(piece: Piece) -> torch.Tensor:
@@ -201,6 +218,7 @@ def take_over(
     def target(piece: Piece) -> torch.Tensor:
         return targets[piece.name][piece.region.within(regions[piece.name])]
 
-    pieces = pieces_for(rank, regions, offers, choice.holds)
+    alike = {name: region for name, region in regions.items() if name not in own_plain}
+    pieces = pieces_for(rank, alike, offers, choice.holds) + [piece for piece, _ in of_own]
     received_bytes = move(pieces, group=group, device=device, given=given, target=target)
-    return Taken(companions, own is not None, received_bytes)
+    return Taken(companions, own is not None, received_bytes, own_plain)

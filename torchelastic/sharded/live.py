@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.model.companions import Companions, Snapshot
-from torchelastic.model.optimizers import OptimizerProgress, Settings
+from torchelastic.model.optimizers import OptimizerProgress
 from torchelastic.model.transfer import UnsendableError
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
@@ -29,6 +30,7 @@ class Live:
         phase: of the step under way.
         generation: of the last group that was in sync.
         token: the same.
+        rank: the same; -1: there was none.
         is_in_sync: whether the group is still the one of the last sync, and no step of it has failed.
         random_when_failed: the random numbers after a step that failed, for who completes it.
     """
@@ -39,10 +41,12 @@ class Live:
         self.version: Version | None = None
         self.phase = Phase.NONE
         self.generation = self.token = 0
+        self.rank = -1
         self.is_in_sync = False
         self.random_when_failed: Generators | None = None
+        self._replaced = 0  # times that what is trained here was replaced
         self._companions_when_done: bytes | None = None
-        self._settings_when_ready: Settings = ()
+        self._groups_when_ready: list[list[dict[str, Any]]] = []
         self._has_told = False
 
     @property
@@ -77,7 +81,8 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         """What undoes a step, but for the parts."""
-        return self._own.snapshot(None if self.built is None else self.built.trained)
+        trained = None if self.built is None else self.built.trained
+        return self._own.snapshot(trained, replaced=self._replaced)
 
     def restore(self, snapshot: Snapshot) -> None:
         """The inverse."""
@@ -92,11 +97,14 @@ class Live:
     def commit(self) -> None:
         """The step has succeeded."""
         self.present.optimizers.commit()
+        self.present.check_optimized()
         self._count_step()
         self.phase = Phase.UNTOUCHED
 
     def undo(self, snapshot: Snapshot) -> None:
         """The step that began with this snapshot has failed: undo it, as far as this rank can alone."""
+        if snapshot.replaced != self._replaced:
+            return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         built = self.built
         if built is None or not self.is_in_sync:
             self.restore(snapshot)  # no step has begun since the last one was undone
@@ -111,10 +119,12 @@ class Live:
         elif progress is OptimizerProgress.COMPLETE and self._own.step == snapshot.step:
             self._count_step()
             self.phase = Phase.DONE
+            if snapshot.structure is not None:  # the evaluation behind the optimizers was cut off
+                built.structure.copy().with_flags_of(snapshot.structure).put()
             self._companions_when_done = self.companions(built)
         can_complete = self.phase is Phase.READY and built.optimizers.steps_once
         if can_complete:
-            self._settings_when_ready = built.optimizers.settings()  # of this step, such as its learning rate
+            self._groups_when_ready = built.groups()  # of this step, such as its learning rate
         else:
             built.optimizers.zero_grad()
             self.phase = Phase.UNTOUCHED if self.phase is Phase.READY else self.phase
@@ -123,7 +133,8 @@ class Live:
 
     def complete_step(self, version: Version) -> None:
         """Other ranks have computed this state: so does this one, which has all gradients of the step."""
-        self.present.optimizers.load_settings(self._settings_when_ready)
+        self.present.put_groups(self._groups_when_ready)
+        self.present.optimizers.load_settings(self._groups_when_ready)
         for optimizer in self.present.optimizers.objects:
             optimizer.step()
         self.phase, self.version = Phase.DONE, version
@@ -137,6 +148,7 @@ class Live:
         """The live parts, for a new group; None: there are none."""
         if self.version is None or self.built is None or self.phase is Phase.NONE:
             return None
+        self.built.check_parameters()
         when_done = self._companions_when_done
         companions = self.companions(self.built) if when_done is None else when_done
         is_own = self.phase is not Phase.DONE  # else the rest of the user's step may be missing
@@ -149,12 +161,13 @@ class Live:
         if self.built is not None:
             self.built.release()
 
-    def enter_group(self, built: Built, version: Version, generation: int, token: int) -> None:
+    def enter_group(self, built: Built, version: Version, generation: int, token: int, rank: int) -> None:
         """All ranks of a new group have their parts of this state; what was built before is given up."""
         if self.built is not None:
             self.built.release()
         self.built, self.version, self.phase = built, version, Phase.UNTOUCHED
-        self.generation, self.token = generation, token
+        self._replaced += 1
+        self.generation, self.token, self.rank = generation, token, rank
         self.random_when_failed = self._companions_when_done = None
         self.is_in_sync = True
 

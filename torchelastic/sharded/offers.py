@@ -66,6 +66,9 @@ class OfferedState(msgspec.Struct, frozen=True, array_like=True):
         is_copy: whether it is a copy in memory, of the rank's own parts or of another one's; else it was read from a
             checkpoint, or has come in a sync of which the rank does not know whether all others have ended it.
         has_companions: whether the rank has what goes with the parts (see `companions.py`), too.
+        digests: of the optimizers' plain tensors; see `plain_tensors.py`.
+        owner: of which rank of its last group it is a copy; None: it is this rank's own.
+        is_own: whether what goes with the parts is complete, and its random numbers are this rank's.
     """
 
     version: Version
@@ -73,6 +76,9 @@ class OfferedState(msgspec.Struct, frozen=True, array_like=True):
     is_live: bool = False
     is_copy: bool = False
     has_companions: bool = True
+    digests: Mapping[str, int] = msgspec.field(default_factory=dict)
+    owner: int | None = None
+    is_own: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -88,6 +94,7 @@ class Offer(msgspec.Struct, frozen=True):
         domain: what is lost together with it: its host.
         lost: the step that it had reached before its group found that parts of every state were lost; -1: no such loss.
         step: how many it has committed, whatever it still holds of them.
+        rank: which one it was in the group of `generation`; -1: it was in none.
     """
 
     phase: Phase
@@ -99,6 +106,7 @@ class Offer(msgspec.Struct, frozen=True):
     domain: str
     lost: int = -1
     step: int = 0
+    rank: int = -1
 
     @property
     def live(self) -> OfferedState | None:

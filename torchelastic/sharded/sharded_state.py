@@ -41,10 +41,11 @@ from torchelastic.sharded.handover import (
     offer_of,
     take_over,
 )
-from torchelastic.sharded.initial import Initialize, initialize_model
+from torchelastic.sharded.initial import Initialize, complete_model, initialize_model
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
+from torchelastic.sharded.plain_tensors import Comparison, plain_names
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import GradientWeights
 from torchelastic.state import State
@@ -114,6 +115,7 @@ class ShardedState(WithCompanions, State):
         self._own = Companions(sampler, extra)
         self._live = Live(self._own)
         self._copies = Copies()
+        self._plain = Comparison()
         self._world = WorldWatch()
         self._weighting = GradientWeights(sampler)
         self._control: dist.ProcessGroup | None = None
@@ -222,6 +224,9 @@ class ShardedState(WithCompanions, State):
         self._copies.wait_until_copied()
         self._live.phase = Phase.READY
         if self._control is not None:
+            if self._plain.begin_step():
+                built = self._live.present
+                self._plain.compare(built.layout(), built.tensors(), self._control)
             self._agree_on_copies()
 
     def _copy_if_due(self) -> None:
@@ -265,12 +270,13 @@ class ShardedState(WithCompanions, State):
             domain=self._host,
             lost=self._lost_step,
             step=self.step,
+            rank=self._live.rank,
         )
         offers = all_gather(self._control, mine, Offer)
         check_same_models(offers)
         choice, whole_copies = choose(offers, needed), whole_in_copies(offers, needed)
         if isinstance(choice, NoWholeState):
-            version = self._start_afresh(built, offers, choice)
+            version, own = self._start_afresh(built, offers, choice), frozenset[str]()
         else:
             version = choice.version
             # what the ranks do not go on from is given up here, and not with the group: the new parts need its memory
@@ -279,12 +285,13 @@ class ShardedState(WithCompanions, State):
                 self._live.release()
             self._copies.keep_only({version, whole_copies})
             held.clear()
-            self._take_over(built, chosen, offers, choice, rank)
+            own = frozenset(self._take_over(built, chosen, offers, choice, rank))
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
         companions = self._live.companions(built, must_be=version.generation == STORED)
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), companions)
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, whole_copies)
+        self._plain.enter_group(plain_names(built.layout()), own)
         self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
@@ -295,7 +302,7 @@ class ShardedState(WithCompanions, State):
         held = [] if live is None else [live]
         held += [
             HeldState(copy.version, copy.layout, copy.tensors, copy.companions, is_copy=True,
-                 is_own=copy.owner is None)
+                 is_own=copy.owner is None, owner=copy.owner)
             for copy in self._copies.held
         ]  # fmt: skip
         if self._unconfirmed is not None:
@@ -324,14 +331,14 @@ class ShardedState(WithCompanions, State):
                 )
             self._lost_step = lost_step
             raise RetryableException(f"{why}: trying to load a checkpoint")
-        if built.was_on_meta:
-            with seeded(self._seed):
-                initialize_model(built.model, self._initialize)
+        with seeded(self._seed):
+            initialize_model(built.blank, self._initialize)
         return Version(STORED, 0, 0)
 
     def _take_over(
         self, built: Built, held: Mapping[int, HeldState], offers: Sequence[Offer], choice: ChosenState, rank: int
-    ) -> None:
+    ) -> Collection[str]:
+        """Returns the names of those of the optimizers' plain tensors that are each rank's own."""
         assert self._control is not None
         if rank in choice.completing:
             self._live.complete_step(choice.version)
@@ -347,14 +354,18 @@ class ShardedState(WithCompanions, State):
         is_stored = choice.version.generation == STORED and self._live.built is None
         companions = from_bytes(taken.companions)
         load_companions(self._own, companions, built, with_random=taken.with_random, is_stored=is_stored)
+        with seeded(self._seed):
+            complete_model(built.blank, self._initialize)
         if not taken.with_random and self._live.random_when_failed is not None:
             self._live.random_when_failed.put()
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
         publish_metric("torchelastic", "sharded.received.bytes", taken.received_bytes)
+        return taken.own
 
     def _enter(self, built: Built, version: Version, offers: Sequence[Offer], whole_copies: Version | None) -> None:
         """This rank has its parts, and so has every other."""
-        self._live.enter_group(built, version, max(offer.generation for offer in offers) + 1, offers[0].token)
+        generation = max(offer.generation for offer in offers) + 1
+        self._live.enter_group(built, version, generation, offers[0].token, dist.get_rank(self._control))
         self._unconfirmed = self._loaded = None
         self._lost_step = -1
         self._domains = domains = [offer.domain for offer in offers]
@@ -372,7 +383,7 @@ class ShardedState(WithCompanions, State):
 
     def checkpoint_tree(self) -> dict[str, Any]:
         """The same form as that of `ModelState`, with DTensors; nothing is copied."""
-        return checkpoint_tree(self._own, self._live.present)
+        return checkpoint_tree(self._own, self._live.present, self._plain.equal, dist.get_rank())
 
     loads_parts = True
 
@@ -381,8 +392,9 @@ class ShardedState(WithCompanions, State):
         self._loaded = (tree, parts, step)
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
-        """The optimizers' plain tensors are equal on all ranks; the sharded ones are parts already."""
-        return {name for name in names if name.startswith("optimizer/")}
+        """Those of the optimizers' plain tensors that were compared; the sharded ones are parts already."""
+        named = self._live.present.names_in_tree(name for name in names if name.startswith("optimizer/"))
+        return {stored for stored, name in named.items() if name is None or name in self._plain.equal}
 
     def save(self, stream: BinaryIO) -> None:  # noqa: ARG002 - part of the contract
         """Raises NonRetryableException: no single rank has the whole state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -52,6 +52,37 @@ def broadcast_bytes(group: dist.ProcessGroup, data: bytes | None, source: int) -
     if mine:
         dist.broadcast(torch.frombuffer(mine, dtype=torch.uint8), group=group, group_src=source)
     return bytes(mine)
+
+
+def exchange_bytes(group: dist.ProcessGroup, given: Mapping[int, bytes], source: int | None) -> bytes | None:
+    """Give some ranks what they need, and get what this one does; called on every rank of the group.
+
+    Args:
+        group: for CPU tensors.
+        given: by the rank that needs it; may be this one.
+        source: who has what this rank needs; None: it needs nothing.
+
+    Returns:
+        What this rank has got.
+
+    Raises:
+        RuntimeError: a peer is lost.
+    """
+    rank = dist.get_rank(group)
+    lengths = {receiver: len(data) for receiver, data in given.items()}
+    sizes = [each.get(rank, 0) for each in all_gather(group, lengths, dict[int, int])]
+    works: list[dist.Work | None] = []
+    mine: torch.Tensor | None = None
+    if source is not None and source != rank:
+        mine = torch.empty(sizes[source], dtype=torch.uint8)
+        works.append(dist.irecv(mine, group=group, group_src=source))
+    for receiver, data in sorted(given.items()):
+        if receiver != rank:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            works.append(dist.isend(sent, group=group, group_dst=receiver))
+    for work in works:
+        _waited(work)
+    return given.get(rank) if mine is None else mine.numpy().tobytes()
 
 
 def move(

@@ -163,6 +163,11 @@ def set_metadata(ordered: OrderedDict[Any, Any], metadata: Any) -> None:
     ordered._metadata = metadata  # type: ignore[attr-defined]  # as torch does
 
 
+def has_version_of_its_own(module: torch.nn.Module) -> bool:
+    """Whether the version that `state_dict` attaches for a module is that object's, and not that of its class."""
+    return "_version" in vars(module)
+
+
 class ModuleSlots(NamedTuple):
     """Those dicts of a module itself that have its parameters, buffers and children by name, None among them."""
 
@@ -193,6 +198,18 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return held[0], held[1]  # type: ignore[return-value]  # they are dicts
 
 
-def give_tensors(module: torch.nn.Module, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The children of a module itself by name, None among them."""
+    slots = slots_of(module)
+    return dict(module.named_children()) if slots is None else slots.children
+
+
+def give_tensors(
+    module: torch.nn.Module,
+    parameters: Mapping[str, Any],
+    buffers: Mapping[str, Any],
+    children: Mapping[str, torch.nn.Module | None],
+) -> None:
     """Have a module hold these, and leave the dicts alone that it had."""
     module._parameters, module._buffers = dict(parameters), dict(buffers)
+    module._modules = dict(children)
