@@ -236,6 +236,7 @@ _SAVING_HOOKS: Mapping[str, tuple[str, ...]] = {
     "checkpoint_tree": (),
     "load_checkpoint_tree": ("tree",),
     "replicated": ("names",),
+    "check_savable": (),
 }
 
 

@@ -73,13 +73,13 @@ def test_the_next_life_goes_on_from_that_step() -> None:
 def test_a_save_that_fails_is_tried_again_while_there_is_time() -> None:
     run = Run(60.0, InMemory(save_s=1.0))
     assert run.manager is not None
-    run.manager.failures = 3  # the one on trial, the one that measures, and the first try of the last one
+    run.manager.failing = 3  # the one on trial, the one that measures, and the first try of the last one
     stop = run.steps(always(1.0))
     assert run.manager.steps == [stop.step]
 
 
 def test_a_step_that_cannot_be_saved_is_no_early_stop_but_a_failure() -> None:
-    run = Run(60.0, InMemory(save_s=1.0, failures=1000))
+    run = Run(60.0, InMemory(save_s=1.0, failing=1000))
     with pytest.raises(NonRetryableException, match=r"stopped after step \d+, .* could not be saved"):
         run.steps(always(1.0))
     assert run.world.calls == ["stop early"], "who is left is not started again by the launcher"

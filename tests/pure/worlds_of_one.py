@@ -75,9 +75,9 @@ class Kept(io.BytesIO):
 class InMemory(CheckpointManager):
     """Keeps what was saved; a save takes a while by the clock, and may fail."""
 
-    def __init__(self, clock: FakeClock | None = None, save_s: float = 0.0, failures: int = 0) -> None:
+    def __init__(self, clock: FakeClock | None = None, save_s: float = 0.0, failing: int = 0) -> None:
         self.saved: list[Kept] = []
-        self.clock, self.save_s, self.failures = clock, save_s, failures
+        self.clock, self.save_s, self.failing = clock, save_s, failing
 
     def create_checkpoint(self) -> Checkpoint:
         return InMemoryCheckpoint(self, Kept())
@@ -109,8 +109,8 @@ class InMemoryCheckpoint(Checkpoint):
     def commit(self) -> None:
         if self.manager.clock is not None:
             self.manager.clock.advance(self.manager.save_s)
-        if self.manager.failures:
-            self.manager.failures -= 1
+        if self.manager.failing:
+            self.manager.failing -= 1
             raise OSError(28, "No space left on device")
         self.manager.saved.append(self.stream)
 
