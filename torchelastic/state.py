@@ -244,6 +244,7 @@ _SAVING_HOOKS: Mapping[str, tuple[str, ...]] = {
     "checkpoint_tree": (),
     "load_checkpoint_tree": ("tree",),
     "replicated": ("names",),
+    "check_savable": (),
 }
 
 

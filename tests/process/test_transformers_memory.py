@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers.trainer_callback import TrainerState
 
+from tests.contracts.coded_momentum import CodedMomentum
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, train
 from torchelastic.adapters.hugging_face.rank_state import require_unsharded
@@ -269,6 +270,20 @@ def test_a_scheduler_that_no_trainer_could_load_again_is_refused_before_training
         assert "allow_pickles" not in str(refused.value)
     del scheduler.__dict__["odd"]
     callback.on_train_begin(args, TrainerState(), None, **given)  # type: ignore[arg-type]
+    callback.close()
+
+
+def test_an_optimizer_whose_state_no_trainer_could_load_again_is_refused(tmp_path: Path) -> None:
+    callback, model = MemoryCheckpointCallback(tmp_path / "job7"), torch.nn.Linear(2, 1)
+    optimizer = CodedMomentum(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    args = SimpleNamespace(restore_callback_states_from_checkpoint=False)
+    given = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+    callback.on_train_begin(args, TrainerState(), None, **given)  # type: ignore[arg-type]
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnfitError, match=r"optimizer's state holds tensors of the class .*\.Coded, .*add_safe_globals"):
+        callback.on_train_begin(args, TrainerState(), None, **given)  # type: ignore[arg-type]
     callback.close()
 
 

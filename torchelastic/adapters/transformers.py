@@ -38,6 +38,7 @@ from torchelastic.adapters.hugging_face.resume import (
     Durable,
     best_of_all,
     durable_checkpoints,
+    require_loadable,
     rng_file,
     step_to_compare,
     trainer_rng,
@@ -121,6 +122,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         self._newest: int | None = None
         self._is_due = False
         self._skipped: set[str] = set()
+        self._loadable: set[type] = {torch.Tensor, torch.nn.Parameter}
         self.failures = Failures()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
@@ -313,6 +315,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             "trainer_state": self._trainer_state(state, control),
         }
         replicated = {"parameters": parameters, "optimizer": others["optimizer"].state_dict()}
+        require_loadable(replicated["optimizer"], "the optimizer's state", self._loadable)
         return tensors_of(RankState(replicated, leading, rng_state()), rank)
 
     def _trainer_state(self, state: TrainerState, control: TrainerControl) -> dict[str, Any]:

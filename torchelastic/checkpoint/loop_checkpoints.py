@@ -226,12 +226,10 @@ class LoopCheckpoints(LoopObserver):
         except UnsavableError as error:
             if self._begins:
                 raise UnsavableError(
-                    f"no checkpoint could be taken of this state, so the run ends before it has trained: {error}; or "
-                    "give train() no checkpoint manager"
+                    f"no checkpoint could be taken of this state, so the run is refused: {error}; or give train() no "
+                    "checkpoint manager"
                 ) from error
-            then = (
-                ": no checkpoint can be taken of this state; training goes on, the checkpoint before stays the latest"
-            )
+            then = ": no checkpoint can be taken of this state; training goes on, the one before stays the latest"
             self._failures_of(manager).say(f"step {self._step}", error, then=then)
         except Exception as error:  # noqa: BLE001 - of the user's own code
             log.warning(
@@ -399,7 +397,7 @@ class LoopCheckpoints(LoopObserver):
 
     def _failures_of(self, manager: CheckpointManager) -> Failures:
         """Those of the manager, or of this loop where a manager of the user's has something else by that name."""
-        kept = manager.failures
+        kept = getattr(manager, "failures", None)
         return kept if isinstance(kept, Failures) else self._failures
 
     def _saved_in(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ hold plain values and tensors only, as `torch.load(weights_only=True)` wants the
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -19,6 +20,8 @@ import torch
 
 from torchelastic.adapters.hugging_face.rank_state import without_arrays
 from torchelastic.adapters.values import json_like
+from torchelastic.checkpoint.errors import torch_reason
+from torchelastic.torch_internals.tensors import tree_flatten
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE_FILE = "trainer_state.json"
@@ -86,6 +89,34 @@ def _look_at(path: Path) -> Durable | None:
 
 def _has_any(path: Path, patterns: Sequence[str]) -> bool:
     return any(next(path.glob(pattern), None) is not None for pattern in patterns)
+
+
+def require_loadable(state: Any, what: str, known: set[type]) -> None:
+    """Raises TypeError for tensors of a class that `torch.load(weights_only=True)` refuses, as the Trainer calls it.
+
+    Args:
+        state: nested values and tensors.
+        what: whose it is.
+        known: classes that are read; grows.
+    """
+    smallest: dict[type, torch.Tensor] = {}
+    for leaf in tree_flatten(state)[0]:
+        if isinstance(leaf, torch.Tensor) and type(leaf) not in known:
+            other = smallest.setdefault(type(leaf), leaf)
+            smallest[type(leaf)] = min(other, leaf, key=torch.Tensor.numel)
+    for kind, tensor in smallest.items():
+        stream = io.BytesIO()
+        try:
+            torch.save(tensor, stream)
+            stream.seek(0)
+            torch.load(stream, weights_only=True)
+        except Exception as error:  # of the user's class
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            raise TypeError(
+                f"{what} holds tensors of the class {name}, which the Trainer could not load again (torch.load with "
+                f"weights_only=True: {torch_reason(error)}): call torch.serialization.add_safe_globals for it"
+            ) from error
+        known.add(kind)
 
 
 def write_folder(folder: Path, content: Mapping[str, Any]) -> None:
