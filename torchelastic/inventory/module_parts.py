@@ -56,15 +56,6 @@ class ModuleParts:
             "attributes": self._attributes.changed(),
         }
 
-    def stored(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has beside the module's `state_dict`; the buffers are not copied.
-
-        Args:
-            state: that `state_dict`, with plain names.
-        """
-        buffers = {name: value for name, value in self.buffers().items() if name not in state}
-        return {"flags": self.flags(), "buffers": buffers}
-
     def flags(self) -> dict[str, list[str]]:
         """See `module_values.flags_of`; sorted."""
         self._bind()

@@ -66,10 +66,36 @@ def put_stored_buffers(
     Returns:
         The names of those that are built otherwise here than there, and stay.
     """
-    now, before = buffers_of(module), values.get("built", built)["buffers"]
+    now = buffers_of(module)
+    wanted, kept = merged_buffers(now, values, state, own, built)
+    tensors = (tensor for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    for name, value in wanted.items():
+        if value is not None and now.get(name) is None:
+            wanted[name] = value.to(device, copy=True)  # it is going to be the module's own
+    put_buffers(module, wanted, stored=state.keys(), own=own)
+    return kept
+
+
+def merged_buffers(
+    now: Mapping[str, torch.Tensor | None],
+    values: Mapping[str, Any],
+    state: Mapping[str, Any],
+    own: Collection[str],
+    built: Built,
+) -> tuple[dict[str, torch.Tensor | None], list[str]]:
+    """All buffers that a module is to have, and the names of those that stay as they are built; changes nothing.
+
+    Args:
+        now: what `buffers_of` gives here.
+        values: see `put_stored_buffers`.
+        state: see there.
+        own: see there.
+        built: see there.
+    """
+    before = values.get("built", built)["buffers"]
     wanted: dict[str, torch.Tensor | None] = {}
     kept = []
-    device = _device_of(module)
 
     def is_built_alike(name: str) -> bool:
         return bool(before.get(name) == built["buffers"].get(name))
@@ -81,42 +107,41 @@ def put_stored_buffers(
             wanted[name] = values["buffers"][name]
         else:
             kept.append(name)
-    for name, value in wanted.items():
-        if value is not None and now.get(name) is None:
-            wanted[name] = value.to(device, copy=True)  # it is going to be the module's own
     for name, value in now.items():
         is_new = name not in values["slots"] and name not in own and not is_built_alike(name)
         if is_new or name in kept:
             wanted[name] = value
-    put_buffers(module, wanted, stored=state.keys(), own=own)
-    return kept
+    return wanted, kept
 
 
 def put_stored_flags(module: torch.nn.Module, values: Mapping[str, Any], built: Built) -> list[str]:
     """Have the flags that were saved; arguments and result as of `put_stored_buffers`."""
+    wanted, kept = merged_flags(module, values, built)
+    put_flags(module, wanted)
+    return kept
+
+
+def merged_flags(
+    module: torch.nn.Module, values: Mapping[str, Any], built: Built
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The flags that a module is to have, and the names of what stays as it is built; changes nothing."""
     flags, before = values["flags"], values.get("built", built)
     names = {
         "frozen": list(named_parameters(module)),
         "eval": list(dict.fromkeys(name for name, _ in named_modules(module))),
     }
-    wanted: dict[str, set[str]] = {}
+    wanted: dict[str, list[str]] = {}
     kept = []
     for kind, of_kind in names.items():
         here, there, saved = set(built[kind]), set(before[kind]), set(flags[kind])
         otherwise = {name for name in of_kind if (name in here) is not (name in there)}
-        wanted[kind] = (saved - otherwise) | (here & otherwise)
+        wanted[kind] = sorted((saved - otherwise) | (here & otherwise))
         kept += [name or "the module" for name in of_kind if name in otherwise & (here ^ saved)]
-    put_flags(module, wanted)
-    return kept
+    return wanted, kept
 
 
 def _plain(flags: Flags) -> dict[str, list[str]]:
     return {kind: sorted(names) for kind, names in flags.items()}
-
-
-def _device_of(module: torch.nn.Module) -> torch.device:
-    tensors = (tensor for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _digest(value: torch.Tensor | None) -> str:

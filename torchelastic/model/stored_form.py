@@ -14,7 +14,7 @@ Form 2 has, besides what form 1 had:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ PARTS = frozenset(
 #: Where each rank's own is.
 OF_EACH_RANK = "own/"
 #: The model, among the modules of "values"; others are called as in `extra`.
-_MODEL = ""
+MODEL = ""
 
 
 class StoredForm:
@@ -58,11 +58,17 @@ class StoredForm:
         module: the plain model.
         optimizers: its optimizers.
         own: what belongs to the state besides.
+        built: how modules were built, by `StoredForm.built` of another one for such a module; None: it is looked for.
+
+    Attributes:
+        built: of each module, the model by the name "", others as in `extra`.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizers: Optimizers, own: Companions) -> None:
+    def __init__(
+        self, module: torch.nn.Module, optimizers: Optimizers, own: Companions, built: dict[str, Built] | None = None
+    ) -> None:
         self._module, self._optimizers, self._own = module, optimizers, own
-        self._built: dict[str, Built] = {}
+        self.built: dict[str, Built] = {} if built is None else built
         self._attributes: dict[str, Any] | None = None
         self._groups: list[list[list[str]]] = []
 
@@ -72,8 +78,8 @@ class StoredForm:
             self._attributes = attributes_of(self._module)
             self._groups = self._optimizers.group_names(named_parameters(self._module))
         for name, one in self._modules().items():
-            if name not in self._built:
-                self._built[name] = as_built(one, _persistent(one))
+            if name not in self.built:
+                self.built[name] = as_built(one, _persistent(one))
 
     def changed_attributes(self, parts: NamedParts | None = None) -> dict[str, Any]:
         """Plain attributes of the model, whose parts may be known, that are others now than a script has built."""
@@ -91,14 +97,14 @@ class StoredForm:
         parts = {name: named_parts(one) for name, one in modules.items()}
         return {
             "form": FORM,
-            "parameters": self._optimizers.stored_names(tree["optimizer"], parts[_MODEL].parameters),
+            "parameters": self._optimizers.stored_names(tree["optimizer"], parts[MODEL].parameters),
             "groups": self._groups,
-            "inner": self._optimizers.inner_states(parts[_MODEL].parameters),
+            "inner": self._optimizers.inner_states(parts[MODEL].parameters),
             "values": {
-                name: stored_values(one, parts[name], set(map(plain_name, _state_in(tree, name))), self._built[name])
+                name: stored_values(one, parts[name], set(map(plain_name, _state_in(tree, name))), self.built[name])
                 for name, one in modules.items()
             },
-            "attributes": self.changed_attributes(parts[_MODEL]),
+            "attributes": self.changed_attributes(parts[MODEL]),
             "own": {"random": row_of_generators()},
         }
 
@@ -168,34 +174,44 @@ class StoredForm:
         kept = []
         for name, one in self._stored(tree).items():
             plain = {plain_name(key): value for key, value in _state_in(tree, name).items()}
-            of_one = put_stored_buffers(one, tree["values"][name], plain, _persistent(one), self._built[name])
+            of_one = put_stored_buffers(one, tree["values"][name], plain, _persistent(one), self.built[name])
             kept += [_shown(name, each) for each in of_one]
-        if kept:
-            log.warning(
-                "buffers that are not persistent are built otherwise now than when this checkpoint was saved, and stay "
-                "as they are built: %s", shortlist(kept),
-            )  # fmt: skip
+        report_buffers(kept)
 
     def _put_flags(self, tree: Mapping[str, Any]) -> None:
         kept = []
         for name, one in self._stored(tree).items():
-            kept += [_shown(name, each) for each in put_stored_flags(one, tree["values"][name], self._built[name])]
-        if kept:
-            log.warning(
-                "which parameters require a gradient, or which modules are in training mode, is built otherwise now "
-                "than when this checkpoint was saved, and stays as it is built: %s", shortlist(kept),
-            )  # fmt: skip
+            kept += [_shown(name, each) for each in put_stored_flags(one, tree["values"][name], self.built[name])]
+        report_flags(kept)
 
     def _stored(self, tree: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
         """Those modules that the tree has, too."""
         return {
             name: one for name, one in self._modules().items()
-            if name in tree["values"] and (name == _MODEL or name in tree["extra"])
+            if name in tree["values"] and (name == MODEL or name in tree["extra"])
         }  # fmt: skip
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         values = self._own.extras.values.items()
-        return {_MODEL: self._module, **{name: one for name, one in values if isinstance(one, torch.nn.Module)}}
+        return {MODEL: self._module, **{name: one for name, one in values if isinstance(one, torch.nn.Module)}}
+
+
+def report_buffers(kept: Sequence[str]) -> None:
+    """Say which buffers of a checkpoint were not taken, if there are any."""
+    if kept:
+        log.warning(
+            "buffers that are not persistent are built otherwise now than when this checkpoint was saved, and stay as "
+            "they are built: %s", shortlist(kept),
+        )  # fmt: skip
+
+
+def report_flags(kept: Sequence[str]) -> None:
+    """The same of flags."""
+    if kept:
+        log.warning(
+            "which parameters require a gradient, or which modules are in training mode, is built otherwise now than "
+            "when this checkpoint was saved, and stays as it is built: %s", shortlist(kept),
+        )  # fmt: skip
 
 
 def form_of(tree: Mapping[str, Any]) -> int:
@@ -214,7 +230,7 @@ def form_of(tree: Mapping[str, Any]) -> int:
 
 
 def _state_in(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = tree["module"] if name == _MODEL else tree["extra"][name]
+    state: Mapping[str, Any] = tree["module"] if name == MODEL else tree["extra"][name]
     return state
 
 
@@ -223,4 +239,4 @@ def _persistent(module: torch.nn.Module) -> set[str]:
 
 
 def _shown(module: str, name: str) -> str:
-    return name if module == _MODEL else f"extra[{module!r}].{name}"
+    return name if module == MODEL else f"extra[{module!r}].{name}"

@@ -20,9 +20,11 @@ from torchelastic.inventory.module_parts import ModuleParts
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.inventory.names import named_parameters, plain_name
 from torchelastic.inventory.optimizer_values import group_faults, put_groups
-from torchelastic.model.companions import Trained
+from torchelastic.inventory.stored_values import Built as AsBuilt
+from torchelastic.model.companions import Companions, Trained
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.stored_form import StoredForm
 from torchelastic.sharded.blank import give_memory, memory_of
 from torchelastic.sharded.offers import Layout
 from torchelastic.sharded.plain_tensors import OPTIMIZER, PARAMETERS, split_name
@@ -42,6 +44,8 @@ class Built:
         mesh: of the group.
         seed: of the random numbers while it runs: the same on all ranks.
         before_first: called before the first optimizer of a train step steps.
+        own: what belongs to the state besides.
+        as_built: how the modules were built the first time; filled then.
 
     Attributes:
         mesh: as given.
@@ -53,12 +57,22 @@ class Built:
         parameters: by name; tied ones once.
         blank: what was on the meta device, and holds nothing yet.
         rest: what the model has besides.
+        form: of its checkpoints.
 
     Raises:
         ValueError, NonRetryableException: what was built cannot be kept; says why.
     """
 
-    def __init__(self, build: Build, mesh: DeviceMesh, *, seed: int, before_first: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        mesh: DeviceMesh,
+        *,
+        seed: int,
+        before_first: Callable[[], None],
+        own: Companions,
+        as_built: dict[str, AsBuilt],
+    ) -> None:
         check_device(mesh.device_type)
         self.mesh = mesh
         with seeded(seed):
@@ -76,6 +90,8 @@ class Built:
         )
         self.optimizers.watch(self.parameters.values())
         self.schedulers = OneOrMany("scheduler", self.scheduler)
+        self.form = StoredForm(self.model, self.optimizers, own, as_built)
+        self.form.look()
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._names_as_built = [[name for name, _ in optimized] for optimized in self._optimized]
         self._sizes: list[int] = []

@@ -18,7 +18,9 @@ from torchelastic.inventory.module_state import state_of
 from torchelastic.inventory.module_values import differing_attributes, put_attributes, ties_of
 from torchelastic.inventory.names import named_modules, plain_name
 from torchelastic.inventory.packing import as_packed
+from torchelastic.inventory.stored_values import merged_buffers, merged_flags
 from torchelastic.model.companions import Companions
+from torchelastic.model.stored_form import MODEL, form_of, report_buffers, report_flags
 from torchelastic.model.transfer import UnsendableError
 from torchelastic.sharded.built import Built, other_parameters
 from torchelastic.sharded.plain_tensors import OF_RANKS, own_tree, plain_names
@@ -46,9 +48,6 @@ def companions_tree(own: Companions, built: Built) -> dict[str, Any]:
 def checkpoint_tree(own: Companions, built: Built, equal: Collection[str], rank: int) -> dict[str, Any]:
     """The whole state in the form of `ModelState`'s, with DTensors; the tensors are not copied.
 
-    "values" has what is in no `state_dict`: which parameters are frozen, which modules evaluate, and the buffers that
-    are not persistent. Checkpoints of older versions have none.
-
     Args:
         own: what goes with the parts.
         built: the parts, and what the model has besides.
@@ -56,14 +55,13 @@ def checkpoint_tree(own: Companions, built: Built, equal: Collection[str], rank:
         rank: this one.
     """
     state: Any = state_of(built.model)
-    values = built.rest.stored(state)
     for name, first in ties_of(built.model).items():
         if name in state:
             state[name] = state[first]  # one object is stored once, also where this rank has no part of it
-    whole = {"module": state, "optimizer": built.optimizers.state_dict(), "values": values}
+    whole = {"module": state, "optimizer": built.optimizers.state_dict(), **own.state_dict(built.trained)}
     tensors = built.tensors()
     of_ranks = own_tree({name: tensors[name] for name in plain_names(built.layout()) if name not in equal}, rank)
-    return {**whole, **own.state_dict(built.trained), **({OF_RANKS: of_ranks} if of_ranks else {})}
+    return {**whole, **built.form.beside(whole), **({OF_RANKS: of_ranks} if of_ranks else {})}
 
 
 def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
     """
     module = {plain_name(name): value for name, value in tree["module"].items()}
     _require_versions(tree["module"], built.model)
-    values = tree.get("values")
+    values = tree["values"] if form_of(tree) > 1 else None
     states = {name: value for name, value in module.items() if name.rpartition(".")[2] == EXTRA_STATE}
     weights = built.parameters.keys() | ties_of(built.model).keys() | states.keys()
     buffers = {name: value for name, value in module.items() if name not in weights}
@@ -86,9 +84,15 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
     strange += built.parameters.keys() - module.keys()
     if strange:
         raise NonRetryableException(other_parameters(sorted(strange)))
-    persistent = list(buffers)
+    persistent, flags, is_whole = list(buffers), None, values is not None
     if values is not None:
-        buffers |= values["buffers"]
+        as_built = built.form.built[MODEL]
+        merged, kept = merged_buffers(built.rest.buffers(), values[MODEL], buffers, built.rest.persistent(), as_built)
+        buffers = {name: value for name, value in merged.items() if name in buffers or name not in kept}
+        is_whole = not kept  # others stay as they are built
+        report_buffers(kept)
+        flags, kept = merged_flags(built.model, values[MODEL], as_built)
+        report_flags(kept)
     lacking = sorted(name for name in built.rest.persistent() if name not in buffers)
     if lacking:
         raise NonRetryableException(
@@ -97,12 +101,12 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
         )
     return {
         "module": {
-            "flags": None if values is None else values["flags"],
+            "flags": flags,
             "buffers": as_packed(buffers),
             "persistent": persistent,
             "states": {name.rpartition(".")[0]: value for name, value in states.items()},
             "attributes": {},
-            "is_whole": values is not None,
+            "is_whole": is_whole,
         },
         "beside": {},
         "groups": built.settings_in(tree["optimizer"]),
@@ -187,7 +191,8 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     begin, tensors = 0, dict[str, torch.Tensor]()
     for name, dtype, shape in forms:
         tensors[name] = tensor = torch.empty(shape, dtype=dtype_named(dtype))
-        memory_of(tensor)[:] = content[begin : begin + tensor.nbytes]
+        if tensor.nbytes:  # what is empty has no memory that could be written to
+            memory_of(tensor)[:] = content[begin : begin + tensor.nbytes]
         begin += tensor.nbytes
     tree: dict[str, Any] = unflatten(structure, tensors, allow_pickles=None)
     return tree

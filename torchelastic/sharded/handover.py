@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.format.header import Entry
 from torchelastic.errors import NonRetryableException
+from torchelastic.model.stored_form import OF_EACH_RANK
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import companions_in, from_bytes, to_bytes
@@ -148,6 +149,17 @@ def held_of_checkpoint(
                 tensors[name] = each.tensors[stored]
         held.append(HeldState(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
     return held
+
+
+def rows_in(parts: Sequence[StoredParts]) -> list[tuple[int, bytes]]:
+    """The random numbers among what this rank has read of a checkpoint, and which rank had saved each."""
+    return [
+        (each.entries[name].region.offsets[0] + number, row.numpy().tobytes())
+        for each in parts
+        for name, tensor in each.tensors.items()
+        if name == f"{OF_EACH_RANK}random"
+        for number, row in enumerate(tensor)
+    ]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.group.communicators import wait_for_collectives
-from torchelastic.inventory.generators import seeded
+from torchelastic.inventory.generators import put_rows_of_generators, seeded
+from torchelastic.inventory.stored_values import Built as AsBuilt
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
 from torchelastic.model.companions import Companions, Snapshot, WithCompanions
+from torchelastic.model.stored_form import OF_EACH_RANK
 from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.rendezvous.records import StateStatus
@@ -39,6 +41,7 @@ from torchelastic.sharded.handover import (
     control_group,
     held_of_checkpoint,
     offer_of,
+    rows_in,
     take_over,
 )
 from torchelastic.sharded.initial import Initialize, complete_model, initialize_model
@@ -113,6 +116,7 @@ class ShardedState(WithCompanions, State):
         self._replicas, self._every, self._data_dims = replicas, every, data_dims
         self._host = host or socket.gethostname()
         self._own = Companions(sampler, extra)
+        self._as_built: dict[str, AsBuilt] = {}
         self._live = Live(self._own)
         self._copies = Copies()
         self._plain = Comparison()
@@ -258,7 +262,10 @@ class ShardedState(WithCompanions, State):
         world_size = world_size if world_size is not None else dist.get_world_size()
         rank = rank if rank is not None else dist.get_rank()
         forget_earlier_meshes()
-        built = Built(self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote)
+        built = Built(
+            self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote, own=self._own,
+            as_built=self._as_built,
+        )  # fmt: skip
         needed = built.layout(parameters_only=True)
         held = self._held(built)
         mine = offer_of(
@@ -358,9 +365,20 @@ class ShardedState(WithCompanions, State):
             complete_model(built.blank, self._initialize)
         if not taken.with_random and self._live.random_when_failed is not None:
             self._live.random_when_failed.put()
+        if choice.version.generation == STORED:
+            self._draw_as_saved(rank)
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
         publish_metric("torchelastic", "sharded.received.bytes", taken.received_bytes)
         return taken.own
+
+    def _draw_as_saved(self, rank: int) -> None:
+        """Each rank has read the random numbers of some that have saved."""
+        assert self._control is not None
+        mine = [] if self._loaded is None else rows_in(self._loaded[1])
+        rows = dict(row for of_rank in all_gather(self._control, mine, list[tuple[int, bytes]]) for row in of_rank)
+        if rows and rows.keys() == set(range(len(rows))):
+            saved = [torch.frombuffer(bytearray(rows[number]), dtype=torch.uint8) for number in range(len(rows))]
+            put_rows_of_generators(torch.stack(saved), rank)
 
     def _enter(self, built: Built, version: Version, offers: Sequence[Offer], whole_copies: Version | None) -> None:
         """This rank has its parts, and so has every other."""
@@ -395,6 +413,10 @@ class ShardedState(WithCompanions, State):
         """Those of the optimizers' plain tensors that were compared; the sharded ones are parts already."""
         named = self._live.present.names_in_tree(name for name in names if name.startswith("optimizer/"))
         return {stored for stored, name in named.items() if name is None or name in self._plain.equal}
+
+    def of_each_rank(self, names: Sequence[str]) -> Collection[str]:
+        """The random numbers."""
+        return {name for name in names if name.startswith(OF_EACH_RANK)}
 
     def save(self, stream: BinaryIO) -> None:  # noqa: ARG002 - part of the contract
         """Raises NonRetryableException: no single rank has the whole state."""
