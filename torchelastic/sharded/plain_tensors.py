@@ -167,28 +167,30 @@ class Comparison:
 
     Attributes:
         equal: names of those that were equal when they were compared last.
-        own: names of those that were not, at any time.
+        own: names of those that were not, at any time in this group.
     """
 
     def __init__(self) -> None:
         self.equal: set[str] = set()
         self.own: set[str] = set()
         self._steps = 0
+        self._has_told = False
 
     def enter_group(self, names: Iterable[str], own: Collection[str]) -> None:
-        """A new group is in sync, and has compared what it has taken over."""
-        self._take(own)
+        """A new group is in sync, and has compared what it has taken over; nothing else counts: some ranks are new."""
+        self._say(own)
+        self.own = set(own)
         self.equal = set(names) - self.own
         self._steps = 0
 
-    def _take(self, own: Collection[str]) -> None:
-        new = sorted(name.removeprefix(OPTIMIZER) for name in own if name not in self.own)
-        if new and not self.own:
+    def _say(self, own: Collection[str]) -> None:
+        if own and not self._has_told:
+            self._has_told = True
+            names = sorted(name.removeprefix(OPTIMIZER) for name in own)
             log.warning(
                 "the optimizer keeps plain tensors that differ from rank to rank (%s): they belong to the parts that "
-                "the ranks hold, so this run can go on, or resume, with as many workers only", shortlist(new),
+                "the ranks hold, so this run can go on, or resume, with as many workers only", shortlist(names),
             )  # fmt: skip
-        self.own |= set(own)
 
     def begin_step(self) -> bool:
         """The optimizers are about to step: whether to compare first, which is the same on all ranks."""
@@ -205,6 +207,10 @@ class Comparison:
         all_of_mine = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(sorted(mine.items()))) >> 1
         bounds = torch.tensor([all_of_mine, -all_of_mine])
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+        everywhere = set(mine)
         if int(bounds[0]) != -int(bounds[1]):
-            self._take(differing(all_gather(group, mine, dict[str, int])))
-        self.equal = set(mine) - self.own
+            said = all_gather(group, mine, dict[str, int])
+            everywhere = set.intersection(*map(set, said))
+            self.own |= differing(said)
+            self._say(self.own)
+        self.equal = everywhere - self.own
