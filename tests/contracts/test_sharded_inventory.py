@@ -19,6 +19,7 @@ from tests.contracts.census import Census, census_of, differences
 from tests.contracts.training_states import CHANGES, Layer, Metric
 from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.forked_ranks import run_ranks, values
+from tests.process.tiered_work import join
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone
@@ -133,9 +134,6 @@ NOT_STORED = {
     "attribute that is a list": "the same",
     "attribute that is new": "the same",
     "extra: an object without state": "told at the start: it says that it has nothing",
-    "a group of the model's parameters": "optimizers are stored by position",
-    "a parameter more in a group": "the same",
-    "order of the optimizer's parameters": "the same",
 }
 
 
@@ -252,3 +250,69 @@ def test_who_takes_a_lost_workers_place_has_all_that_it_had(changes: list[str]) 
     first, second = values(run_ranks(replaced, changes, ranks=2))
     assert {change: apart for change, apart in first.items() if apart} == {}
     assert {change for change, apart in second.items() if apart} == NOT_SENT & set(changes)
+
+
+# --- a restart of several ranks ---------------------------------------------------------------------------------------
+
+
+def saved_by_all(folder: str) -> list[float]:
+    torch.manual_seed(dist.get_rank() + 1)
+    one = ShardedWorld()
+    one.state.sync()
+    one.train()
+    manager, peers = TieredCheckpointManager([DiskTier(folder)], run_id="run"), join(1)
+    manager.enter_group(peers)
+    manager.save_step(one.state, 1, peers)
+    assert manager.wait(30)
+    return torch.rand(2).tolist()
+
+
+def loaded_by_all(folder: str) -> list[float]:
+    torch.manual_seed(dist.get_rank() + 7)
+    one = ShardedWorld()
+    manager, peers = TieredCheckpointManager([DiskTier(folder)], run_id="run"), join(2)
+    manager.enter_group(peers)
+    assert manager.restore(one.state, peers) == 1
+    one.state.sync()
+    return torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_draws_what_it_drew_and_one_more_draws_something_of_its_own(tmp_path: Path, ranks: int) -> None:
+    before = values(run_ranks(saved_by_all, str(tmp_path), ranks=2))
+    assert before[0] != before[1]
+    after = values(run_ranks(loaded_by_all, str(tmp_path), ranks=ranks))
+    assert after[:2] == before
+    if ranks > 2:
+        assert after[2] not in before
+
+
+# --- a script that was changed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_a_changed_script_freezes_stays_frozen_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trained()
+    one.layer.frozen.requires_grad_(True)
+    manager = TieredCheckpointManager([DiskTier(tmp_path)], run_id="run")
+    manager.save_step(one.state, one.state.step, Alone())
+    assert manager.wait(30)
+
+    def changed(mesh: DeviceMesh) -> tuple[Any, ...]:
+        layer, *rest = build(mesh)
+        layer.norm.requires_grad_(False)
+        layer.norm.eval()
+        return (layer, *rest)
+
+    again = torchelastic.ShardedState(changed, extra=one.state.extra)
+    assert manager.restore(again, Alone()) == 2
+    again.sync()
+    manager.close()
+    layer: Any = again.model
+    assert not any(parameter.requires_grad for parameter in layer.norm.parameters())
+    assert not layer.norm.training
+    assert layer.frozen.weight.requires_grad, "the run has changed that, and the script builds it as before"
+    (said,) = [record.getMessage() for record in caplog.records if "is built otherwise now" in record.getMessage()]
+    assert said.endswith(": norm.weight, norm.bias, norm")

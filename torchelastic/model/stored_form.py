@@ -8,7 +8,10 @@ Form 2 has, besides what form 1 had:
      "inner": [..]                       of optimizers that others keep, see `inventory.inner_optimizers`
      "values": {"": .., NAME: ..}        of the model, and of each module in `extra`: see `inventory.stored_values`
      "attributes": {NAME: ..}            plain ones that the run has changed: they are told, and not set
-     "own": {"random": ..}}              a row for each rank that has saved, see `inventory.generators`
+     "own": {"random": .., "order": {0: ..}}}
+                                         a row for each rank that has saved: see `inventory.generators`; and of each
+                                         optimizer the places of "parameters" among the sorted names of the model's
+                                         parameters, so that whoever reads one shard alone knows them, too
 """
 
 from __future__ import annotations
@@ -38,11 +41,13 @@ from torchelastic.text import shortlist
 log = logging.getLogger(__name__)
 
 FORM = 2
+#: Of a `ShardedState` alone: the optimizers' plain tensors that are each rank's own, or of which nobody knows.
+OF_RANKS = "optimizer_of_ranks"
 #: All that a tree of form 2 may hold.
 PARTS = frozenset(
     {
         "form", "module", "values", "attributes", "optimizer", "optimizer_steps", "parameters", "groups", "inner",
-        "scheduler", "sampler", "extra", "step", "epoch", "random", "own",
+        OF_RANKS, "scheduler", "sampler", "extra", "step", "epoch", "random", "own",
     }
 )  # fmt: skip
 #: Where each rank's own is.
@@ -62,6 +67,7 @@ class StoredForm:
 
     Attributes:
         built: of each module, the model by the name "", others as in `extra`.
+        groups: the names of the parameters in each group of each optimizer, as the script has built them.
     """
 
     def __init__(
@@ -70,13 +76,13 @@ class StoredForm:
         self._module, self._optimizers, self._own = module, optimizers, own
         self.built: dict[str, Built] = {} if built is None else built
         self._attributes: dict[str, Any] | None = None
-        self._groups: list[list[list[str]]] = []
+        self.groups: list[list[list[str]]] = []
 
     def look(self) -> None:
         """Take the modules that were not there before as they were built. Before anything is trained."""
         if self._attributes is None:
             self._attributes = attributes_of(self._module)
-            self._groups = self._optimizers.group_names(named_parameters(self._module))
+            self.groups = self._optimizers.group_names(named_parameters(self._module))
         for name, one in self._modules().items():
             if name not in self.built:
                 self.built[name] = as_built(one, _persistent(one))
@@ -95,17 +101,27 @@ class StoredForm:
         self.look()
         modules = self._modules()
         parts = {name: named_parts(one) for name, one in modules.items()}
+        names = self._optimizers.stored_names(tree["optimizer"], parts[MODEL].parameters)
         return {
             "form": FORM,
-            "parameters": self._optimizers.stored_names(tree["optimizer"], parts[MODEL].parameters),
-            "groups": self._groups,
+            "parameters": names,
+            "groups": self.groups,
             "inner": self._optimizers.inner_states(parts[MODEL].parameters),
             "values": {
                 name: stored_values(one, parts[name], set(map(plain_name, _state_in(tree, name))), self.built[name])
                 for name, one in modules.items()
             },
             "attributes": self.changed_attributes(parts[MODEL]),
-            "own": {"random": row_of_generators()},
+            "own": {"random": row_of_generators(), "order": self._order(names, sorted(parts[MODEL].parameters))},
+        }
+
+    def _order(self, names: Any, among: Sequence[str]) -> dict[int, torch.Tensor]:
+        places = {name: place for place, name in enumerate(among)}
+        by_optimizer = enumerate(self._optimizers.states_in(names))
+        return {
+            number: torch.tensor([places.get(name, -1) for name in of_one], dtype=torch.int32)
+            for number, of_one in by_optimizer
+            if of_one
         }
 
     def load(
@@ -134,6 +150,12 @@ class StoredForm:
             self._put_buffers(tree)
         self._load_weights(tree, was_trained=was_trained)
         self._own.load_state_dict(dict(tree), trained, with_random=with_random)
+        if OF_RANKS in tree:
+            log.warning(
+                "the optimizer in this checkpoint of a ShardedState has plain tensors that may differ from rank to "
+                "rank: those of the first rank are taken: %s",
+                shortlist(sorted({name for of_rank in tree[OF_RANKS].values() for name in of_rank})),
+            )
         if form == 1:
             return None
         self._put_flags(tree)
@@ -158,7 +180,7 @@ class StoredForm:
             return
         optimizer = self._optimizers.named_from_stored(tree["optimizer"], tree["parameters"])
         # what the run has changed in groups that are built as they were then comes from the checkpoint
-        may_lose = was_trained or tree["groups"] == self._groups
+        may_lose = was_trained or tree["groups"] == self.groups
         self._optimizers.load_named_state(
             optimizer,
             named_parameters(self._module),
@@ -232,6 +254,25 @@ def form_of(tree: Mapping[str, Any]) -> int:
 def _state_in(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     state: Mapping[str, Any] = tree["module"] if name == MODEL else tree["extra"][name]
     return state
+
+
+def names_in_order(order: torch.Tensor, among: Sequence[str]) -> list[str]:
+    """The names of the numbers in an optimizer's state, given a row of its "order"; "" is none of the model's.
+
+    Args:
+        order: of the checkpoint.
+        among: the sorted names of the parameters here.
+
+    Raises:
+        UnfitStateError: the checkpoint is of a model with other parameters.
+    """
+    places = order.tolist()
+    if max(places, default=-1) >= len(among):
+        raise UnfitStateError(
+            "the optimizer's state in the checkpoint is of a model with more parameters than this one has: build the "
+            "model as it was when it was saved, or save to another folder"
+        )
+    return [among[place] if place >= 0 else "" for place in places]
 
 
 def _persistent(module: torch.nn.Module) -> set[str]:

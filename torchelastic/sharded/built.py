@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.inventory.generators import seeded
 from torchelastic.inventory.module_parts import ModuleParts
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.names import named_parameters, plain_name
+from torchelastic.inventory.names import named_parameters
 from torchelastic.inventory.optimizer_values import group_faults, put_groups
 from torchelastic.inventory.stored_values import Built as AsBuilt
 from torchelastic.model.companions import Companions, Trained
@@ -58,6 +58,7 @@ class Built:
         blank: what was on the meta device, and holds nothing yet.
         rest: what the model has besides.
         form: of its checkpoints.
+        names_as_built: of the parameters of each optimizer, as `build` has made it.
 
     Raises:
         ValueError, NonRetryableException: what was built cannot be kept; says why.
@@ -93,7 +94,7 @@ class Built:
         self.form = StoredForm(self.model, self.optimizers, own, as_built)
         self.form.look()
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._names_as_built = [[name for name, _ in optimized] for optimized in self._optimized]
+        self.names_as_built = [[name for name, _ in optimized] for optimized in self.optimized]
         self._sizes: list[int] = []
         self._beside: dict[str, ModuleParts] = {}
         self._parts: dict[str, Entry] = {}
@@ -104,7 +105,7 @@ class Built:
         return Trained((), self.optimizers, self.schedulers, self.structure)
 
     @property
-    def _optimized(self) -> list[list[tuple[str, torch.Tensor]]]:
+    def optimized(self) -> list[list[tuple[str, torch.Tensor]]]:
         """The parameters of each optimizer with their names, in its order; a script may add groups in the run.
 
         Raises:
@@ -144,7 +145,7 @@ class Built:
         """
         sizes = [len(group["params"]) for each in self.optimizers.objects for group in each.param_groups]
         if sizes != self._sizes:
-            self._sizes, _ = sizes, self._optimized
+            self._sizes, _ = sizes, self.optimized
 
     def check_parameters(self) -> None:
         """Called when the group has ended.
@@ -211,61 +212,12 @@ class Built:
         return found
 
     def _optimizer_values(self) -> Iterator[tuple[str, Any]]:
-        for number, (optimizer, optimized) in enumerate(zip(self.optimizers.objects, self._optimized, strict=True)):
+        for number, (optimizer, optimized) in enumerate(zip(self.optimizers.objects, self.optimized, strict=True)):
             for name, parameter in optimized:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     yield f"{OPTIMIZER}{number}/{name}/{key}", value
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
-    def name_of_stored(self, stored: str) -> str | None:
-        """Our name of a tensor in a checkpoint, given the one there; None: it is no parameter's and no optimizer's.
-
-        Raises:
-            NonRetryableException: the checkpoint is of other optimizers.
-        """
-        kind, _, rest = stored.partition("/")
-        if kind == "module":
-            return PARAMETERS + plain_name(rest) if plain_name(rest) in self.parameters else None
-        place = self._place_in(stored)
-        return None if place is None else f"{OPTIMIZER}{place[0]}/{self._optimized_name(*place[:2])}/{place[2]}"
-
-    def names_in_tree(self, stored: Iterable[str]) -> dict[str, str | None]:
-        """The same for tensors in the tree that is saved now, each of an optimizer's state or None."""
-        places, optimized = {name: self._place_in(name) for name in stored}, self._optimized
-        return {
-            name: None if found is None else f"{OPTIMIZER}{found[0]}/{optimized[found[0]][found[1]][0]}/{found[2]}"
-            for name, found in places.items()
-        }
-
-    def _place_in(self, stored: str) -> tuple[int, int, str] | None:
-        """Number of the optimizer, place of the parameter and key of the value; None: it is of no parameter's state."""
-        kind, *optimizer = stored.split("/")
-        if kind != "optimizer" or len(optimizer) < 3 or optimizer[-3] != "state" or not optimizer[-2].isdigit():
-            return None
-        *path, _, place, key = optimizer
-        names, name = list(self.optimizers.names), "/".join(path)
-        return names.index(name) if name in names else int(name.strip("~'")), int(place), key
-
-    def plain_values_in(self, state: Any) -> dict[str, Any]:
-        """The plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names."""
-        return {
-            f"{OPTIMIZER}{number}/{self._optimized_name(number, int(place))}/{key}": value
-            for number, one in enumerate(self.optimizers.states_in(state))
-            for place, kept in one["state"].items()
-            for key, value in kept.items()
-            if not isinstance(value, torch.Tensor)
-        }
-
-    def _optimized_name(self, number: int, place: int) -> str:
-        """The name of an optimizer's parameter, by its place there."""
-        names = self._names_as_built[number]
-        if place >= len(names):
-            raise NonRetryableException(
-                f"the checkpoint's optimizer has a parameter number {place}, and the one that build(mesh) has made has "
-                f"{len(names)} parameters: build the one that was saved, with the groups that add_param_group had added"
-            )
-        return names[place]
+    # --- groups, and what else optimizers have ------------------------------------------------------------------------
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """The parameter groups of each optimizer: hyperparameters, and the names of the parameters as "params"."""
@@ -307,22 +259,6 @@ class Built:
         """The inverse."""
         for optimizer, values in zip(self.optimizers.objects, others, strict=True):
             optimizer.state.update(values)
-
-    def settings_in(self, state: Any) -> list[list[dict[str, Any]]]:
-        """The hyperparameters in the optimizers' saved state, as `Optimizers.settings` gives them.
-
-        Raises:
-            NonRetryableException: its groups have other parameters than those here.
-        """
-        saved = [one["param_groups"] for one in self.optimizers.states_in(state)]
-        for optimizer, groups in zip(self.optimizers.objects, saved, strict=True):
-            before, now = ([len(each["params"]) for each in some] for some in (groups, optimizer.param_groups))
-            if before != now and len(before) == len(now):
-                raise NonRetryableException(
-                    f"the parameter groups of the checkpoint's {type(optimizer).__name__} hold {before} parameters, "
-                    f"and those that build(mesh) has made hold {now}: build the optimizer as it was when it was saved"
-                )
-        return [[{key: value for key, value in group.items() if key != "params"} for group in one] for one in saved]
 
     def is_split(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a saved state is sharded here: a parameter's, or one of the same shape."""

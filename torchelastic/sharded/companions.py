@@ -20,10 +20,11 @@ from torchelastic.inventory.names import named_modules, plain_name
 from torchelastic.inventory.packing import as_packed
 from torchelastic.inventory.stored_values import merged_buffers, merged_flags
 from torchelastic.model.companions import Companions
-from torchelastic.model.stored_form import MODEL, form_of, report_buffers, report_flags
+from torchelastic.model.stored_form import MODEL, OF_RANKS, form_of, report_buffers, report_flags
 from torchelastic.model.transfer import UnsendableError
 from torchelastic.sharded.built import Built, other_parameters
-from torchelastic.sharded.plain_tensors import OF_RANKS, own_tree, plain_names
+from torchelastic.sharded.plain_tensors import own_tree, plain_names
+from torchelastic.sharded.stored_names import names_in_tree, plain_values_in, settings_in
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.tensors import has_version_of_its_own, metadata_of
 
@@ -99,20 +100,21 @@ def companions_in(tree: Mapping[str, Any], built: Built) -> dict[str, Any]:
             f"the checkpoint is of another model: it has no {shortlist(lacking)}, and the model that build(mesh) has "
             "made has such buffers. Build the model as it was when it was saved, or save to another folder"
         )
+    names = names_in_tree(tree, built)
     return {
         "module": {
             "flags": flags,
             "buffers": as_packed(buffers),
             "persistent": persistent,
             "states": {name.rpartition(".")[0]: value for name, value in states.items()},
-            "attributes": {},
+            "attributes": tree.get("attributes", {}),
             "is_whole": is_whole,
         },
         "beside": {},
-        "groups": built.settings_in(tree["optimizer"]),
+        "groups": settings_in(tree["optimizer"], built, names, tree.get("groups")),
         "others": [],
         "optimizer_steps": tree.get("optimizer_steps", ()),
-        "values": built.plain_values_in(tree["optimizer"]),
+        "values": plain_values_in(tree["optimizer"], built, names),
         **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
     }
 
@@ -163,8 +165,8 @@ def load_companions(own: Companions, tree: dict[str, Any], built: Built, *, with
         put_attributes(built.model, attributes)
     elif differing := differing_attributes(built.model, attributes):
         log.warning(
-            "step %d: attributes of the model have changed in the run, and are not sent to a worker that joins: %s. "
-            "Make what the training depends on a buffer, or return it from get_extra_state",
+            "step %d: attributes of the model have changed in the run, and a worker that joins, or a run that resumes, "
+            "does not get them: %s. Make what the training depends on a buffer, or return it from get_extra_state",
             own.step, shortlist(differing),
         )  # fmt: skip
     built.optimizers.load_settings(tree["groups"])

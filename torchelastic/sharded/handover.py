@@ -29,6 +29,7 @@ from torchelastic.sharded.offers import (
     pieces_for,
 )
 from torchelastic.sharded.plain_tensors import PARAMETERS, digests_of, name_of_own, own_names, pieces_of_own
+from torchelastic.sharded.stored_names import name_of_stored, names_in_shard
 from torchelastic.sharded.transfers import broadcast_bytes, exchange_bytes, move
 
 
@@ -137,8 +138,9 @@ def held_of_checkpoint(
         layout: dict[str, Entry] = {}
         tensors = {}
         is_sharded = any(entry.is_shard for stored, entry in each.entries.items() if stored.startswith(PARAMETERS))
+        names = names_in_shard(each, built)
         for stored, entry in each.entries.items():
-            name = built.name_of_stored(stored)
+            name = name_of_stored(stored, built, names)
             if name is not None and name not in layout:
                 is_shard = entry.is_shard if is_sharded else built.is_split(name, entry.shape)
                 layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.region, is_shard=is_shard)

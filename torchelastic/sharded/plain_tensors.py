@@ -20,13 +20,12 @@ from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.tensor_parts import ShardOf
 from torchelastic.errors import NonRetryableException
 from torchelastic.inventory.copies import bytes_of, is_dense
+from torchelastic.model.stored_form import OF_RANKS
 from torchelastic.sharded.offers import Layout, Offer, Piece
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.text import shortlist
 
 PARAMETERS, OPTIMIZER = "module/", "optimizer/"
-#: In the tree of a checkpoint: the optimizers' plain tensors that are each rank's own, or of which nobody knows.
-OF_RANKS = "optimizer_of_ranks"
 
 log = logging.getLogger(__name__)
 

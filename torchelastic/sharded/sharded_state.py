@@ -49,6 +49,7 @@ from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
 from torchelastic.sharded.plain_tensors import Comparison, plain_names
+from torchelastic.sharded.stored_names import names_of_saved
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import GradientWeights
 from torchelastic.state import State
@@ -262,10 +263,7 @@ class ShardedState(WithCompanions, State):
         world_size = world_size if world_size is not None else dist.get_world_size()
         rank = rank if rank is not None else dist.get_rank()
         forget_earlier_meshes()
-        built = Built(
-            self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote, own=self._own,
-            as_built=self._as_built,
-        )  # fmt: skip
+        built = self._built(world_size)
         needed = built.layout(parameters_only=True)
         held = self._held(built)
         mine = offer_of(
@@ -302,6 +300,12 @@ class ShardedState(WithCompanions, State):
         self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
+
+    def _built(self, world_size: int) -> Built:
+        return Built(
+            self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote, own=self._own,
+            as_built=self._as_built,
+        )  # fmt: skip
 
     def _held(self, built: Built) -> list[HeldState]:
         """All that this rank has, wherever it is."""
@@ -411,7 +415,7 @@ class ShardedState(WithCompanions, State):
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """Those of the optimizers' plain tensors that were compared; the sharded ones are parts already."""
-        named = self._live.present.names_in_tree(name for name in names if name.startswith("optimizer/"))
+        named = names_of_saved((name for name in names if name.startswith("optimizer/")), self._live.present)
         return {stored for stored, name in named.items() if name is None or name in self._plain.equal}
 
     def of_each_rank(self, names: Sequence[str]) -> Collection[str]:
