@@ -262,7 +262,10 @@ def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.
     modes = own["eval"] if saved["eval"] is None else saved["eval"]
     switched = [repr(name) for name in sorted(set(modes) ^ set(own["eval"]))]
     put_flags(module, {"frozen": now, "eval": modes})
-    notes = [*_told(frozen, "frozen", "not frozen", may_freeze), *_told(thawed, "not frozen", "frozen", may_thaw)]
+    notes = [
+        *_sentences(frozen, "frozen", "not frozen", may_freeze),
+        *_sentences(thawed, "not frozen", "frozen", may_thaw),
+    ]
     if switched:
         notes.append(
             f"{counted(len(switched), 'module')} ({shortlist(switched)}) are in training or evaluation mode as when "
@@ -272,7 +275,7 @@ def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.
     return notes
 
 
-def _told(names: Sequence[str], there: str, here: str, is_put: bool) -> list[str]:
+def _sentences(names: Sequence[str], there: str, here: str, is_put: bool) -> list[str]:
     if not names:
         return []
     named = f"{counted(len(names), 'parameter')} ({shortlist(names)})"
