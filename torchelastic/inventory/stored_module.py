@@ -73,7 +73,8 @@ def buffers_beside(module: torch.nn.Module, built: Mapping[str, Form], state: Se
         built: what `forms_of` gave when the script had built it.
         state: the plain names in its `state_dict`.
     """
-    buffers, reshaped = buffers_of(module), _reshaped(module, built)
+    buffers = buffers_of(module)
+    reshaped = _reshaped(buffers, built)
     slots = {
         name: buffer
         for name, buffer in buffers.items()
@@ -93,11 +94,11 @@ def with_reshaped(module: torch.nn.Module, built: Mapping[str, Form], buffers: M
     """
     empty = {name: None for name, form in built.items() if form is None}
     stored = {"slots": empty, "reshaped": ()} if buffers is None else buffers
-    return {**stored, "reshaped": sorted({*stored["reshaped"], *_reshaped(module, built)})}
+    return {**stored, "reshaped": sorted({*stored["reshaped"], *_reshaped(buffers_of(module), built)})}
 
 
-def _reshaped(module: torch.nn.Module, built: Mapping[str, Form]) -> set[str]:
-    forms = forms_of(module)
+def _reshaped(buffers: Mapping[str, torch.Tensor | None], built: Mapping[str, Form]) -> set[str]:
+    forms = {name: _form(buffer) for name, buffer in buffers.items()}
     return {name for name in forms.keys() | built.keys() if forms.get(name, ()) != built.get(name, ())}
 
 

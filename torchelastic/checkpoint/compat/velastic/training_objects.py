@@ -190,9 +190,10 @@ class TrainingObjects:
     def digest(self) -> str:
         """xxh3_64 of all parameters and optimizer states that this rank holds, to be compared with other ranks'."""
         digest = xxhash.xxh3_64()
-        tree = self.tree()
-        states = [state for optimizer in tree["optimizers"] for state in optimizer.get("state", {}).values()]
-        for values in (tree["model"]["parameters"], *states):
+        parameters, _ = parted(self.model, state_of(self.model))
+        trees = self._optimizer_trees.trees()
+        states = [state for optimizer in trees for state in optimizer.get("state", {}).values()]
+        for values in (parameters, *states):
             for name, value in values.items():
                 digest.update(name.encode())
                 if isinstance(value, torch.Tensor):
