@@ -57,6 +57,17 @@ def test_each_difference_from_what_the_script_has_built_is_told_once(
     assert len([text for text in told(caplog) if re.search(words, text)]) == 1, told(caplog)
 
 
+def test_a_script_that_evaluates_what_was_trained_goes_on_evaluating(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(nn.Sequential(nn.Linear(2, 1), nn.Dropout()), tmp_path)
+    model = nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval().requires_grad_(False)
+    loaded(model, tmp_path)
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert told(caplog) == []
+
+
 class Table(nn.Module):
     """A table that a setting of the script has the size of, persistent or not."""
 

@@ -56,13 +56,17 @@ def stored_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str
         state: what its `state_dict` gave.
     """
     flags = flags_of(module)
-    modes: Collection[str] | None = flags["eval"]
-    if modes is not None and len(modes) == len({name for name, _ in named_modules(module)}):
-        modes = None  # saved in an evaluation: what trains in evaluation mode behind it is not known
+    # saved in an evaluation: what trains in evaluation mode behind it is not known
+    modes = None if _evaluates(module, flags["eval"]) else sorted(flags["eval"])
     return {
-        "flags": {"frozen": sorted(flags["frozen"]), "eval": None if modes is None else sorted(modes)},
+        "flags": {"frozen": sorted(flags["frozen"]), "eval": modes},
         "versions": _unusual_versions(state),
     }
+
+
+def _evaluates(module: torch.nn.Module, modes: Collection[str]) -> bool:
+    """Whether each module is in evaluation mode, as none is that was just built."""
+    return len(modes) == len({name for name, _ in named_modules(module)})
 
 
 def buffers_beside(module: torch.nn.Module, built: Mapping[str, Form], state: Set[str]) -> dict[str, Any]:
@@ -241,7 +245,7 @@ def put_buffers_beside(module: torch.nn.Module, beside: Beside, state: Mapping[s
 
 
 def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.Module | None = None) -> list[str]:
-    """Have the flags that were stored.
+    """Have the flags that were stored; not where the script has frozen all, or evaluates: then it does not train.
 
     Where DDP is around it already, what it has found frozen stays so: it averages no gradients of that. And what it has
     found trained is frozen only if it may be unused.
@@ -256,11 +260,13 @@ def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.
     """
     ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
     saved, own, known = beside["flags"], flags_of(module), named_parameters(module).keys()
+    if known and known <= set(own["frozen"]):
+        saved = {**saved, "frozen": own["frozen"]}
     frozen = sorted((set(saved["frozen"]) - set(own["frozen"])) & known)
     thawed = sorted((set(own["frozen"]) - set(saved["frozen"])) & known)
     may_freeze, may_thaw = ddp is None or ddp.find_unused_parameters, ddp is None
     now = {*own["frozen"], *(frozen if may_freeze else ())}.difference(thawed if may_thaw else ())
-    modes = own["eval"] if saved["eval"] is None else saved["eval"]
+    modes = own["eval"] if saved["eval"] is None or _evaluates(module, own["eval"]) else saved["eval"]
     switched = [repr(name) for name in sorted(set(modes) ^ set(own["eval"]))]
     put_flags(module, {"frozen": now, "eval": modes})
     notes = [
