@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -244,34 +244,51 @@ def put_buffers_beside(module: torch.nn.Module, beside: Beside, state: Mapping[s
     return notes
 
 
-def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.Module | None = None) -> list[str]:
-    """Have the flags that were stored; not where the script has frozen all, or evaluates: then it does not train.
+class Allowed(NamedTuple):
+    """Which flags may be put back.
 
-    Where DDP is around it already, what it has found frozen stays so: it averages no gradients of that. And what it has
-    found trained is frozen only if it may be unused.
+    Attributes:
+        freezes: a parameter that is trained may be frozen.
+        thaws: the other way round.
+    """
+
+    freezes: bool
+    thaws: bool
+
+
+def allowed_in(wrapper: torch.nn.Module | None) -> Allowed:
+    """By what is around a module.
+
+    DDP averages nothing of what it has found frozen, and what it has found trained needs gradients, or may be unused.
+    """
+    if not isinstance(wrapper, DistributedDataParallel):
+        return Allowed(True, True)
+    return Allowed(wrapper.find_unused_parameters, False)
+
+
+def put_flags_beside(module: torch.nn.Module, beside: Beside, allowed: Allowed) -> list[str]:
+    """Have the flags that were stored; not where the script has frozen all, or evaluates: then it does not train.
 
     Args:
         module: ours, with the saved weights.
         beside: what `stored_beside` gave there.
-        wrapper: what is around it.
+        allowed: the others are told alone.
 
     Returns:
         As `put_buffers_beside`.
     """
-    ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
     saved, own, known = beside["flags"], flags_of(module), named_parameters(module).keys()
     if known and known <= set(own["frozen"]):
         saved = {**saved, "frozen": own["frozen"]}
     frozen = sorted((set(saved["frozen"]) - set(own["frozen"])) & known)
     thawed = sorted((set(own["frozen"]) - set(saved["frozen"])) & known)
-    may_freeze, may_thaw = ddp is None or ddp.find_unused_parameters, ddp is None
-    now = {*own["frozen"], *(frozen if may_freeze else ())}.difference(thawed if may_thaw else ())
+    now = {*own["frozen"], *(frozen if allowed.freezes else ())}.difference(thawed if allowed.thaws else ())
     modes = own["eval"] if saved["eval"] is None or _evaluates(module, own["eval"]) else saved["eval"]
     switched = [repr(name) for name in sorted(set(modes) ^ set(own["eval"]))]
     put_flags(module, {"frozen": now, "eval": modes})
     notes = [
-        *_sentences(frozen, "frozen", "not frozen", may_freeze),
-        *_sentences(thawed, "not frozen", "frozen", may_thaw),
+        *_sentences(frozen, "frozen", "not frozen", allowed.freezes),
+        *_sentences(thawed, "not frozen", "frozen", allowed.thaws),
     ]
     if switched:
         notes.append(

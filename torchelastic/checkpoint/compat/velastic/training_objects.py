@@ -33,6 +33,7 @@ from torchelastic.inventory.module_state import load_into, parted, state_of
 from torchelastic.inventory.names import named_modules
 from torchelastic.inventory.optimizer_values import OWN_FORM
 from torchelastic.inventory.stored_module import (
+    allowed_in,
     buffers_beside,
     forms_of,
     is_extra_state,
@@ -184,7 +185,7 @@ class TrainingObjects:
         load_into(self.model, with_versions(values, saved["model"].get("versions"), modules))
         notes += self._optimizer_trees.apply(loaded["optimizers"], saved, live, own)
         if "flags" in saved["model"]:
-            notes += put_flags_beside(self.model, saved["model"], self._ddp)
+            notes += put_flags_beside(self.model, saved["model"], allowed_in(self._ddp))
         return notes
 
     def digest(self) -> str:
