@@ -21,6 +21,7 @@ from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.checkpoint import BCPState, CheckpointError
 from torchelastic.checkpoint.command.converting import convert
+from torchelastic.checkpoint.compat.velastic import shard
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -54,6 +55,17 @@ def test_each_difference_from_what_the_script_has_built_is_told_once(
 ) -> None:
     restarted(CHANGES[change], tmp_path)
     assert len([text for text in told(caplog) if re.search(words, text)]) == 1, told(caplog)
+
+
+def test_a_script_that_evaluates_what_was_trained_goes_on_evaluating(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(nn.Sequential(nn.Linear(2, 1), nn.Dropout()), tmp_path)
+    model = nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval().requires_grad_(False)
+    loaded(model, tmp_path)
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert told(caplog) == []
 
 
 class Table(nn.Module):
@@ -231,6 +243,14 @@ def test_groups_that_the_script_makes_itself_now_are_taken_too(
     state.load()
     assert apart(census(one), census(again)) == {}
     assert told(caplog) == []
+
+
+def test_a_checkpoint_of_a_newer_release_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "VERSION", 3)
+    saved(nn.Linear(2, 1), tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"'training state', 3\): it was saved by .* a newer release"):
+        loaded(nn.Linear(2, 1), tmp_path)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -212,6 +212,30 @@ def with_positions(base: str, until: int, *, skips: bool) -> list[float]:
     return seen
 
 
+def with_ddp(base: str, *, saves: bool) -> tuple[list[float], list[bool]]:
+    """Saves with buffers that DDP does not keep equal, one layer thawed and another frozen since; or loads that.
+
+    Returns:
+        The buffers of this rank, and which layers are trained.
+    """
+    kept = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
+    accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[kept])
+    torch.manual_seed(1)
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    plain[0].requires_grad_(False)
+    model = accelerator.prepare(plain)
+    with MemoryCheckpointer(accelerator, base) as memory:
+        if saves:
+            model(torch.randn(4, 2) + accelerator.process_index)
+            plain[0].requires_grad_(True)
+            plain[2].requires_grad_(False)
+            memory.save(1)
+        else:
+            memory.load()
+    trained = [all(one.requires_grad for one in layer.parameters()) for layer in plain]
+    return [float(value) for value in plain[1].running_mean], trained  # type: ignore[union-attr]
+
+
 def load_of_before(base: str) -> tuple[str, str, int]:
     """Saves what 1.0.0a1 saved at first, with optimizers by position and nothing beside `state_dict`s; loads it."""
     training = Training(Run(base), 1)

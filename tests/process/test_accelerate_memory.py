@@ -23,6 +23,7 @@ from tests.process.accelerate_runs import (
     offered,
     save_what_cannot_be_saved,
     train,
+    with_ddp,
     with_positions,
 )
 from tests.process.forked_ranks import Ended, run_ranks, values
@@ -150,3 +151,17 @@ def test_a_checkpoint_of_before_is_loaded(base: str) -> None:
     ((saved, loaded, seen),) = values(start(load_of_before, base))
     assert loaded == saved
     assert seen == 1
+
+
+@pytest.mark.long
+def test_ranks_that_ddp_does_not_keep_equal_have_their_own_buffers(base: str) -> None:
+    saved = values(start(_ddp, base, True, ranks=2))
+    loaded = values(start(_ddp, base, False, ranks=2))
+    assert saved[0][0] != saved[1][0]
+    assert [buffers for buffers, _ in loaded] == [buffers for buffers, _ in saved]
+    # DDP would average nothing of what it has found frozen
+    assert [trained for _, trained in loaded] == [[False, True, False]] * 2
+
+
+def _ddp(base: str, saves: bool) -> tuple[list[float], list[bool]]:
+    return with_ddp(base, saves=saves)

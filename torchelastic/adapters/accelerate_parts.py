@@ -23,6 +23,7 @@ from torchelastic.inventory.optimizer_values import (
     stored_faults,
 )
 from torchelastic.inventory.stored_module import (
+    Allowed,
     Form,
     buffers_beside,
     forms_of,
@@ -81,8 +82,24 @@ class Prepared:
             "is_accumulating": not accelerator.sync_gradients,
             "extra": extra,
         }
-        of_modules = [{name: value for name, value in others.items() if is_extra_state(name)} for *_, others in states]
-        return RankState(replicated, leading, {"rng": rng_state(), "extra_states": of_modules, **self._window()})
+        keeps_all = accelerator.use_distributed and not self._ddp("broadcast_buffers", True)
+        own = {
+            "rng": rng_state(),
+            "others": [
+                {name: value for name, value in others.items() if keeps_all or is_extra_state(name)}
+                for _, _, others in states
+            ],
+            "buffers": [one["buffers"] if keeps_all else None for one in leading["beside"]],
+        }
+        return RankState(replicated, leading, {**own, **self._window()})
+
+    def _ddp(self, name: str, default: bool) -> bool:
+        """What DDP is told: the accelerator has the models that are in it, and not itself."""
+        return bool(getattr(self._accelerator.ddp_handler, name, default))
+
+    def _allowed(self) -> Allowed:
+        is_wrapped = self._accelerator.use_distributed
+        return Allowed(not is_wrapped or self._ddp("find_unused_parameters", False), not is_wrapped)
 
     def _beside(self, model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         buffers = buffers_beside(model, self._forms[id(model)][1], state.keys())
@@ -154,9 +171,9 @@ class Prepared:
         if accelerator.scaler is not None and saved["scaler"] is not None:
             accelerator.scaler.load_state_dict(saved["scaler"])
         accelerator.step = saved["step"]
-        for wrapped, (model, _, _, beside) in zip(accelerator._models, self._saved_models(saved, own), strict=True):
+        for model, _, _, beside in self._saved_models(saved, own):
             if "flags" in beside:
-                notes += put_flags_beside(model, beside, wrapped)
+                notes += put_flags_beside(model, beside, self._allowed())
         return notes
 
     def put_gradients(self, windows: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -191,11 +208,16 @@ class Prepared:
         self, saved: Mapping[str, Any], own: Mapping[str, Any]
     ) -> Iterator[tuple[torch.nn.Module, dict[str, Any], dict[str, Any], Mapping[str, Any]]]:
         """Each model with the saved parameters, the rest of its `state_dict`, and what was stored beside that."""
-        models = self._models()
-        nothing: list[dict[str, Any]] = [{} for _ in models]
-        of_modules, beside = own.get("extra_states", nothing), saved.get("beside", nothing)
-        for model, parameters, others, mine, more in zip(
-            models, saved["parameters"], saved["buffers"], of_modules, beside, strict=True
-        ):
-            buffers = with_reshaped(model, self._forms[id(model)][1], more.get("buffers"))
-            yield model, parameters, {**others, **mine}, {**more, "buffers": buffers}
+        nothing: list[Any] = [{} for _ in self._accelerator._models]
+        of_each = zip(
+            self._models(),
+            saved["parameters"],
+            saved["buffers"],
+            saved.get("beside", nothing),
+            own.get("others", nothing),
+            own.get("buffers", nothing),
+            strict=True,
+        )
+        for model, parameters, others, beside, mine, buffers in of_each:
+            stored = with_reshaped(model, self._forms[id(model)][1], buffers or beside.get("buffers"))
+            yield model, parameters, {**others, **mine}, {**beside, "buffers": stored}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -56,13 +56,17 @@ def stored_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str
         state: what its `state_dict` gave.
     """
     flags = flags_of(module)
-    modes: Collection[str] | None = flags["eval"]
-    if modes is not None and len(modes) == len({name for name, _ in named_modules(module)}):
-        modes = None  # saved in an evaluation: what trains in evaluation mode behind it is not known
+    # saved in an evaluation: what trains in evaluation mode behind it is not known
+    modes = None if _evaluates(module, flags["eval"]) else sorted(flags["eval"])
     return {
-        "flags": {"frozen": sorted(flags["frozen"]), "eval": None if modes is None else sorted(modes)},
+        "flags": {"frozen": sorted(flags["frozen"]), "eval": modes},
         "versions": _unusual_versions(state),
     }
+
+
+def _evaluates(module: torch.nn.Module, modes: Collection[str]) -> bool:
+    """Whether each module is in evaluation mode, as none is that was just built."""
+    return len(modes) == len({name for name, _ in named_modules(module)})
 
 
 def buffers_beside(module: torch.nn.Module, built: Mapping[str, Form], state: Set[str]) -> dict[str, Any]:
@@ -73,7 +77,8 @@ def buffers_beside(module: torch.nn.Module, built: Mapping[str, Form], state: Se
         built: what `forms_of` gave when the script had built it.
         state: the plain names in its `state_dict`.
     """
-    buffers, reshaped = buffers_of(module), _reshaped(module, built)
+    buffers = buffers_of(module)
+    reshaped = _reshaped(buffers, built)
     slots = {
         name: buffer
         for name, buffer in buffers.items()
@@ -93,11 +98,11 @@ def with_reshaped(module: torch.nn.Module, built: Mapping[str, Form], buffers: M
     """
     empty = {name: None for name, form in built.items() if form is None}
     stored = {"slots": empty, "reshaped": ()} if buffers is None else buffers
-    return {**stored, "reshaped": sorted({*stored["reshaped"], *_reshaped(module, built)})}
+    return {**stored, "reshaped": sorted({*stored["reshaped"], *_reshaped(buffers_of(module), built)})}
 
 
-def _reshaped(module: torch.nn.Module, built: Mapping[str, Form]) -> set[str]:
-    forms = forms_of(module)
+def _reshaped(buffers: Mapping[str, torch.Tensor | None], built: Mapping[str, Form]) -> set[str]:
+    forms = {name: _form(buffer) for name, buffer in buffers.items()}
     return {name for name in forms.keys() | built.keys() if forms.get(name, ()) != built.get(name, ())}
 
 
@@ -239,30 +244,52 @@ def put_buffers_beside(module: torch.nn.Module, beside: Beside, state: Mapping[s
     return notes
 
 
-def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.Module | None = None) -> list[str]:
-    """Have the flags that were stored.
+class Allowed(NamedTuple):
+    """Which flags may be put back.
 
-    Where DDP is around it already, what it has found frozen stays so: it averages no gradients of that. And what it has
-    found trained is frozen only if it may be unused.
+    Attributes:
+        freezes: a parameter that is trained may be frozen.
+        thaws: the other way round.
+    """
+
+    freezes: bool
+    thaws: bool
+
+
+def allowed_in(wrapper: torch.nn.Module | None) -> Allowed:
+    """By what is around a module.
+
+    DDP averages nothing of what it has found frozen, and what it has found trained needs gradients, or may be unused.
+    """
+    if not isinstance(wrapper, DistributedDataParallel):
+        return Allowed(True, True)
+    return Allowed(wrapper.find_unused_parameters, False)
+
+
+def put_flags_beside(module: torch.nn.Module, beside: Beside, allowed: Allowed) -> list[str]:
+    """Have the flags that were stored; not where the script has frozen all, or evaluates: then it does not train.
 
     Args:
         module: ours, with the saved weights.
         beside: what `stored_beside` gave there.
-        wrapper: what is around it.
+        allowed: the others are told alone.
 
     Returns:
         As `put_buffers_beside`.
     """
-    ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
     saved, own, known = beside["flags"], flags_of(module), named_parameters(module).keys()
+    if known and known <= set(own["frozen"]):
+        saved = {**saved, "frozen": own["frozen"]}
     frozen = sorted((set(saved["frozen"]) - set(own["frozen"])) & known)
     thawed = sorted((set(own["frozen"]) - set(saved["frozen"])) & known)
-    may_freeze, may_thaw = ddp is None or ddp.find_unused_parameters, ddp is None
-    now = {*own["frozen"], *(frozen if may_freeze else ())}.difference(thawed if may_thaw else ())
-    modes = own["eval"] if saved["eval"] is None else saved["eval"]
+    now = {*own["frozen"], *(frozen if allowed.freezes else ())}.difference(thawed if allowed.thaws else ())
+    modes = own["eval"] if saved["eval"] is None or _evaluates(module, own["eval"]) else saved["eval"]
     switched = [repr(name) for name in sorted(set(modes) ^ set(own["eval"]))]
     put_flags(module, {"frozen": now, "eval": modes})
-    notes = [*_report(frozen, "frozen", "not frozen", may_freeze), *_report(thawed, "not frozen", "frozen", may_thaw)]
+    notes = [
+        *_sentences(frozen, "frozen", "not frozen", allowed.freezes),
+        *_sentences(thawed, "not frozen", "frozen", allowed.thaws),
+    ]
     if switched:
         notes.append(
             f"{counted(len(switched), 'module')} ({shortlist(switched)}) are in training or evaluation mode as when "
@@ -272,7 +299,7 @@ def put_flags_beside(module: torch.nn.Module, beside: Beside, wrapper: torch.nn.
     return notes
 
 
-def _report(names: Sequence[str], there: str, here: str, is_put: bool) -> list[str]:
+def _sentences(names: Sequence[str], there: str, here: str, is_put: bool) -> list[str]:
     if not names:
         return []
     named = f"{counted(len(names), 'parameter')} ({shortlist(names)})"

@@ -16,6 +16,7 @@ from torchelastic.adapters.lightning.memory_state import BESIDE, MODEL
 from torchelastic.inventory.module_state import state_of
 from torchelastic.inventory.stored_module import (
     Form,
+    allowed_in,
     buffers_beside,
     forms_of,
     put_buffers_beside,
@@ -78,7 +79,7 @@ class StoredBeside:
         self.notice(trainer)
         beside, self._loaded = self._loaded, None
         if beside is not None and self._module is not None:
-            _tell(trainer, put_flags_beside(self._module, beside, trainer.strategy.model))
+            _tell(trainer, put_flags_beside(self._module, beside, allowed_in(trainer.strategy.model)))
 
 
 def _tell(trainer: Any, notes: list[str]) -> None:

@@ -138,8 +138,7 @@ def load_sharded(
     if optimizers:
         names = {name for name in stored if name.startswith(f"{OPTIMIZERS}/")}
         _load_optimizers(tier, checkpoint_id, strategy.model, optimizers, saved, names)
-    rest.pop(MODEL, None)
-    return rest
+    return {key: value for key, value in rest.items() if key not in (MODEL, BESIDE)}
 
 
 def _load_model(

@@ -19,7 +19,7 @@ from torchelastic.checkpoint.format.tensor_parts import ShardOf, contiguous, enc
 from torchelastic.inventory.names import named_parameters
 from torchelastic.inventory.optimizer_values import (
     OWN_FORM,
-    GroupNames,
+    Named,
     load_named_state,
     members_of,
     named_state,
@@ -51,39 +51,18 @@ class OptimizerTrees:
             ValueError: an optimizer has a parameter that is not in the model.
             TypeError: an optimizer keeps something that is sharded unlike its parameter.
         """
-        self.group_names()
-        return [self._tree(one) for one in self.objects]
+        live = named_parameters(self._model)
+        self._require_known(live)
+        return [_tree(one, live) for one in self.objects]
 
     def about(self) -> list[dict[str, Any]]:
         """What has to be known of each besides: see the head of `training_objects`."""
-        return [
-            {"built": None if built == now else built, "whole": self._whole(one)}
-            for one, built, now in zip(self.objects, self._built_groups, self.group_names(), strict=True)
-        ]
-
-    def _tree(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         live = named_parameters(self._model)
-        state: dict[str, Any] = named_state(optimizer, live)
-        if OWN_FORM in state:
-            if any(isinstance(leaf, DTensor) for leaf in tree_flatten(state)[0]):
-                raise TypeError(
-                    f"{type(optimizer).__name__} has a state_dict of its own form with DTensors in it, which is not "
-                    "supported: save it by torch.distributed.checkpoint"
-                )
-            return state
-        if not state["others"]:
-            del state["others"]
-        return {**state, "state": {name: _checked(name, live, kept) for name, kept in state["state"].items()}}
-
-    def _whole(self, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-        """Plain tensors of the form of a sharded parameter, which would be taken for sharded ones."""
-        found: dict[str, list[str]] = {}
-        for name, parameter in named_parameters(self._model).items():
-            for key, value in optimizer.state.get(parameter, {}).items() if isinstance(parameter, DTensor) else ():
-                is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-                if is_plain and value.shape == parameter.shape:
-                    found.setdefault(name, []).append(key)
-        return found
+        groups = [members_of(one, live) for one in self.objects]
+        return [
+            {"built": None if built == now else built, "whole": _whole_in(one, live)}
+            for one, built, now in zip(self.objects, self._built_groups, groups, strict=True)
+        ]
 
     # --- what is each rank's own --------------------------------------------------------------------------------------
 
@@ -117,8 +96,8 @@ class OptimizerTrees:
         Args:
             saved: the whole tree.
         """
-        self.group_names()
         trees, live = saved["optimizers"], named_parameters(self._model)
+        self._require_known(live)
         if len(trees) != len(self.objects):
             return [f"{len(trees)} optimizer(s) were saved, and there are {len(self.objects)}"]
         about = saved.get("about_optimizers", [{"built": None}] * len(trees))
@@ -183,15 +162,10 @@ class OptimizerTrees:
             notes += load_named_state(optimizer, named, named_parameters(self._model))
         return notes
 
-    def group_names(self) -> list[GroupNames]:
-        """For each optimizer, the names of the parameters of each of its groups.
-
-        Raises:
-            ValueError: one has a parameter that is not in the model.
-        """
-        live = named_parameters(self._model)
-        found = [members_of(optimizer, live) for optimizer in self.objects]
-        for optimizer, groups in zip(self.objects, found, strict=True):
+    def _require_known(self, live: Named) -> None:
+        """Raises ValueError if a parameter of an optimizer is not in the model."""
+        for optimizer in self.objects:
+            groups = members_of(optimizer, live)
             foreign = [place for place, group in enumerate(groups) for name in group if name not in live]
             if foreign:
                 raise ValueError(
@@ -199,7 +173,31 @@ class OptimizerTrees:
                     f"model (the first in group {foreign[0]}), so they would not be saved: put them into one "
                     "torch.nn.Module with the model, and give that"
                 )
-        return found
+
+
+def _tree(optimizer: torch.optim.Optimizer, live: Named) -> dict[str, Any]:
+    state: dict[str, Any] = named_state(optimizer, live)
+    if OWN_FORM in state:
+        if any(isinstance(leaf, DTensor) for leaf in tree_flatten(state)[0]):
+            raise TypeError(
+                f"{type(optimizer).__name__} has a state_dict of its own form with DTensors in it, which is not "
+                "supported: save it by torch.distributed.checkpoint"
+            )
+        return state
+    if not state["others"]:
+        del state["others"]
+    return {**state, "state": {name: _checked(name, live, kept) for name, kept in state["state"].items()}}
+
+
+def _whole_in(optimizer: torch.optim.Optimizer, live: Named) -> dict[str, list[str]]:
+    """Plain tensors of the form of a sharded parameter, which would be taken for sharded ones."""
+    found: dict[str, list[str]] = {}
+    for name, parameter in live.items():
+        for key, value in optimizer.state.get(parameter, {}).items() if isinstance(parameter, DTensor) else ():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and value.shape == parameter.shape:
+                found.setdefault(name, []).append(key)
+    return found
 
 
 def own_faults(own: Own, saved_ranks: int, ranks: int) -> list[str]:

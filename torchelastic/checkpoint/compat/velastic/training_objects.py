@@ -33,6 +33,7 @@ from torchelastic.inventory.module_state import load_into, parted, state_of
 from torchelastic.inventory.names import named_modules
 from torchelastic.inventory.optimizer_values import OWN_FORM
 from torchelastic.inventory.stored_module import (
+    allowed_in,
     buffers_beside,
     forms_of,
     is_extra_state,
@@ -184,15 +185,16 @@ class TrainingObjects:
         load_into(self.model, with_versions(values, saved["model"].get("versions"), modules))
         notes += self._optimizer_trees.apply(loaded["optimizers"], saved, live, own)
         if "flags" in saved["model"]:
-            notes += put_flags_beside(self.model, saved["model"], self._ddp)
+            notes += put_flags_beside(self.model, saved["model"], allowed_in(self._ddp))
         return notes
 
     def digest(self) -> str:
         """xxh3_64 of all parameters and optimizer states that this rank holds, to be compared with other ranks'."""
         digest = xxhash.xxh3_64()
-        tree = self.tree()
-        states = [state for optimizer in tree["optimizers"] for state in optimizer.get("state", {}).values()]
-        for values in (tree["model"]["parameters"], *states):
+        parameters, _ = parted(self.model, state_of(self.model))
+        trees = self._optimizer_trees.trees()
+        states = [state for optimizer in trees for state in optimizer.get("state", {}).values()]
+        for values in (parameters, *states):
             for name, value in values.items():
                 digest.update(name.encode())
                 if isinstance(value, torch.Tensor):
