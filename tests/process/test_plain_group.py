@@ -50,6 +50,8 @@ def test_where_a_worker_has_asked_only_the_lost_one_is_started_again(caplog: pyt
         os.kill(pid_of(supervisor, 1), signal.SIGKILL)
         await until(lambda: restarts(supervisor) == [0, 1] and supervisor.workers[1].process is not None)
         assert pid_of(supervisor, 0) == survivor
+        # between fork and exec a process has no variables that could be read
+        await until(lambda: "RANK" in psutil.Process(pid_of(supervisor, 1)).environ())
         first, again = (psutil.Process(pid_of(supervisor, rank)).environ() for rank in (0, 1))
         assert (first["RANK"], again["RANK"]) == ("0", "1")
         # nobody is there any more: a script that initialises by the environment besides fails at once
