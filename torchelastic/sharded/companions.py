@@ -60,8 +60,9 @@ def checkpoint_tree(own: Companions, built: Built, equal: Collection[str], rank:
         if name in state:
             state[name] = state[first]  # one object is stored once, also where this rank has no part of it
     whole = {"module": state, "optimizer": built.optimizers.state_dict(), **own.state_dict(built.trained)}
-    tensors = built.tensors()
-    of_ranks = own_tree({name: tensors[name] for name in plain_names(built.layout()) if name not in equal}, rank)
+    names = [name for name in plain_names(built.layout()) if name not in equal]
+    tensors = built.tensors() if names else {}
+    of_ranks = own_tree({name: tensors[name] for name in names}, rank)
     return {**whole, **built.form.beside(whole), **({OF_RANKS: of_ranks} if of_ranks else {})}
 
 
