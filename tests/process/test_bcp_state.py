@@ -379,8 +379,8 @@ def test_two_sharded_ranks_are_resumed_by_one_and_one_by_two(crew: Crew, folder:
     found = succeeded(crew.run(jobs.resumed_by, str(other), "ddp", ranks=2))
     assert [values for values, *_ in found] == [by_one, by_one]
     assert [extra for _, extra, *_ in found] == [[2, 0], [2, 0]]
-    assert [kept for _, _, kept, _ in found] == [False, True]  # rank 1 did not exist
-    assert any("new ranks keep their random numbers" in text for text in found[0][3])
+    assert [kept for _, _, kept, _ in found] == [False, False]  # rank 1 did not exist: it draws from what rank 0 had
+    assert any("new ranks draw from the random numbers of that one" in text for text in found[0][3])
 
 
 def _resumed_plain(folder: str) -> Any:

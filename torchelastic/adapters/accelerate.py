@@ -29,6 +29,7 @@ from torchelastic.adapters.hugging_face.rank_state import (
 from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
+from torchelastic.inventory.generators import draw_from
 
 __all__ = ["MemoryCheckpointer"]
 
@@ -93,7 +94,8 @@ class MemoryCheckpointer:
     def load(self) -> int | None:
         """Loads the newest complete checkpoint into what the accelerator has prepared; call it after `prepare`.
 
-        A job of another number of ranks may load it; ranks above those that saved keep their random numbers.
+        A job of another number of ranks may load it; ranks above those that saved draw what depends on the step and on
+        their number.
 
         Returns:
             Its step; None if there is none, and then nothing has changed.
@@ -124,7 +126,8 @@ class MemoryCheckpointer:
         if mine:
             self._apply_own(mine)
         else:
-            log.info("%s was saved by fewer ranks: rank %d keeps its random numbers", memory, self._tier.ranks.rank)
+            draw_from(f"{step}".encode(), self._tier.ranks.rank)
+            log.info("%s was saved by fewer ranks: rank %d draws from its number", memory, self._tier.ranks.rank)
         self.extra = saved["extra"]
         return step
 

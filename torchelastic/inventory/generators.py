@@ -117,14 +117,23 @@ def put_rows_of_generators(rows: torch.Tensor, rank: int) -> None:
     if rank < len(saved):
         _put_parts(saved[rank])
         return
-    content = b"".join(map(b"".join, saved)) + str(rank).encode()
-    seed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    draw_from(b"".join(map(b"".join, saved)), rank)
     if rows_draw_alike(rows):
         cpu, cuda, *_ = saved[0]
         _put_parts((cpu, cuda, b"", b""))
+
+
+def draw_from(content: bytes, rank: int) -> None:
+    """Draw what depends on a checkpoint and on this rank's number alone: this rank was not saved.
+
+    Args:
+        content: what stands for the checkpoint.
+        rank: of this process.
+    """
+    seed = int.from_bytes(hashlib.blake2b(content + str(rank).encode(), digest_size=8).digest(), "little")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def rows_draw_alike(rows: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.group.rank_group import ProgramPeers, RankGroup
+from torchelastic.inventory.generators import draw_from
 from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class BCPState:
         changed nothing. A damaged checkpoint is named in a warning, and the next older one is taken.
 
         With another number of ranks, rank r gets the extra state of rank r modulo the number that saved, and a rank
-        that did not exist then keeps its random numbers; a warning says so.
+        that did not exist then draws from those of that one, and from its own number; a warning says so.
 
         Args:
             ckpt_path: the folder of checkpoints, or of one checkpoint.
@@ -398,11 +399,17 @@ class BCPState:
         if rank == loaded.own_rank:
             missing = random_numbers.restore(loaded.own["random"])
             notes += [missing] if missing else []
+        else:
+            draw_from(loaded.own["random"]["torch"].numpy().tobytes(), rank)
         if world_size != loaded.saved_world_size and rank == 0:
             notes.append(
                 f"it was saved by {loaded.saved_world_size} rank(s), and there are {world_size}: rank r has the extra "
                 f"state of rank r modulo {loaded.saved_world_size}"
-                + ("; new ranks keep their random numbers" if world_size > loaded.saved_world_size else "")
+                + (
+                    "; new ranks draw from the random numbers of that one, and from their number"
+                    if world_size > loaded.saved_world_size
+                    else ""
+                )
                 + ("; that of the other ranks is not used" if world_size < loaded.saved_world_size else "")
             )
         for note in notes:
