@@ -136,7 +136,6 @@ class ModelState(WithCompanions, State):
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._stored = StoredForm(model, self._optimizers, self._own)
         self._random_rows: torch.Tensor | None = None  # of a checkpoint that was loaded, until the next sync gives them
-        self._has_told_of_gradients = False
         self._types_of_extra: set[type] = set()
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         self._ahead: Snapshot | None = None
@@ -453,13 +452,6 @@ class ModelState(WithCompanions, State):
 
     def checkpoint_tree(self) -> dict[str, Any]:
         """What is saved, see `model.stored_form`; no weight is copied."""
-        if self._undo.has_kept_gradients and not self._has_told_of_gradients:
-            self._has_told_of_gradients = True
-            log.warning(
-                "step %d: gradients that are kept from one step for the next one are in no checkpoint: a run that "
-                "resumes begins without them. Accumulate within a step (docs/state.md), or save where none are kept",
-                self.step,
-            )  # fmt: skip
         tree = self.state_dict()
         return {**tree, **self._stored.beside(tree)}
 

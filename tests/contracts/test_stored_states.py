@@ -28,7 +28,6 @@ from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
 from torchelastic.errors import UnfitStateError
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.inventory.generators import generators
-from torchelastic.model import undo_choice
 
 #: Not in a checkpoint: what is not sent either. Each of these fails when it is, so that it is taken from this list.
 NOT_STORED = NOT_SENT
@@ -348,16 +347,35 @@ def test_a_published_program_that_is_started_again_ends_as_an_undisturbed_one(na
         assert torch.equal(value, resumed.module.state_dict()[name]), name
 
 
-def test_gradients_that_are_kept_over_steps_are_said_once_to_be_in_no_checkpoint(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(undo_choice, "CHEAP_S", 60.0)  # on a busy machine, too
-    program = PROGRAMS["accumulation_over_steps"]()
+def saved_twice(program: Program, until: int, caplog: pytest.LogCaptureFixture) -> int:
+    """How often it is said that gradients are in no checkpoint."""
     state = torchelastic.ModelState(program.module, program.optimizer)
-    trained(state, program, 12)
+    trained(state, program, until)
     for _ in range(2):
         state.checkpoint_tree()
-    assert caplog.text.count("gradients that are kept from one step for the next one are in no checkpoint") == 1
+    return caplog.text.count("has left its gradients for the next one, and they are in no checkpoint")
+
+
+def test_gradients_that_are_kept_over_steps_are_said_once_to_be_in_no_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert saved_twice(PROGRAMS["accumulation_over_steps"](), 13, caplog) == 1
+
+
+@pytest.mark.parametrize("until", [3, 12])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_nothing_is_said_of_gradients_that_the_next_step_drops(
+    caplog: pytest.LogCaptureFixture, to_none: bool, until: int
+) -> None:
+    module = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(state: Any, _fail: Any) -> None:
+        optimizer.zero_grad(set_to_none=to_none)
+        state.model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    assert saved_twice(Program(module, optimizer, step, 0), until, caplog) == 0
 
 
 # --- what was saved before --------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class StoredForm:
         self._module, self._optimizers, self._own = module, optimizers, own
         self.built: dict[str, Built] = {} if built is None else built
         self._attributes: dict[str, Any] | None = None
+        self._has_said_gradients = False
         self.groups: list[list[list[str]]] = []
 
     def look(self) -> None:
@@ -99,6 +100,7 @@ class StoredForm:
     def beside(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """What form 2 has in addition to a plain tree, which a subclass of the user's may have added to."""
         self.look()
+        self._say_if_accumulating()
         modules = self._modules()
         parts = {name: named_parts(one) for name, one in modules.items()}
         names = self._optimizers.stored_names(tree["optimizer"], parts[MODEL].parameters)
@@ -114,6 +116,18 @@ class StoredForm:
             "attributes": self.changed_attributes(parts[MODEL]),
             "own": {"random": row_of_generators(), "order": self._order(names, sorted(parts[MODEL].parameters))},
         }
+
+    def _say_if_accumulating(self) -> None:
+        """The last step has ended with gradients, and no optimizer has stepped in it."""
+        if self._has_said_gradients or any(self._optimizers.counts.done):
+            return
+        if any(parameter.grad is not None for parameter in self._module.parameters()):
+            self._has_said_gradients = True
+            log.warning(
+                "step %d has left its gradients for the next one, and they are in no checkpoint: a run that resumes "
+                "from here begins without them. Accumulate within a step (docs/state.md), or save where none are kept",
+                self._own.step,
+            )
 
     def _order(self, names: Any, among: Sequence[str]) -> dict[int, torch.Tensor]:
         places = {name: place for place, name in enumerate(among)}

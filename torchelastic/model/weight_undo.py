@@ -59,7 +59,7 @@ class WeightUndo:
         self._are_watched = are_watched
         self._copier = WeightCopier()
         self._trial = Trial(partial(time_when_done_s, module), partial(free_memory_bytes, module))
-        self._has_strayed = self._has_kept_gradients = False
+        self._has_strayed = self._has_kept_gradients = False  # in the trial
         self._copied: weakref.ref[KeptWeights] | None = None  # before this step
         self.watch()
 
@@ -67,11 +67,6 @@ class WeightUndo:
     def copies(self) -> bool:
         """Whether this step has copies, or is going to have some."""
         return self._undo is not Undo.RULE
-
-    @property
-    def has_kept_gradients(self) -> bool:
-        """Whether a step was seen that has added to gradients of the step before."""
-        return self._has_kept_gradients
 
     def watch(self) -> None:
         """Watch the weights that there are now for changes beside the optimizer, if these count for anything."""
@@ -109,7 +104,7 @@ class WeightUndo:
         """Choose how the next steps are undone."""
         if self._undo is Undo.COPIES:
             if not self._copier.with_gradients and self._has_changed_gradients():
-                self._copier.with_gradients = self._has_kept_gradients = True
+                self._copier.with_gradients = True
         elif self._undo is Undo.RULE:
             if self._optimizers.has_strayed:
                 self._set(Undo.COPIES, _STRAYS)

@@ -22,7 +22,7 @@ _PATTERN = (0xC5, 0xA5, 0xC5, 0xFF)
 _AS_INT32 = int.from_bytes(bytes(_PATTERN), "little", signed=True)
 
 
-class Slot(NamedTuple):
+class BlankSlot(NamedTuple):
     """Where a module has a parameter or a buffer of its own.
 
     Attributes:
@@ -59,7 +59,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def give_memory(model: torch.nn.Module, device: torch.device) -> list[Slot]:
+def give_memory(model: torch.nn.Module, device: torch.device) -> list[BlankSlot]:
     """Give memory to all tensors of a model that are on the meta device; what has values keeps them.
 
     Args:
@@ -73,7 +73,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> list[Slot]:
         TypeError: this torch has a module's tensors elsewhere.
     """
     slots = [
-        Slot(path, module, key, is_parameter)
+        BlankSlot(path, module, key, is_parameter)
         for path, module in model.named_modules()
         for is_parameter, values in zip((True, False), own_tensors(module), strict=True)
         for key, value in values.items()
@@ -83,7 +83,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> list[Slot]:
     if not blank:
         return []
     filled = [(slot, memory_of(slot.value)) for slot in slots if not memory_of(slot.value).is_meta]
-    first: dict[int, Slot] = {}
+    first: dict[int, BlankSlot] = {}
     shared = [(slot, first.setdefault(id(slot.value), slot)) for slot in slots if not slot.is_parameter]
     # an attribute beside a buffer, such as the one that it began with, is the same tensor
     beside = [
@@ -105,7 +105,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> list[Slot]:
     return blank
 
 
-def left_blank(blank: Sequence[Slot]) -> list[Slot]:
+def left_blank(blank: Sequence[BlankSlot]) -> list[BlankSlot]:
     """The buffers among these that still hold nothing."""
     return [slot for slot in blank if not slot.is_parameter and slot.value is not None and is_marked(slot.value)]
 

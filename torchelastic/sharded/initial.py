@@ -19,14 +19,14 @@ from torchelastic.checkpoint.format.regions import Region
 from torchelastic.checkpoint.format.tensor_parts import region_of
 from torchelastic.errors import NonRetryableException
 from torchelastic.inventory.names import plain_name
-from torchelastic.sharded.blank import Slot, is_marked, left_blank, mark, memory_of
+from torchelastic.sharded.blank import BlankSlot, is_marked, left_blank, mark, memory_of
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.tensors import children_of, give_tensors, own_tensors, version_of
 
 Initialize = Callable[[torch.nn.Module], object]
 
 
-def initialize_model(blank: Sequence[Slot], initialize: Initialize | None) -> None:
+def initialize_model(blank: Sequence[BlankSlot], initialize: Initialize | None) -> None:
     """Give a sharded model, whose memory is there and holds nothing yet, its first values.
 
     Args:
@@ -40,7 +40,7 @@ def initialize_model(blank: Sequence[Slot], initialize: Initialize | None) -> No
     _require_none(_initialized(blank, blank, initialize), initialize)
 
 
-def complete_model(blank: Sequence[Slot], initialize: Initialize | None) -> None:
+def complete_model(blank: Sequence[BlankSlot], initialize: Initialize | None) -> None:
     """Compute the buffers that a state has not brought which was taken over, such as a rotary table of an older one.
 
     Args:
@@ -56,7 +56,9 @@ def complete_model(blank: Sequence[Slot], initialize: Initialize | None) -> None
 
 
 @torch.no_grad()
-def _initialized(blank: Sequence[Slot], wanted: Collection[Slot], initialize: Initialize | None) -> list[Slot]:
+def _initialized(
+    blank: Sequence[BlankSlot], wanted: Collection[BlankSlot], initialize: Initialize | None
+) -> list[BlankSlot]:
     """Initialize the modules of `blank` and keep what is wanted; returns what of that still holds nothing."""
     filled: set[int] = set()
     sought = {id(slot.value) for slot in wanted}
@@ -75,7 +77,7 @@ def _initialized(blank: Sequence[Slot], wanted: Collection[Slot], initialize: In
     return [slot for slot in wanted if id(slot.value) not in filled]
 
 
-def _attempts(slots: Sequence[Slot], initialize: Initialize | None) -> Iterator[torch.nn.Module]:
+def _attempts(slots: Sequence[BlankSlot], initialize: Initialize | None) -> Iterator[torch.nn.Module]:
     """The module that has these, whole and initialized, in each way that there is."""
     if not slots:
         return
@@ -97,7 +99,7 @@ def _attempts(slots: Sequence[Slot], initialize: Initialize | None) -> Iterator[
         yield whole
 
 
-def _take(slot: Slot, value: torch.Tensor) -> None:
+def _take(slot: BlankSlot, value: torch.Tensor) -> None:
     """Keep this rank's part of the value that the whole module has."""
     own = slot.value
     if not slot.is_parameter and not isinstance(own, DTensor) and value.shape != own.shape:
@@ -106,7 +108,7 @@ def _take(slot: Slot, value: torch.Tensor) -> None:
     memory_of(own).copy_(value[region_of(own).within(Region.whole(value.shape))])
 
 
-def _require_none(lacking: Sequence[Slot], initialize: Initialize | None) -> None:
+def _require_none(lacking: Sequence[BlankSlot], initialize: Initialize | None) -> None:
     """Raises NonRetryableException if there are any; names the modules."""
     if not lacking:
         return
@@ -131,7 +133,7 @@ def _require_none(lacking: Sequence[Slot], initialize: Initialize | None) -> Non
     )
 
 
-def _name(slot: Slot) -> str:
+def _name(slot: BlankSlot) -> str:
     """Of its module, for people."""
     return plain_name(slot.path) or "(the model itself)"
 
@@ -141,7 +143,7 @@ def _versions(module: torch.nn.Module) -> dict[str, int]:
     return {plain_name(name): version_of(one) for name, one in module.named_parameters() if "." in name}
 
 
-def _whole_twin(module: torch.nn.Module, blank: Collection[Slot]) -> torch.nn.Module:
+def _whole_twin(module: torch.nn.Module, blank: Collection[BlankSlot]) -> torch.nn.Module:
     """The same module, as the user's class has it, with whole tensors of its own; those of `blank` hold nothing yet."""
     kind = _class_of(module)
     twin: torch.nn.Module = object.__new__(kind)

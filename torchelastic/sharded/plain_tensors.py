@@ -161,7 +161,7 @@ def is_same_part(one: Region, other: Region) -> bool:
     return one == other or (one.numel == other.numel == 0)
 
 
-class Comparison:
+class PlainTensorComparison:
     """What the ranks of a run know of these tensors; the same on all of them. On the training thread.
 
     Attributes:

@@ -48,7 +48,7 @@ from torchelastic.sharded.initial import Initialize, complete_model, initialize_
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.offers import STORED, Offer, Phase, Version, describe_missing
-from torchelastic.sharded.plain_tensors import Comparison, plain_names
+from torchelastic.sharded.plain_tensors import PlainTensorComparison, plain_names
 from torchelastic.sharded.stored_names import names_of_saved
 from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import GradientWeights
@@ -120,7 +120,7 @@ class ShardedState(WithCompanions, State):
         self._as_built: dict[str, AsBuilt] = {}
         self._live = Live(self._own)
         self._copies = Copies()
-        self._plain = Comparison()
+        self._plain = PlainTensorComparison()
         self._world = WorldWatch()
         self._weighting = GradientWeights(sampler)
         self._control: dist.ProcessGroup | None = None
