@@ -42,6 +42,10 @@ class GroupMembership:
         """
         return True
 
+    def why_failed(self, error: Exception) -> Exception:
+        """Why a step has failed, as far as this knows it better than the error that it has ended with."""
+        return error
+
     def step_committed(self) -> None:
         """A step has succeeded on this rank and will not be undone."""
 

@@ -36,6 +36,9 @@ class LoopObserver:
     def step_committed(self) -> None:
         """A step has succeeded on this rank and will not be undone."""
 
+    def step_skipped(self, reason: str, samples: int) -> None:
+        """A step is left out, by all ranks, and counts as committed; `samples` of all ranks; 0: not known."""
+
     def step_undone(self, cause: str, *, is_undone: bool = True) -> None:
         """The step that began last has failed of `cause`; `is_undone`: the state goes back to its snapshot."""
 

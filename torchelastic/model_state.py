@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import is_lazy
 
 from torchelastic.checkpoint.format import torch_stream
 from torchelastic.errors import NonRetryableException, UnfitError
+from torchelastic.group.step_course import StepCourse, digest_of_usual
 from torchelastic.inventory.generators import (
     Generators,
     digest_of_drawing_torch,
@@ -24,13 +24,12 @@ from torchelastic.inventory.generators import (
     rows_draw_alike,
 )
 from torchelastic.inventory.module_structure import ModuleStructure
-from torchelastic.inventory.module_values import buffers_of
 from torchelastic.inventory.names import named_parameters
-from torchelastic.metrics import publish_metric
-from torchelastic.model import digest, newcomers, wrapping
+from torchelastic.model import newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
+from torchelastic.model.replica_checks import ComparesReplicas
 from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
 from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
 from torchelastic.model.transfer import (
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 OUT_OF_SYNC_MODES = ("log", "raise")
 
 
-class ModelState(WithCompanions, State):
+class ModelState(WithCompanions, ComparesReplicas, State):
     """Model, optimizer, scheduler, sampler, random numbers and counters, kept in sync and whole.
 
     In a train step use `state.model` (wrapped for the present group), `state.optimizer` and so on. Gradients are
@@ -97,6 +96,8 @@ class ModelState(WithCompanions, State):
         ValueError: an unknown snapshot mode, a sharded or already wrapped module, a sampler that cannot be saved.
     """
 
+    course: StepCourse
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -120,10 +121,11 @@ class ModelState(WithCompanions, State):
         self.module = model
         self.optimizer: Any = optimizer
         self.scheduler = scheduler
-        self.replica_comparison: digest.ReplicaComparison | None = None
+        self.replica_comparison = None
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
+        self.course = self._gradients.course(self._own.batches, self._optimizers.begun)
         say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
@@ -197,6 +199,7 @@ class ModelState(WithCompanions, State):
         copies = self._undo.copies and not self._awaits_sync
         self._optimizers.begin(is_copied_whole=copies)
         self._gradients.begin_step()
+        self.course.begin(self.step)
         return self._capture(self._undo.copy if copies else lambda: None)
 
     def apply(self, snapshot: Snapshot) -> None:
@@ -222,6 +225,7 @@ class ModelState(WithCompanions, State):
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
         self._own.count_step()
+        self.course.committed()
         self._gradients.commit(self._structure.buffers)
         self._optimizers.commit()
         self._undo.step_succeeded()
@@ -230,6 +234,20 @@ class ModelState(WithCompanions, State):
             self._tried = kind
             self.content_changes += 1
             self._try_to_send()
+
+    def skip(self, snapshot: Snapshot) -> int:
+        """See `State`: called where no optimizer has begun."""
+        self._gradients.forget()
+        if snapshot.large is None:
+            self._optimizers.zero_grad()
+        self.course.committed()
+        return self._own.skip(snapshot, self._trained)
+
+    def _is_untouched(self) -> bool:
+        return self._optimizers.progress is OptimizerProgress.UNTOUCHED
+
+    def _rank(self) -> int:
+        return self._gradients.rank
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """How complete the weights are, now that the step has failed."""
@@ -364,7 +382,9 @@ class ModelState(WithCompanions, State):
     ) -> tuple[list[StateProgress], list[int], list[int]]:
         """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed."""
         gradients, random = self._gradients, digest_of_drawing_torch()
-        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, *gradients.kind]
+        course = digest_of_usual(self.course.usual)
+        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, course]
+        mine += gradients.kind
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
         best = max(progress)
@@ -372,7 +392,8 @@ class ModelState(WithCompanions, State):
         drawing = [row[4] for row, one in zip(rows, progress, strict=True) if one == best]
         if len(drawing) > 1:
             self._draws_alike = len(set(drawing)) == 1
-        here, there = rows[rank][5:], rows[source][5:]
+        self.course.is_common = len({row[5] for row in rows}) == 1
+        here, there = rows[rank][6:], rows[source][6:]
         if here != there:
             raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
@@ -386,51 +407,13 @@ class ModelState(WithCompanions, State):
         log.warning("step %d: every survivor had completed it when it failed, so it is committed", self._ahead.step)
         self._own.restore(self._ahead, self._trained)
 
-    def _compare(self, world_size: int, device: torch.device, *, thorough: bool, when: str) -> None:
-        """Whether all really are in sync now; a sample is enough where nothing was sent."""
-        self.replica_comparison = digest.compare(self._parts(), world_size=world_size, device=device, thorough=thorough)
-        publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
-        if self.replica_comparison.is_in_sync:
-            return
-        log.error("step %d, %s: %s", self.step, when, self.replica_comparison)
-        if self._on_out_of_sync == "raise":
-            raise NonRetryableException(f"step {self.step}, {when}: {self.replica_comparison}")
-
     def begin_replica_comparison(self) -> Callable[[], ReplicaDigests] | None:
         """Of the weights, which part wherever anything else has parted. See `State`."""
         if self.replica_comparison is not None and not self.replica_comparison.is_in_sync:
             return None  # that was said
-        weights = [parameter for parameter in self.module.parameters() if not is_lazy(parameter)]
-        of_weights = digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
+        of_weights = self._begun_digest_of_weights()
         of_random = digest_of_drawing_torch()
         return lambda: ReplicaDigests(of_weights() >> 2, of_random)
-
-    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
-        """See `State`. Raises NonRetryableException: they have parted, and `on_out_of_sync` is "raise"."""
-        self._draws_alike = draw_alike
-        if not are_equal:
-            when = "ranks have parted since the last sync"
-            self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)
-
-    def _freeze_as(self, source: int, world_size: int, device: torch.device) -> None:
-        """Have the source's parameters require a gradient on all ranks: DDP ends processes that differ in these."""
-        parameters = named_parameters(self.module).values()
-        mine = torch.tensor([one.requires_grad for one in parameters], dtype=torch.uint8, device=device)
-        for parameter, requires_grad in zip(parameters, all_gathered(mine, world_size)[source].tolist(), strict=True):
-            parameter.requires_grad_(bool(requires_grad))
-        log.error("step %d: the same parameters require a gradient on all ranks now as on rank %d", self.step, source)
-
-    def _parts(self) -> dict[str, Any]:
-        parameters = named_parameters(self.module)
-        return {
-            "module": parameters,
-            "frozen": {name: not parameter.requires_grad for name, parameter in parameters.items()},
-            "buffers": buffers_of(self.module),
-            "optimizer": self._optimizers.named_state(parameters),
-            "scheduler": self._schedulers.state_dict(),
-            "sampler": self._own.sampler_state(),
-            "extra": self._own.extras.states(),
-        }
 
     # --- saving -----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torchelastic.rendezvous.records import StateStatus
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.engine.read_rules import StoredParts
+    from torchelastic.group.step_course import StepCourse
 
 
 class ReplicaDigests(NamedTuple):
@@ -34,6 +35,9 @@ class State(ABC):
     `sync` brings all members of a new group level. Subclasses written for torchelastic 0.1, which spell the first
     pair `capture_snapshot`/`apply_snapshot`, work unchanged.
     """
+
+    #: What this rank does in a step, compared with the others; None: it is not known.
+    course: StepCourse | None = None
 
     @property
     def status(self) -> StateStatus:
@@ -59,6 +63,14 @@ class State(ABC):
 
     def commit(self) -> None:  # noqa: B027 - a hook, most states need none
         """Called when a step has succeeded on this rank and will not be undone; for counters, cursors and the like."""
+
+    def skip(self, snapshot: Any) -> int:
+        """Undo the step that began with this snapshot, and go on behind its batches; for states with a `course`.
+
+        Returns:
+            How many samples are left out, over all ranks; 0: not known.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot leave a step out")
 
     def hand_over(self, leaving: bool) -> None:  # noqa: B027 - as above
         """Called on every rank, inside the group, when all are about to leave it after a committed step.

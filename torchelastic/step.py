@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchelastic.group.step_course import SkippedError
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 
@@ -78,4 +79,7 @@ class Step:
         if not isinstance(error, Exception):
             self._loop.observer.step_undone(type(error).__name__)
             return False  # Ctrl-C, exit, a generator being closed
-        return self._loop.undo(error, snapshot)
+        if isinstance(error, SkippedError):
+            self.committed = self._loop.skip(snapshot)
+            return True
+        return self._loop.undo(self._loop.coordinator.why_failed(error), snapshot)

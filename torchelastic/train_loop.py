@@ -23,6 +23,7 @@ from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
 from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
+from torchelastic.group.step_course import SkippedError
 from torchelastic.join_rules import AfterError
 from torchelastic.loop_failures import LoopFailures
 from torchelastic.loop_observer import LoopObserver, notify_all
@@ -300,11 +301,14 @@ class TrainLoop:
         False: it must not count, and was undone.
         """
         try:
+            if self.state.course is not None:
+                self.state.course.end()
             if not self.coordinator.may_commit():
                 raise RuntimeError("the step must not count: another group may be training by now")
+        except SkippedError:
+            return self.skip(snapshot)
         except RuntimeError as error:
-            if not self.undo(error, snapshot):
-                raise
+            self._undo_or_raise(error, snapshot)
             return False
         self._say_if_not_copied()
         try:
@@ -316,6 +320,27 @@ class TrainLoop:
         self.observer.step_committed()
         self.coordinator.step_committed()
         return True
+
+    def skip(self, snapshot: Any) -> bool:
+        """Called by a step that is to be left out. False: not yet, it was undone and comes again."""
+        course = self.state.course
+        assert course is not None
+        try:
+            skip = course.agree_to_skip()
+        except RuntimeError as error:
+            self._undo_or_raise(error, snapshot)
+            return False
+        samples = self.state.skip(snapshot)
+        log.warning("%s (%d samples)", skip.text, samples)
+        self._failures.committed()
+        self.observer.step_skipped(skip.reason, samples)
+        self.coordinator.step_committed()
+        return True
+
+    def _undo_or_raise(self, error: Exception, snapshot: Any) -> None:
+        known = self.coordinator.why_failed(error)
+        if not self.undo(known, snapshot):
+            raise known
 
     def undo(self, error: Exception, snapshot: Any) -> bool:
         """Called by the step that has failed: rolls back. False: the error is to be raised as it is."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from torchelastic.data.shares import RankBatches
+from torchelastic.errors import NonRetryableException
+from torchelastic.group.step_course import StepCourse
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import KeptStructure, ModuleStructure
 from torchelastic.inventory.weights import KeptWeights
@@ -20,6 +22,8 @@ from torchelastic.model.world_change import WorldChange, WorldWatch
 
 log = logging.getLogger(__name__)
 
+#: So many steps in a row may be skipped: what makes more of them unfit is no bad batch.
+MOST_SKIPS = 20
 #: Types of immutable values.
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
@@ -86,6 +90,7 @@ class Companions:
     Attributes:
         step: committed steps.
         epoch: where the sampler has none.
+        skips_in_a_row: steps that were left out since one was not.
 
     Raises:
         ValueError: the sampler cannot be kept, or `extra` is no dict.
@@ -93,12 +98,16 @@ class Companions:
 
     def __init__(self, sampler: Any, extra: dict[str, Any] | None) -> None:
         check_stateful("sampler", sampler, instead="an ElasticBatchSampler or an ElasticStream (docs/data.md)")
-        self.step = self.epoch = 0
+        self.step = self.epoch = self.skips_in_a_row = 0
         self.sampler = sampler
         if extra is not None and not isinstance(extra, dict):
             raise ValueError(f"extra is a {type(extra).__name__}: give a dict of your own values by name")
         self.extras = Extras({} if extra is None else extra)
         self._has_warned = False
+
+    def batches(self) -> int:
+        """How many global batches the step under way has drawn; 0: not known."""
+        return len(self.sampler.pending) if isinstance(self.sampler, RankBatches) else 0
 
     def count_step(self) -> None:
         """A step has succeeded."""
@@ -106,7 +115,19 @@ class Companions:
         self._warn_of_unequal_batches(step)
         if hasattr(self.sampler, "commit"):
             self.sampler.commit()
-        self.step = step
+        self.step, self.skips_in_a_row = step, 0
+
+    def skip(self, snapshot: Snapshot, trained: Trained | None) -> int:
+        """Undo the step that began with this snapshot, and count it: its batches are behind this state.
+
+        Returns:
+            How many samples they have, over all ranks; 0: not known.
+        """
+        skips, drawn = self.skips_in_a_row, self.sampler.pending if isinstance(self.sampler, RankBatches) else ()
+        self.restore(snapshot, trained, keeps_sampler=True)
+        self.count_step()
+        self.skips_in_a_row = skips + 1
+        return sum(share.global_samples for share in drawn)
 
     def _warn_of_unequal_batches(self, step: int) -> None:
         """Gradients that were accumulated are weighted as one: right only where this rank's parts are equally large."""
@@ -149,8 +170,8 @@ class Companions:
             large=copy_large(),
         )
 
-    def restore(self, snapshot: Snapshot, trained: Trained | None) -> None:
-        """The inverse."""
+    def restore(self, snapshot: Snapshot, trained: Trained | None, *, keeps_sampler: bool = False) -> None:
+        """The inverse; `keeps_sampler`: but for the place in the data."""
         self.step, self.epoch = snapshot.step, snapshot.epoch
         snapshot.random.put()
         large = snapshot.large
@@ -174,7 +195,7 @@ class Companions:
                     buffer.copy_(value)
             trained.optimizers.load_settings(snapshot.groups, undoes=True)
             trained.schedulers.load_state_dict(copied(snapshot.scheduler))
-        if self.sampler is not None:
+        if self.sampler is not None and not keeps_sampler:
             self.sampler.load_state_dict(copied(snapshot.sampler))
         self.extras.restore(snapshot.extra)
         if large is not None:
@@ -251,6 +272,46 @@ class WithCompanions:
 
     _own: Companions
     _world: WorldWatch
+    course: StepCourse | None
+
+    def skip_step(self, reason: str, *, most_in_a_row: int = MOST_SKIPS) -> NoReturn:
+        """Leave this train step out, on all ranks, and go on behind its batches: for a loss that is no number, say.
+
+        Call it in the train step, on the training thread, before `backward()`; on one rank, or on several. Nothing that
+        the step has done counts, on any rank: weights, buffers, random numbers, scheduler and `extra` are as before it.
+        `step` counts it, and its samples are trained no more in this epoch; the report and the ledger count them. Where
+        not all ranks call it the group is formed anew, which takes a fifth of a second.
+
+        Args:
+            reason: for the log and the report.
+            most_in_a_row: so many steps may be skipped in a row.
+
+        Raises:
+            NonRetryableException: so many were.
+            RuntimeError: the step has stepped an optimizer, or changed weights, already.
+        """
+        if self._own.skips_in_a_row >= most_in_a_row:
+            raise NonRetryableException(
+                f"{self._own.skips_in_a_row} steps in a row were skipped ({reason}): training does not recover by "
+                "itself; start again from an earlier checkpoint with a lower learning rate, or give skip_step "
+                "most_in_a_row"
+            )
+        if not self._is_untouched():
+            raise RuntimeError(
+                f"skip_step({reason!r}) comes after this step has stepped an optimizer or changed weights: call it "
+                "before backward()"
+            )
+        if self.course is None:
+            raise NotImplementedError(f"{type(self).__name__} cannot leave a step out")
+        raise self.course.wish_skip(reason, self._rank())
+
+    def _is_untouched(self) -> bool:
+        """Whether the step under way has changed no weight yet."""
+        raise NotImplementedError
+
+    def _rank(self) -> int:
+        """Of this process in the present group."""
+        raise NotImplementedError
 
     @property
     def step(self) -> int:

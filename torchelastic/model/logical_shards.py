@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.errors import UnfitError
+from torchelastic.group.step_course import FORWARD, REDUCTION, nowhere
 from torchelastic.model import tree_sum
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
@@ -35,12 +36,16 @@ class LogicalShards:
     Args:
         module: the plain module.
         shards: how many a global batch has.
+
+    Attributes:
+        at: called before the first forward pass of a step, and on the way into the sum over all workers.
     """
 
     def __init__(self, module: torch.nn.Module, shards: int) -> None:
         self.shards = shards
         self._module = module
         self._nodes: Nodes = {}
+        self.at: Callable[[str], None] = nowhere
         self._is_summed = False
         self._buffers: list[torch.Tensor] = []
         self._has_changed: list[float] = []  # for each buffer, in how much of the batch
@@ -49,6 +54,14 @@ class LogicalShards:
         """A step (or another attempt at one) begins."""
         self._is_summed = False
         self._buffers = []
+
+    @property
+    def begun(self) -> int:
+        """Sums over all workers that this step has begun."""
+        return int(self._is_summed)
+
+    def check_end(self) -> None:
+        """The step may end at any time: nothing is reduced before all of a rank's shards are through."""
 
     def bring(self, nodes: Nodes | None) -> None:
         """Let these nodes count as computed."""
@@ -84,6 +97,7 @@ class LogicalShards:
             seed: of the run.
             step: committed steps.
         """
+        self.at(FORWARD)
         self._buffers = [buffer.clone() for buffer in self._module.buffers()]
         parts = split_batch(batch, [size for _, size in units]) if units else []  # it may be padding
         for (shard, size), part in zip(units, parts, strict=True):
@@ -120,6 +134,7 @@ class LogicalShards:
         return {dtype: torch.cat(parts).mul_(weight) for dtype, parts in by_type.items()}
 
     def _sum_up(self, empty: Collection[int]) -> None:
+        self.at(REDUCTION)
         targets = list(self._targets())
         sizes: dict[torch.dtype, int] = {}
         for like, dtype, _ in targets:

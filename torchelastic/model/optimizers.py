@@ -170,6 +170,10 @@ class Optimizers:
         """The train step has succeeded: what it did is what one can be expected to do."""
         self._usual = [expected_steps(*pair) for pair in zip(self._usual, self._done, strict=True)]
 
+    def begun(self) -> tuple[int, ...]:
+        """How often each optimizer has begun in this train step."""
+        return tuple(self._begun)
+
     @property
     def counts(self) -> StepCounts:
         """The counts of this train step."""

@@ -8,7 +8,7 @@ taken back: the results are handed out by the last bucket, after it has waited f
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.group.communicators import wait_for_collectives
+from torchelastic.group.step_course import FORWARD, REDUCTION, SkippedError, nowhere
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.c10d_types import GradBucket
 
@@ -55,11 +56,13 @@ class Reduction:
         ends_early: whether the backward pass ends with the first bucket that has failed; if not, it goes on, and
             `take` has this rank's gradients.
         has_gone_on: whether gradients were reduced since an optimizer last began in this step.
+        at: called on the way into a forward pass whose gradients will be reduced, and into a reduction.
     """
 
     def __init__(self, module: torch.nn.Module, sampler: Any) -> None:
         self.world_size = 1
         self.ends_early = self.has_gone_on = False
+        self.at: Callable[[str], None] = nowhere
         self._module, self._sampler = module, sampler
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._kept: Sums | None = None
@@ -67,6 +70,7 @@ class Reduction:
         self._wrapped: list[tuple[str, torch.nn.Parameter]] = []
         self._is_expected = False
         self._usual: int | None = None
+        self._skipped: SkippedError | None = None  # in this step nothing is reduced any more
         self._most = 0  # reductions in any step
         self._has_complained = False
 
@@ -83,11 +87,25 @@ class Reduction:
         """
         return self._most == self._begun == 1 and not self._done
 
+    @property
+    def begun(self) -> int:
+        """Reductions of this step that have come to their last bucket."""
+        return self._begun
+
+    def check_end(self) -> None:
+        """Raises RetryableException: the step ends in the middle of a backward pass, for which the others wait."""
+        if self._running:
+            raise RetryableException(
+                "the step has ended in the middle of a backward pass, whose error it has caught: the others wait for "
+                "its gradients, so it is undone on all ranks, and repeated"
+            )
+
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
         self._running.clear()
         self._begun = self._done = 0
         self._is_expected = self.has_gone_on = False
+        self._skipped = None
 
     def watch(self, wrapped: DistributedDataParallel) -> None:
         """Note whether a step calls the wrapper of the present group, so that a backward pass has to be reduced."""
@@ -95,7 +113,9 @@ class Reduction:
         wrapped.register_forward_pre_hook(self._forward_begins)
 
     def _forward_begins(self, wrapped: torch.nn.Module, _inputs: Any) -> None:
-        self._is_expected |= torch.is_grad_enabled() and bool(wrapped.require_backward_grad_sync)
+        if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
+            self._is_expected = True
+            self.at(FORWARD)
 
     def bring(self, sums: Sums | None) -> None:
         """Add these sums over samples to what this rank contributes, until the next call."""
@@ -132,10 +152,13 @@ class Reduction:
         Where it never did, which is right for a step that does it by itself, an error is logged once.
 
         Raises:
+            SkippedError: all ranks leave the step out.
             UnfitError: the backward pass has not reached all parameters, for which DDP waits.
             RetryableException: nothing was reduced, other than usual, a reduction has failed, or parameters were frozen
                 in this group.
         """
+        if self._skipped is not None:
+            raise self._skipped
         if self._begun > self._done:
             raise RetryableException(
                 f"rank {rank} steps its optimizer, though the reduction of gradients has failed: the step has caught "
@@ -174,7 +197,19 @@ class Reduction:
 
     def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one bucket; registered with `DistributedDataParallel.register_comm_hook`."""
+        result: torch.futures.Future[torch.Tensor]
         self.has_gone_on = True
+        if not self._running and self._skipped is None:
+            try:
+                self.at(REDUCTION)
+            except (
+                SkippedError
+            ) as error:  # DDP has to come to the end of its backward pass, or it is of no use any more
+                self._skipped = error
+        if self._skipped is not None:
+            result = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
+            result.set_result(bucket.buffer())
+            return result
         weight = self.weight
         # padding may overflow in half precision, and 0 times infinity is no 0
         buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()
@@ -184,9 +219,7 @@ class Reduction:
         assert work is not None
         if self.ends_early and work.is_completed():
             work.wait()  # raises if it has failed: the rest of the backward pass would be for nothing
-        result: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
+        result = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._running.append((work, buffer, result))
         if bucket.is_last():
             self._hand_out()

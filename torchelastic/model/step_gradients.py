@@ -16,6 +16,7 @@ import torch
 
 from torchelastic.data.shares import MODES, SecondDeal, second_deals
 from torchelastic.errors import RetryableException, UnfitError
+from torchelastic.group.step_course import StepCourse
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
@@ -131,6 +132,20 @@ class StepGradients:
         return self._source.each(batch, units, empty, share.global_samples, int(self._sampler.seed), step)
 
     # --- a step -----------------------------------------------------------------------------------
+
+    def course(self, batches: Callable[[], int], optimizer_steps: Callable[[], tuple[int, ...]]) -> StepCourse:
+        """What the steps do with these gradients, from now on; called once."""
+        course = StepCourse(batches, self._reductions, optimizer_steps, self._source.check_end)
+        self._source.at = course.pass_
+        return course
+
+    def _reductions(self) -> int:
+        return self._source.begun
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the present group."""
+        return self._rank
 
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""

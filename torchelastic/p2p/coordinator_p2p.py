@@ -13,13 +13,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.coordinator import Coordinator
-from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
+from torchelastic.errors import (
+    DrainedException,
+    NonRetryableException,
+    RetryableException,
+    StopException,
+    is_retryable,
+)
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.join_rules import Dismissal, GroupChange, can_go_on_without, group_change, may_be_dismissed
 from torchelastic.metrics import profile
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.p2p import hang_location
+from torchelastic.p2p.course_agreement import CourseAgreement
 from torchelastic.p2p.dcp_leftovers import forget_last_group
 from torchelastic.p2p.dismissals import dismiss, find_dismissal
 from torchelastic.p2p.group_peers import GroupPeers
@@ -90,6 +97,7 @@ class CoordinatorP2P(Coordinator):
 
     #: Relative progress rate of this worker, the best worker's being 1; not there until it was computed once.
     last_relative_prog_rate: float
+    _courses: CourseAgreement | None = None
 
     def __init__(
         self,
@@ -148,6 +156,8 @@ class CoordinatorP2P(Coordinator):
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
         """Leave the present group and wait for the next one; see `Coordinator`."""
         self._joined_round = 0  # from here on no change of a round concerns a group of ours
+        if self._courses is not None:
+            self._courses.end()
         self._watchdog.leave()
         self._groups.destroy()
         self._is_broken.clear()
@@ -207,6 +217,12 @@ class CoordinatorP2P(Coordinator):
         self._watchdog.enter("bringing the states in sync")
         group, number = (self._groups.control if self.world_size > 1 else None), self._joined_round
         self._agreement = StepAgreement(group)
+        self._courses = None
+        if group is not None:
+            self._courses = CourseAgreement(
+                self.store, self.rank, self.world_size, self._raise_if_ended, self._abort_group
+            )
+            heartbeat.also = self._courses.look
         self._peers = (
             Alone(number)
             if group is None
@@ -231,6 +247,8 @@ class CoordinatorP2P(Coordinator):
     def state_changed(self, state: State, *, synced: bool) -> None:
         """Remember how complete this worker's state is, for the choice of the next group's source."""
         if synced:
+            if state.course is not None:
+                state.course.enter(self._courses)
             joined = self.rendezvous.joined
             if joined.step > self._committed_steps and joined.state_status is StateStatus.COMPLETE:
                 self._last_trained = self._last_joined  # others have committed a step in it
@@ -254,6 +272,14 @@ class CoordinatorP2P(Coordinator):
         if self._groups.has_failed:
             raise RetryableException("a collective has failed, and the step has caught that error: it is repeated")
         return self.rendezvous.may_commit()
+
+    def why_failed(self, error: Exception) -> Exception:
+        """Another rank may have done something else in the step, which has cut this one's collective."""
+        parted = None if self._courses is None else self._courses.parted
+        if parted is None or not is_retryable(error) or error is parted:
+            return error
+        parted.__cause__ = error
+        return parted
 
     def step_committed(self) -> None:
         """Count the step: the worker with the most is the source after a failure."""
@@ -450,6 +476,12 @@ class CoordinatorP2P(Coordinator):
             self._is_broken.set()
         if self._is_broken.is_set():
             raise RuntimeError(f"round {self._joined_round} broke while its group was being formed: {round_.because}")
+
+    def _raise_if_ended(self) -> None:
+        """For who waits for the others in a step: they come no more where one has finished, either."""
+        self._raise_if_broken()
+        if self.rendezvous.round.state in (RoundState.CLOSING, RoundState.CLOSED):
+            raise RuntimeError("another worker has ended the run")
 
     def _finish(self) -> None:
         """Publish that this worker is done, release those that wait for it, and leave when all are done."""

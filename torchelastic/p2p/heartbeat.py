@@ -34,6 +34,7 @@ class Heartbeat:
 
     Attributes:
         busy: the signs of work of those that are late, which go the same way; None: there is nobody else.
+        also: what else is looked for in the store with each sign.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,6 +42,7 @@ class Heartbeat:
         self._store = OwnConnection(store, answer_s=None)
         self._rank, self._world_size, self._clock = rank, world_size, clock
         self.busy = BusySigns(rank, clock) if world_size > 1 else None
+        self.also: Callable[[Store], None] = _nothing
         self._ended = threading.Event()
         self._is_asked = False
         self._beats = 0
@@ -88,6 +90,7 @@ class Heartbeat:
     def _beat(self, store: Store, busy: BusySigns) -> None:
         store.set(_key(self._rank), str(self._beats))
         busy.exchange(store)
+        self.also(store)
         if self._is_asked:
             self._last_sample(store)
 
@@ -99,6 +102,10 @@ class Heartbeat:
             if self._seen.get(rank) != beat:
                 self._seen[rank], self._last_s[rank] = beat, now_s
         self._answered_s = now_s
+
+
+def _nothing(_: Store) -> None:
+    """Nothing else is looked for."""
 
 
 def _key(rank: int) -> str:

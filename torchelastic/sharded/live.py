@@ -101,6 +101,26 @@ class Live:
         self._count_step()
         self.phase = Phase.UNTOUCHED
 
+    def skip(self, snapshot: Snapshot) -> int:
+        """Undo the step that began with this snapshot, in which no optimizer has begun, and count it, on all ranks.
+
+        Returns:
+            How many samples are left out; 0: not known.
+        """
+        self.present.optimizers.zero_grad()
+        samples = self._own.skip(snapshot, self.present.trained)
+        self._next_version()
+        self.phase = Phase.UNTOUCHED
+        return samples
+
+    def votes(self) -> int:
+        """Whether this rank has entered the vote of the step under way, as a number."""
+        return int(self.phase in (Phase.READY, Phase.DONE))
+
+    def optimizer_steps(self) -> tuple[int, ...]:
+        """How often each optimizer has begun in it."""
+        return () if self.built is None else self.built.optimizers.begun()
+
     def undo(self, snapshot: Snapshot) -> None:
         """The step that began with this snapshot has failed: undo it, as far as this rank can alone."""
         if snapshot.replaced != self._replaced:
@@ -173,6 +193,9 @@ class Live:
 
     def _count_step(self) -> None:
         """The live parts are those of one more step."""
+        self._next_version()
+        self._own.count_step()
+
+    def _next_version(self) -> None:
         assert self.version is not None
         self.version = next_version(self.version, self.generation, self.token)
-        self._own.count_step()

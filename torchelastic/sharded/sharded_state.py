@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -22,6 +23,7 @@ from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.group.communicators import wait_for_collectives
+from torchelastic.group.step_course import BACKWARD, FORWARD, REDUCTION, StepCourse
 from torchelastic.inventory.generators import put_rows_of_generators, seeded
 from torchelastic.inventory.stored_values import Built as AsBuilt
 from torchelastic.metrics import publish_metric
@@ -122,7 +124,8 @@ class ShardedState(WithCompanions, State):
         self._copies = Copies()
         self._plain = PlainTensorComparison()
         self._world = WorldWatch()
-        self._weighting = GradientWeights(sampler)
+        self.course = StepCourse(self._own.batches, self._live.votes, self._live.optimizer_steps)
+        self._weighting = GradientWeights(sampler, partial(self.course.pass_, BACKWARD))
         self._control: dist.ProcessGroup | None = None
         self._unconfirmed: HeldState | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
@@ -130,6 +133,8 @@ class ShardedState(WithCompanions, State):
         self._domains: list[str] = []  # of the ranks of the present group
         self._has_looked_at_memory = False
         wrapping.warm_up()  # fully_shard imports it too, and the others would wait for this worker
+
+    course: StepCourse
 
     # --- what the step uses ---------------------------------------------------------------------------------------
 
@@ -177,12 +182,29 @@ class ShardedState(WithCompanions, State):
         """What `apply` needs; its cost does not depend on the size of the model."""
         self._live.begin_step()
         self._weighting.begin_step()
+        self.course.begin(self.step)
         return self._live.snapshot()
 
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
         self._live.commit()
+        self.course.committed()
         self._copy_if_due()
+
+    def skip(self, snapshot: Snapshot) -> int:
+        """See `State`: called on all ranks, where no optimizer has begun."""
+        self.course.committed()
+        return self._live.skip(snapshot)
+
+    def _is_untouched(self) -> bool:
+        return self._live.phase is Phase.UNTOUCHED
+
+    def _rank(self) -> int:
+        return self._live.rank
+
+    def _forward_begins(self, _model: torch.nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.course.pass_(FORWARD)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot, as far as this rank can alone; `sync` does the rest."""
@@ -224,6 +246,7 @@ class ShardedState(WithCompanions, State):
         """Before the first optimizer of a step begins: see `commit_rule`. Says how far the copies are, too."""
         if self._live.phase is not Phase.UNTOUCHED:
             return  # this rank completes the step of a group that has ended
+        self.course.pass_(REDUCTION)
         self._weighting.check()
         wait_for_collectives()  # what FSDP2 has reduced the gradients with
         self._copies.wait_until_copied()
@@ -399,6 +422,8 @@ class ShardedState(WithCompanions, State):
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
         self._weighting.enter_group(built.model, place.size)
+        # before the one with which FSDP gathers parameters
+        built.model.register_forward_pre_hook(self._forward_begins, prepend=True)
         self._own.extras.measure()
 
     # --- saving ---------------------------------------------------------------------------------------------------

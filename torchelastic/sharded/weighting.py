@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ class GradientWeights:
 
     Args:
         sampler: has the share as `weight`; else all ranks count alike.
+        backward_begins: called before anything flows back into the model.
     """
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Any, backward_begins: Callable[[], None] = lambda: None) -> None:
+        self._sampler, self.backward_begins = sampler, backward_begins
         self._size = 1
         self._was_scaled = False
 
@@ -33,7 +35,7 @@ class GradientWeights:
     def enter_group(self, model: torch.nn.Module, size: int) -> None:
         """Take a model for a new group, of so many ranks with different samples."""
         self._size = size
-        if size > 1 and hasattr(self._sampler, "weight"):
+        if size > 1:
             model.register_forward_hook(self._around_output)
 
     def begin_step(self) -> None:
@@ -82,4 +84,5 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.weighting.backward_begins()
         return (None, *(ctx.weighting.scaled(gradient) for gradient in gradients))

@@ -71,6 +71,11 @@ class Counters(msgspec.Struct, frozen=True):
             done, account=Account.PRODUCTIVE, committed=done.committed + 1, step=done.step + (done.step >= 0)
         )
 
+    def skips(self, at_ns: int) -> Counters:
+        """The step that was under way is left out: the state is behind it, and what it cost has trained nothing."""
+        done = self._closed(at_ns)._settled(Account.REPLAYED)
+        return replace(done, account=Account.PRODUCTIVE, undone=done.undone + 1, step=done.step + (done.step >= 0))
+
     def undoes(self, at_ns: int) -> Counters:
         """The step that was under way does not count. Where none was, only what goes on changes."""
         closed = self._closed(at_ns)

@@ -23,6 +23,7 @@ from torchelastic.observe.ledger.ledger_events import (
     LedgerFormatError,
     Restore,
     Save,
+    Skipped,
     Start,
     StoreOutage,
     Straggler,
@@ -59,6 +60,8 @@ class Counts:
         restores_from_peer, restores_from_checkpoint: in the same way.
         last_restored_round: the newest in which a worker received its state.
         saves: as seen by each worker.
+        skipped_steps, skipped_samples: left out on purpose, each step once.
+        last_skipped_step: the newest of those.
         drains, stragglers, outages: events.
         away_ns: sum of the outages that are over.
         first_ns, last_ns: the first and the last that is known of the host.
@@ -74,6 +77,9 @@ class Counts:
     saves: int = 0
     drains: int = 0
     stragglers: int = 0
+    skipped_steps: int = 0
+    skipped_samples: int = 0
+    last_skipped_step: int = -1
     outages: int = 0
     away_ns: int = 0
     first_ns: int | None = None
@@ -143,6 +149,9 @@ class HostLedger:
                 return saved._plus(saves=1)
             case Drain():
                 return ledger._plus(drains=1)
+            case Skipped() if event.step > ledger.counts.last_skipped_step:  # every worker of the host says so
+                counts = replace(ledger.counts, last_skipped_step=event.step)
+                return replace(ledger, counts=counts)._plus(skipped_steps=1, skipped_samples=event.samples)
             case Straggler():
                 return ledger._plus(stragglers=1)
             case StoreOutage():

@@ -178,6 +178,19 @@ class Drain(LedgerEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Skipped(LedgerEvent):
+    """A step was left out by all ranks, because one has called `skip_step`; `step` is the one behind it.
+
+    Attributes:
+        samples: that are trained no more in this epoch, over all ranks; 0: not known.
+    """
+
+    kind: ClassVar[str] = "skipped"
+
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Straggler(LedgerEvent):
     """A worker was found to be slower than the others.
 
@@ -208,7 +221,7 @@ class StoreOutage(LedgerEvent):
 KINDS: dict[str, type[LedgerEvent]] = {
     kind.kind: kind
     for kind in (
-        Start, Counted, End, Join, Failure, Restore, ReForm, FirstStep, Save, Drain, Straggler, StoreOutage,
+        Start, Counted, End, Join, Failure, Restore, ReForm, FirstStep, Save, Drain, Skipped, Straggler, StoreOutage,
     )
 }  # fmt: skip
 

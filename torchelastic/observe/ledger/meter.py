@@ -26,6 +26,7 @@ from torchelastic.observe.ledger.ledger_events import (
     ReForm,
     Restore,
     Save,
+    Skipped,
     Straggler,
     short,
     to_dict,
@@ -166,6 +167,12 @@ class Meter(LoopObserver):
         self._become(self._counts.commits(now_ns))
         if self._counts.committed == 1:
             self._note(FirstStep(at_ns=now_ns))
+
+    def step_skipped(self, reason: str, samples: int) -> None:
+        """See `LoopObserver`: the state is one step further, and what the step has cost trained nothing."""
+        now_ns = self._clock_ns()
+        self._become(self._counts.skips(now_ns))
+        self._note(Skipped(at_ns=now_ns, samples=samples, cause=short(reason)))
 
     def step_undone(self, cause: str = "", *, is_undone: bool = True) -> None:
         """The step that was under way does not count; a new group is wanted. Where none was, only the latter.

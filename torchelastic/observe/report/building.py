@@ -17,6 +17,7 @@ from torchelastic.observe.ledger.ledger_events import (
     Join,
     Restore,
     Save,
+    Skipped,
     StoreOutage,
     Straggler,
 )
@@ -262,6 +263,8 @@ def _mark(one: RunEvent) -> Iterator[Mark]:
         yield _at(one, "loss" if event.is_loss else "end", f"{how}{after}")
     elif isinstance(event, Drain):
         yield _at(one, "drain", "left in order" + (f" after step {event.step}" if event.step >= 0 else ""))
+    elif isinstance(event, Skipped):
+        yield _at(one, "skip", f"skips step {event.step}: {event.cause}")
     elif isinstance(event, Straggler):
         yield _at(one, "straggler", f"slow: {event.relative_percent:.0f} % of the best")
     elif isinstance(event, Restore) and event.source == "checkpoint":

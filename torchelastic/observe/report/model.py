@@ -165,7 +165,7 @@ class Mark:
 
     Attributes:
         at_ns: when.
-        kind: "join", "loss", "end", "drain", "straggler", "outage" or "back" (to a checkpoint).
+        kind: "join", "loss", "end", "drain", "skip", "straggler", "outage" or "back" (to a checkpoint).
         place: see `AttemptRow`.
         text: for people.
         took_ns: how long, of an outage that is over.

@@ -204,6 +204,7 @@ _SHAPES: dict[str, tuple[tuple[str, float, float], ...]] = {
     "join": (("M", -0.6, -1), ("L", 1, 0), ("L", -0.6, 1), ("L", -0.6, -1)),
     "loss": (("M", -1, -1), ("L", 1, 1), ("M", -1, 1), ("L", 1, -1)),
     "drain": (("M", 0.6, -1), ("L", -1, 0), ("L", 0.6, 1), ("L", 0.6, -1)),
+    "skip": (("M", -0.8, 0.6), ("L", 0, -0.8), ("L", 0.8, 0.6)),
     "straggler": (("M", -1, -0.9), ("L", 1, -0.9), ("L", 0, 0.9), ("L", -1, -0.9)),
     "back": (("M", 0, -1), ("L", 1, 0), ("L", 0, 1), ("L", -1, 0), ("L", 0, -1)),
 }
@@ -212,6 +213,7 @@ MARKS = {
     "join": "joins a group",
     "loss": "is lost",
     "drain": "leaves in order",
+    "skip": "skips a step",
     "straggler": "is found to be slow",
     "back": "comes back from a checkpoint",
 }

@@ -18,6 +18,7 @@ from torchelastic.observe.ledger.ledger_events import (
     ReForm,
     Restore,
     Save,
+    Skipped,
     Start,
     StoreOutage,
     Straggler,
@@ -186,14 +187,14 @@ def _text(event: LedgerEvent) -> str:
         case Drain():
             where = f" after step {event.step}" if event.step >= 0 else ", in no group yet" if event.round < 0 else ""
             return f"left the run in order{where}"
+        case Skipped():
+            return f"step {event.step} is skipped" + (f", {event.samples} samples" if event.samples else "")
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
+        case StoreOutage() if event.is_over:
+            return f"etcd is back after {duration(event.away_ns)}"
         case StoreOutage():
-            return (
-                f"etcd is back after {duration(event.away_ns)}"
-                if event.is_over
-                else "etcd is unreachable, training goes on as long as no worker is lost"
-            )
+            return "etcd is unreachable, training goes on as long as no worker is lost"
     return ""
 
 

@@ -32,6 +32,8 @@ _COUNTS: tuple[tuple[str, str, Callable[[HostLedger], float]], ...] = (
     ("failures", "Groups that broke, once each, and workers lost outside of one.", lambda book: book.counts.failures),
     ("saves", "Checkpoints taken, each counted for every worker in it.", lambda book: book.counts.saves),
     ("drains", "Workers of this host that left in order, as they were asked to.", lambda book: book.counts.drains),
+    ("steps_skipped", "Steps left out because a worker called skip_step.", lambda book: book.counts.skipped_steps),
+    ("samples_skipped", "Samples of these, over all hosts.", lambda book: book.counts.skipped_samples),
     ("stragglers", "Times that a worker of this host was found to be slow.", lambda book: book.counts.stragglers),
     ("etcd_outages", "Times that etcd was unreachable from this host.", lambda book: book.counts.outages),
     ("etcd_outage_seconds", "Seconds without etcd, outages that are over.", lambda book: book.counts.away_ns * _S),

@@ -68,7 +68,7 @@ export function drawTimeline(node, events, run, windowS) {
   const shown = events.filter((event) => event.at_s >= from);
   const all = rounds(events, run).filter((round) => round.until >= from);
   const bad = shown.filter(isBad), saves = shown.filter((event) => event.kind === "save");
-  const others = shown.filter((event) => ["drain", "straggler", "restore"].includes(event.kind));
+  const others = shown.filter((event) => ["drain", "skipped", "straggler", "restore"].includes(event.kind));
   const away = outages(events, run).filter((one) => one.until >= from);
   const lanes = LANES.filter((lane) => lane !== "etcd" || away.length).filter((lane) => lane !== "other" || others.length);
   const middle = Object.fromEntries(lanes.map((lane, n) => [lane, LANE * n + LANE / 2 + 2]));

@@ -1,0 +1,83 @@
+"""What a `ModelState` does to see whether its replicas are equal: after each sync, and now and then between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+
+from torchelastic.errors import NonRetryableException
+from torchelastic.inventory.module_values import buffers_of
+from torchelastic.inventory.names import named_parameters
+from torchelastic.metrics import publish_metric
+from torchelastic.model import digest
+from torchelastic.model.companions import Companions
+from torchelastic.model.one_or_many import OneOrMany
+from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.transfer import all_gathered, message_device
+
+log = logging.getLogger(__name__)
+
+
+class ComparesReplicas:
+    """A part of `ModelState`.
+
+    Attributes:
+        module: the user's module.
+        replica_comparison: what the comparison after the last sync has found; None before the first.
+    """
+
+    module: torch.nn.Module
+    replica_comparison: digest.ReplicaComparison | None
+    _own: Companions
+    _optimizers: Optimizers
+    _schedulers: OneOrMany
+    _on_out_of_sync: str
+    _draws_alike: bool
+
+    def _compare(self, world_size: int, device: torch.device, *, thorough: bool, when: str) -> None:
+        """Whether all really are in sync now; a sample is enough where nothing was sent."""
+        self.replica_comparison = digest.compare(self._parts(), world_size=world_size, device=device, thorough=thorough)
+        publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
+        if self.replica_comparison.is_in_sync:
+            return
+        log.error("step %d, %s: %s", self._own.step, when, self.replica_comparison)
+        if self._on_out_of_sync == "raise":
+            raise NonRetryableException(f"step {self._own.step}, {when}: {self.replica_comparison}")
+
+    def _begun_digest_of_weights(self) -> Callable[[], int]:
+        weights = [parameter for parameter in self.module.parameters() if not is_lazy(parameter)]
+        return digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
+
+    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
+        """See `State`. Raises NonRetryableException: they have parted, and `on_out_of_sync` is "raise"."""
+        self._draws_alike = draw_alike
+        if not are_equal:
+            when = "ranks have parted since the last sync"
+            self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)
+
+    def _freeze_as(self, source: int, world_size: int, device: torch.device) -> None:
+        """Have the source's parameters require a gradient on all ranks: DDP ends processes that differ in these."""
+        parameters = named_parameters(self.module).values()
+        mine = torch.tensor([one.requires_grad for one in parameters], dtype=torch.uint8, device=device)
+        for parameter, requires_grad in zip(parameters, all_gathered(mine, world_size)[source].tolist(), strict=True):
+            parameter.requires_grad_(bool(requires_grad))
+        log.error(
+            "step %d: the same parameters require a gradient on all ranks now as on rank %d", self._own.step, source
+        )
+
+    def _parts(self) -> dict[str, Any]:
+        parameters = named_parameters(self.module)
+        return {
+            "module": parameters,
+            "frozen": {name: not parameter.requires_grad for name, parameter in parameters.items()},
+            "buffers": buffers_of(self.module),
+            "optimizer": self._optimizers.named_state(parameters),
+            "scheduler": self._schedulers.state_dict(),
+            "sampler": self._own.sampler_state(),
+            "extra": self._own.extras.states(),
+        }
