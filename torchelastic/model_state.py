@@ -237,7 +237,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
 
     def skip(self, snapshot: Snapshot) -> int:
         """See `State`: called where no optimizer has begun."""
-        self._gradients.forget()
+        self._gradients.skip()
         if snapshot.large is None:
             self._optimizers.zero_grad()
         self.course.committed()

@@ -147,6 +147,17 @@ def test_evaluate_on_rank_0_with_rank_0_killed(jobs: MakeJob, tmp_path: Path, ca
 
 
 @pytest.mark.long
+def test_skip_a_bad_batch_with_a_kill_between_two(jobs: MakeJob, tmp_path: Path) -> None:
+    ran = Ran(jobs, tmp_path, "skip_a_bad_batch", "--min-workers=2", call="optimizer", times=15, victim=0)
+    ran.check_both()
+    assert ran.expected[0] == EPOCHS * STEPS_OF_AN_EPOCH
+    assert (
+        len(set(re.findall(r"step \d+ is skipped by rank \d: the loss is no number \(32 samples\)", ran.output)))
+        >= EPOCHS
+    )
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "times"), [slow("evaluate", 2), ("optimizer", STEPS_OF_AN_EPOCH + 1)])
 def test_early_stopping_and_the_best_checkpoint(jobs: MakeJob, tmp_path: Path, call: str, times: int) -> None:
     ran = Ran(jobs, tmp_path, "early_stopping", "--min-workers=2", call=call, times=times, victim=0)

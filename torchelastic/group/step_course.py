@@ -105,7 +105,7 @@ def difference(points: Mapping[int, Point], strange: int = -1) -> str:
         strange: a rank that is known to have done what it did not in its step before.
 
     >>> difference({0: Point("reduction", 1, 0, (0,)), 1: Point("end", 1, 0, (0,))})
-    'rank 1 ends its step without a backward pass, where rank 0 averages gradients'
+    'rank 1 ended the step without a backward pass, where rank 0 averaged gradients'
     """
     groups: dict[Point, list[int]] = {}
     for rank, point in sorted(points.items()):
@@ -138,15 +138,17 @@ def _who(ranks: Sequence[int]) -> str:
 def _against(point: Point, usual: Point, others: str) -> str:
     """What is different, the first thing that is."""
     if point.batches != usual.batches:
-        return f"has drawn {_batches(point.batches)}, and {others} {_batches(usual.batches)}"
+        return f"drew {_batches(point.batches)}, and {others} {_batches(usual.batches)}"
     if point.kind != usual.kind:
         return f"{_DOES[point.kind](point)}, where {others} {_DOES[usual.kind](usual)}"
     if point.reductions != usual.reductions:
-        return f"has had {point.reductions} backward passes with a reduction, and {others} {usual.reductions}"
+        return f"had {point.reductions} backward passes with a reduction, and {others} {usual.reductions}"
     steps, usual_steps = sum(point.optimizer_steps), sum(usual.optimizer_steps)
     if not steps or not usual_steps:
-        return f"has {'' if steps else 'not '}stepped its optimizer, and {others} {'has not' if steps else 'has'}"
-    return f"has stepped its optimizers {steps} times, and {others} {usual_steps} times"
+        return (
+            f"{'called' if steps else 'left out'} optimizer.step(), which {others} {'left out' if steps else 'called'}"
+        )
+    return f"called optimizer.step() {steps} times, and {others} {usual_steps} times"
 
 
 def _batches(count: int) -> str:
@@ -155,16 +157,16 @@ def _batches(count: int) -> str:
 
 def _ends(point: Point) -> str:
     if not point.reductions:
-        return "ends its step without a backward pass"
-    return "ends its step" if sum(point.optimizer_steps) else "ends its step without optimizer.step()"
+        return "ended the step without a backward pass"
+    return "ended the step" if sum(point.optimizer_steps) else "ended the step without optimizer.step()"
 
 
 _DOES: Mapping[str, Callable[[Point], str]] = {
-    FORWARD: lambda _: "goes forward through the model",
-    BACKWARD: lambda _: "goes backward through it",
-    REDUCTION: lambda _: "averages gradients",
+    FORWARD: lambda _: "went forward through the model",
+    BACKWARD: lambda _: "went backward through the model",
+    REDUCTION: lambda _: "averaged gradients",
     END: _ends,
-    SKIP: lambda _: "skips the step",
+    SKIP: lambda _: "skipped the step",
 }
 
 

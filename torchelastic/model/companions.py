@@ -280,7 +280,7 @@ class WithCompanions:
         Call it in the train step, on the training thread, before `backward()`; on one rank, or on several. Nothing that
         the step has done counts, on any rank: weights, buffers, random numbers, scheduler and `extra` are as before it.
         `step` counts it, and its samples are trained no more in this epoch; the report and the ledger count them. Where
-        not all ranks call it the group is formed anew, which takes a fifth of a second.
+        not all ranks call it, the others learn of it within half a second, and the group is formed anew.
 
         Args:
             reason: for the log and the report.

@@ -218,6 +218,11 @@ class StepGradients:
         """A step has failed later than that: what this attempt has added to what was kept is not known any more."""
         self._kept, self._is_brought = None, False
 
+    def skip(self) -> None:
+        """The step is left out, with what was kept of an earlier attempt at it."""
+        self.forget()
+        self._source.bring(None)
+
     def commit(self, buffers: Callable[[], Sequence[torch.Tensor]]) -> None:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
         kept, is_brought = self._kept, self._is_brought
