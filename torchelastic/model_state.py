@@ -96,7 +96,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         ValueError: an unknown snapshot mode, a sharded or already wrapped module, a sampler that cannot be saved.
     """
 
-    course: StepCourse
+    step_course: StepCourse
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
-        self.course = self._gradients.course(self._own.batches, self._optimizers.begun)
+        self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun)
         say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
@@ -199,7 +199,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         copies = self._undo.copies and not self._awaits_sync
         self._optimizers.begin(is_copied_whole=copies)
         self._gradients.begin_step()
-        self.course.begin(self.step)
+        self.step_course.begin(self.step)
         return self._capture(self._undo.copy if copies else lambda: None)
 
     def apply(self, snapshot: Snapshot) -> None:
@@ -225,7 +225,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
         self._own.count_step()
-        self.course.committed()
+        self.step_course.committed()
         self._gradients.commit(self._structure.buffers)
         self._optimizers.commit()
         self._undo.step_succeeded()
@@ -240,7 +240,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._gradients.skip()
         if snapshot.large is None:
             self._optimizers.zero_grad()
-        self.course.committed()
+        self.step_course.committed()
         return self._own.skip(snapshot, self._trained)
 
     def _is_untouched(self) -> bool:
@@ -382,7 +382,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     ) -> tuple[list[StateProgress], list[int], list[int]]:
         """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed."""
         gradients, random = self._gradients, digest_of_drawing_torch()
-        course = digest_of_usual(self.course.usual)
+        course = digest_of_usual(self.step_course.usual)
         mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, course]
         mine += gradients.kind
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
@@ -392,7 +392,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         drawing = [row[4] for row, one in zip(rows, progress, strict=True) if one == best]
         if len(drawing) > 1:
             self._draws_alike = len(set(drawing)) == 1
-        self.course.is_common = len({row[5] for row in rows}) == 1
+        self.step_course.is_common = len({row[5] for row in rows}) == 1
         here, there = rows[rank][6:], rows[source][6:]
         if here != there:
             raise UnfitError(

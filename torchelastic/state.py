@@ -37,7 +37,7 @@ class State(ABC):
     """
 
     #: What this rank does in a step, compared with the others; None: it is not known.
-    course: StepCourse | None = None
+    step_course: StepCourse | None = None
 
     @property
     def status(self) -> StateStatus:
@@ -65,7 +65,7 @@ class State(ABC):
         """Called when a step has succeeded on this rank and will not be undone; for counters, cursors and the like."""
 
     def skip(self, snapshot: Any) -> int:
-        """Undo the step that began with this snapshot, and go on behind its batches; for states with a `course`.
+        """Undo the step that began with this snapshot, and go on behind its batches; for states with a `step_course`.
 
         Returns:
             How many samples are left out, over all ranks; 0: not known.

@@ -301,8 +301,8 @@ class TrainLoop:
         False: it must not count, and was undone.
         """
         try:
-            if self.state.course is not None:
-                self.state.course.end()
+            if self.state.step_course is not None:
+                self.state.step_course.end()
             if not self.coordinator.may_commit():
                 raise RuntimeError("the step must not count: another group may be training by now")
         except SkippedError:
@@ -323,8 +323,9 @@ class TrainLoop:
 
     def skip(self, snapshot: Any) -> bool:
         """Called by a step that is to be left out. False: not yet, it was undone and comes again."""
-        course = self.state.course
-        assert course is not None
+        course = self.state.step_course
+        if course is None:
+            raise NonRetryableException("skip_step was called on another state than the one that train() has")
         try:
             skip = course.agree_to_skip()
         except RuntimeError as error:

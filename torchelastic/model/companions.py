@@ -272,7 +272,7 @@ class WithCompanions:
 
     _own: Companions
     _world: WorldWatch
-    course: StepCourse | None
+    step_course: StepCourse | None
 
     def skip_step(self, reason: str, *, most_in_a_row: int = MOST_SKIPS) -> NoReturn:
         """Leave this train step out, on all ranks, and go on behind its batches: for a loss that is no number, say.
@@ -301,9 +301,9 @@ class WithCompanions:
                 f"skip_step({reason!r}) comes after this step has stepped an optimizer or changed weights: call it "
                 "before backward()"
             )
-        if self.course is None:
+        if self.step_course is None:
             raise NotImplementedError(f"{type(self).__name__} cannot leave a step out")
-        raise self.course.wish_skip(reason, self._rank())
+        raise self.step_course.wish_skip(reason, self._rank())
 
     def _is_untouched(self) -> bool:
         """Whether the step under way has changed no weight yet."""

@@ -247,8 +247,8 @@ class CoordinatorP2P(Coordinator):
     def state_changed(self, state: State, *, synced: bool) -> None:
         """Remember how complete this worker's state is, for the choice of the next group's source."""
         if synced:
-            if state.course is not None:
-                state.course.enter(self._courses)
+            if state.step_course is not None:
+                state.step_course.enter(self._courses)
             joined = self.rendezvous.joined
             if joined.step > self._committed_steps and joined.state_status is StateStatus.COMPLETE:
                 self._last_trained = self._last_joined  # others have committed a step in it

@@ -124,8 +124,8 @@ class ShardedState(WithCompanions, State):
         self._copies = Copies()
         self._plain = PlainTensorComparison()
         self._world = WorldWatch()
-        self.course = StepCourse(self._own.batches, self._live.votes, self._live.optimizer_steps)
-        self._weighting = GradientWeights(sampler, partial(self.course.pass_, BACKWARD))
+        self.step_course = StepCourse(self._own.batches, self._live.votes, self._live.optimizer_steps)
+        self._weighting = GradientWeights(sampler, partial(self.step_course.pass_, BACKWARD))
         self._control: dist.ProcessGroup | None = None
         self._unconfirmed: HeldState | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
@@ -134,7 +134,7 @@ class ShardedState(WithCompanions, State):
         self._has_looked_at_memory = False
         wrapping.warm_up()  # fully_shard imports it too, and the others would wait for this worker
 
-    course: StepCourse
+    step_course: StepCourse
 
     # --- what the step uses ---------------------------------------------------------------------------------------
 
@@ -182,18 +182,18 @@ class ShardedState(WithCompanions, State):
         """What `apply` needs; its cost does not depend on the size of the model."""
         self._live.begin_step()
         self._weighting.begin_step()
-        self.course.begin(self.step)
+        self.step_course.begin(self.step)
         return self._live.snapshot()
 
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
         self._live.commit()
-        self.course.committed()
+        self.step_course.committed()
         self._copy_if_due()
 
     def skip(self, snapshot: Snapshot) -> int:
         """See `State`: called on all ranks, where no optimizer has begun."""
-        self.course.committed()
+        self.step_course.committed()
         return self._live.skip(snapshot)
 
     def _is_untouched(self) -> bool:
@@ -204,7 +204,7 @@ class ShardedState(WithCompanions, State):
 
     def _forward_begins(self, _model: torch.nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled():
-            self.course.pass_(FORWARD)
+            self.step_course.pass_(FORWARD)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot, as far as this rank can alone; `sync` does the rest."""
@@ -246,7 +246,7 @@ class ShardedState(WithCompanions, State):
         """Before the first optimizer of a step begins: see `commit_rule`. Says how far the copies are, too."""
         if self._live.phase is not Phase.UNTOUCHED:
             return  # this rank completes the step of a group that has ended
-        self.course.pass_(REDUCTION)
+        self.step_course.pass_(REDUCTION)
         self._weighting.check()
         wait_for_collectives()  # what FSDP2 has reduced the gradients with
         self._copies.wait_until_copied()
