@@ -31,7 +31,7 @@ from torchelastic.model import digest, newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
-from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
+from torchelastic.model.step_gradients import Needs, Salvaged, StepGradients, kind_text
 from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
 from torchelastic.model.transfer import (
     all_gathered,
@@ -122,7 +122,8 @@ class ModelState(WithCompanions, State):
         self.scheduler = scheduler
         self.replica_comparison: digest.ReplicaComparison | None = None
         self._schedulers = OneOrMany("scheduler", scheduler)
-        self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
+        self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters)
+        self._backward = self._gradients.backward
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()
@@ -275,7 +276,7 @@ class ModelState(WithCompanions, State):
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
         self._stored.look()
-        all_progress, offers, thawing = self._gather_progress(world_size, rank, device)
+        all_progress, offers, thawing, needs = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
@@ -294,7 +295,7 @@ class ModelState(WithCompanions, State):
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
         self._gradients.share_thawing(thawing, device)
-        self._gradients.enter_group(offers, self.step, rank, device)
+        self._gradients.enter_group(offers, needs, self.step, rank, device)
         self._world.changed(world_size, rank)
 
     def _synchronize(self, all_progress: Sequence[StateProgress], rank: int, device: torch.device) -> bool:
@@ -361,10 +362,14 @@ class ModelState(WithCompanions, State):
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
-    ) -> tuple[list[StateProgress], list[int], list[int]]:
-        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed."""
+    ) -> tuple[list[StateProgress], list[int], list[int], Needs]:
+        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed.
+
+        And what any rank needs of all.
+        """
         gradients, random = self._gradients, digest_of_drawing_torch()
-        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, *gradients.kind]
+        needs, kind = gradients.needs, gradients.kind
+        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, *needs, *kind]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
         best = max(progress)
@@ -372,13 +377,14 @@ class ModelState(WithCompanions, State):
         drawing = [row[4] for row, one in zip(rows, progress, strict=True) if one == best]
         if len(drawing) > 1:
             self._draws_alike = len(set(drawing)) == 1
-        here, there = rows[rank][5:], rows[source][5:]
+        here, there = rows[rank][-len(kind) :], rows[source][-len(kind) :]
         if here != there:
             raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )
-        return progress, [row[2] for row in rows], [row[3] for row in rows]
+        everyones = Needs(*(max(column) for column in zip(*(row[5 : -len(kind)] for row in rows), strict=True)))
+        return progress, [row[2] for row in rows], [row[3] for row in rows], everyones
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""

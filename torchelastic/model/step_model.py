@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ class _StandsFirst:
 
 
 def step_model(
-    module: torch.nn.Module, wrapper: Callable[[], DistributedDataParallel | None]
+    module: torch.nn.Module,
+    wrapper: Callable[[], DistributedDataParallel | None],
+    accumulates: Callable[[], AbstractContextManager[Any]],
 ) -> torch.nn.Module | None:
     """An object that is the user's module, except that its call goes through the present wrapper.
 
@@ -37,6 +39,7 @@ def step_model(
     Args:
         module: the user's.
         wrapper: of the present group; None: there is none.
+        accumulates: what `no_sync()` is.
 
     Returns:
         None: it cannot be made of this module (one of TorchScript, one whose class lets nobody derive from it).
@@ -50,8 +53,7 @@ def step_model(
         return (module if present is None else present)(*args, **kwargs)
 
     def no_sync(_: Any) -> AbstractContextManager[Any]:
-        present = wrapper()
-        return nullcontext() if present is None else present.no_sync()
+        return accumulates()
 
     body: dict[str, Any] = {
         "__call__": call,

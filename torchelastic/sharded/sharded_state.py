@@ -122,7 +122,8 @@ class ShardedState(WithCompanions, State):
         self._copies = Copies()
         self._plain = PlainTensorComparison()
         self._world = WorldWatch()
-        self._weighting = GradientWeights(sampler)
+        self._gradients = GradientWeights(sampler, self._own.counts)
+        self._backward = self._gradients.backward
         self._control: dist.ProcessGroup | None = None
         self._unconfirmed: HeldState | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
@@ -166,9 +167,11 @@ class ShardedState(WithCompanions, State):
         if not isinstance(model, FSDPModule):
             raise ValueError("no_sync is for a model on which fully_shard was called: call it on the whole model too")
         model.set_requires_gradient_sync(False)
+        self._gradients.is_accumulating = True
         try:
             yield
         finally:
+            self._gradients.is_accumulating = False
             model.set_requires_gradient_sync(True)
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class ShardedState(WithCompanions, State):
     def snapshot(self) -> Snapshot:
         """What `apply` needs; its cost does not depend on the size of the model."""
         self._live.begin_step()
-        self._weighting.begin_step()
+        self._gradients.begin_step()
         return self._live.snapshot()
 
     def commit(self) -> None:
@@ -220,11 +223,13 @@ class ShardedState(WithCompanions, State):
         dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self._control)
         self._copies.all_have_finished(int(finished))
 
-    def _vote(self) -> None:
+    def _vote(self, is_first: bool) -> None:
         """Before the first optimizer of a step begins: see `commit_rule`. Says how far the copies are, too."""
-        if self._live.phase is not Phase.UNTOUCHED:
-            return  # this rank completes the step of a group that has ended
-        self._weighting.check()
+        if not is_first:
+            self._own.counts.optimizer_begins()
+        if not is_first or self._live.phase is not Phase.UNTOUCHED:
+            return  # the latter: this rank completes the step of a group that has ended
+        self._gradients.check()
         wait_for_collectives()  # what FSDP2 has reduced the gradients with
         self._copies.wait_until_copied()
         self._live.phase = Phase.READY
@@ -294,16 +299,22 @@ class ShardedState(WithCompanions, State):
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
         companions = self._live.companions(built, must_be=version.generation == STORED)
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), companions)
-        dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
+        self._agree()  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, whole_copies)
         self._plain.enter_group(plain_names(built.layout()), own)
         self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
 
+    def _agree(self) -> None:
+        """Returns on no rank before every rank has called it; and what one of them needs, all have then."""
+        needs = torch.tensor([int(self._own.counts.are_used)])
+        dist.all_reduce(needs, op=dist.ReduceOp.MAX, group=self._control)
+        self._own.counts.are_used = bool(needs)
+
     def _built(self, world_size: int) -> Built:
         return Built(
-            self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote, own=self._own,
+            self._build, self._mesh_rule(world_size), seed=self._seed, before_each=self._vote, own=self._own,
             as_built=self._as_built,
         )  # fmt: skip
 
@@ -398,7 +409,7 @@ class ShardedState(WithCompanions, State):
         place = data_place(built.mesh, self._data_dims)
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
-        self._weighting.enter_group(built.model, place.size)
+        self._gradients.enter_group(built.model, place.size, self._control)
         self._own.extras.measure()
 
     # --- saving ---------------------------------------------------------------------------------------------------
