@@ -20,6 +20,7 @@ from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
+from torchelastic.model.batch_norms import SingleSamples, least_local_batch
 from torchelastic.model.companions import Companions
 from torchelastic.model.logical_shards import LogicalShards
 from torchelastic.model.loss_counts import all_at_once
@@ -64,9 +65,11 @@ class Needs(NamedTuple):
 
     Attributes:
         counts: 1: losses have had counts, so that every reduction says whether there is one.
+        samples: of each rank, if it has any.
     """
 
     counts: int
+    samples: int
 
 
 class StepGradients:
@@ -103,7 +106,8 @@ class StepGradients:
         self._is_accumulating = False
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
-        self._step_model = step_model(module, lambda: self._wrapped, self.no_sync)
+        self._single_samples = SingleSamples(module, sampler)
+        self._step_model = step_model(module, self._call, self.no_sync)
         self._frozen: dict[str, torch.nn.Parameter] = {}  # what this group's wrapper leaves out
         self._rank = 0
         if logical_shards is not None:
@@ -129,7 +133,7 @@ class StepGradients:
     @property
     def needs(self) -> Needs:
         """What this rank knows of."""
-        return Needs(int(self._counts.are_used))
+        return Needs(int(self._counts.are_used), least_local_batch(self._module))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -137,6 +141,11 @@ class StepGradients:
         if self._step_model is not None:
             return self._step_model
         return self._module if self._wrapped is None else self._wrapped
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model` does when it is called: the present group's wrapper, if there is one."""
+        target = self._module if self._wrapped is None else self._wrapped
+        return self._single_samples.called(target, *args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -328,6 +337,8 @@ class StepGradients:
         if needs.counts:
             self._counts.are_used = True
             self._counts.watch(list(self._module.parameters()))
+        if hasattr(self._sampler, "set_min_local_batch"):
+            self._sampler.set_min_local_batch(needs.samples)
         if hasattr(self._sampler, "set_world"):
             self._sampler.set_world(rank, world_size)
         self._settle(offers, step, device)
@@ -371,7 +382,7 @@ class StepGradients:
         mine = kept.units if kept is not None and offers[self._rank] else frozenset()
         units = _gather_units(mine, self._sampler.units, len(offers), device)
         present = self._sampler.present_units
-        deals = second_deals(units, present, self._mode)
+        deals = second_deals(units, present, self._mode, getattr(self._sampler, "least_units", 1))
         self._sampler.deal_again(deals[self._rank])
         self.salvaged = _summary(step, deals, present)
         log.info(
@@ -393,7 +404,7 @@ class StepGradients:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._step_model = step_model(self._module, lambda: self._wrapped, self.no_sync)
+        self._step_model = step_model(self._module, self._call, self.no_sync)
 
 
 def kind_text(kind: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ from torchelastic.inventory.generators import put_rows_of_generators, seeded
 from torchelastic.inventory.stored_values import Built as AsBuilt
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
+from torchelastic.model.batch_norms import has_single_samples, least_local_batch, require_several_values
 from torchelastic.model.companions import Companions, Snapshot, WithCompanions
 from torchelastic.model.stored_form import OF_EACH_RANK
 from torchelastic.model.transfer import message_device
@@ -299,18 +300,21 @@ class ShardedState(WithCompanions, State):
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
         companions = self._live.companions(built, must_be=version.generation == STORED)
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), companions)
-        self._agree()  # everybody has what it needs: what it had may go
+        self._agree(built)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, whole_copies)
         self._plain.enter_group(plain_names(built.layout()), own)
         self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
 
-    def _agree(self) -> None:
+    def _agree(self, built: Built) -> None:
         """Returns on no rank before every rank has called it; and what one of them needs, all have then."""
-        needs = torch.tensor([int(self._own.counts.are_used)])
+        needs = torch.tensor([int(self._own.counts.are_used), least_local_batch(built.model)])
         dist.all_reduce(needs, op=dist.ReduceOp.MAX, group=self._control)
-        self._own.counts.are_used = bool(needs)
+        are_counted, samples = needs.tolist()
+        self._own.counts.are_used = bool(are_counted)
+        if hasattr(self.sampler, "set_min_local_batch"):
+            self.sampler.set_min_local_batch(samples)
 
     def _built(self, world_size: int) -> Built:
         return Built(
@@ -410,6 +414,8 @@ class ShardedState(WithCompanions, State):
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
         self._gradients.enter_group(built.model, place.size, self._control)
+        if has_single_samples(self.sampler):
+            require_several_values(built.model)
         self._own.extras.measure()
 
     # --- saving ---------------------------------------------------------------------------------------------------
