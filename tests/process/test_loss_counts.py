@@ -78,6 +78,15 @@ def reduced_twice(state: State, loader: Any) -> None:
     state.backward(*losses(state, batches[1]))
 
 
+def skipped_by_a_scaler(state: State, loader: Any) -> None:
+    """The first of two losses has no optimizer.step(), as where a GradScaler has found infinite gradients."""
+    batch = next(loader)
+    found, count = losses(state, batch)
+    state.backward(found * 100, count / 2)
+    state.optimizer.zero_grad()
+    state.backward(*losses(state, batch))
+
+
 def trained(
     step: Callable[[State, Any], None], empty: Sequence[int] = (), batch: int = BATCH, **options: Any
 ) -> list[list[float]]:
@@ -124,8 +133,8 @@ def check(found: Sequence[list[list[float]]], right: list[list[float]]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
     ("step", "batches"),
-    [(whole, 1), (in_pieces, 1), (two_batches, 2), (reduced_twice, 2)],
-    ids=["whole", "in pieces", "two batches", "reduced twice"],
+    [(whole, 1), (in_pieces, 1), (two_batches, 2), (reduced_twice, 2), (skipped_by_a_scaler, 1)],
+    ids=["whole", "in pieces", "two batches", "reduced twice", "skipped by a scaler"],
 )
 def test_a_mean_over_tokens_is_that_of_the_global_batch(
     step: Callable[[State, Any], None], batches: int, ranks: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +66,7 @@ class Tally:
         """By what the sum of the gradients is divided; None: they are means, which are weighted already.
 
         Args:
-            before: the count of what they were added to.
+            before: the count of what they are added to.
             why: what is wrong on this rank.
 
         Raises:
@@ -82,13 +82,43 @@ class Tally:
             raise UnfitError(why or MIXED)
         if not self.counted:
             return None
-        count = before + self.count
-        if not 0.0 < count < math.inf:
+        if not 0.0 < before + self.count < math.inf:
             raise UnfitError(
-                f"state.backward() divides by the count of the global batch, and that is {count:g}: give the number of "
-                "what the loss is the sum of (tokens that are no padding), and train no batch without any"
+                f"state.backward() divides by the count of the global batch, and that is {self.count:g}: give the "
+                "number of what the loss is the sum of (tokens that are no padding), and train no batch without any"
             )
-        return count
+        return self.count
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Gradients of a window of which some were divided before the last call: by another count.
+
+    Attributes:
+        gradients: what was there.
+        count: by which it was divided.
+    """
+
+    gradients: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...] = ()
+    count: float = 0.0
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.nn.Parameter], count: float) -> Earlier:
+        """Take them off the parameters."""
+        found = tuple((one, one.grad) for one in parameters if one.grad is not None)
+        for parameter, _ in found:
+            parameter.grad = None
+        return cls(found, count)
+
+    @torch.no_grad()
+    def put_together(self, count: float) -> float:
+        """Make one mean of these and of what has come since, which was divided by `count`; returns the other count."""
+        for parameter, before in self.gradients:
+            if parameter.grad is not None:
+                weight = count / (self.count + count)
+                before = before.detach().mul_(1.0 - weight).add_(parameter.grad, alpha=weight)
+            parameter.grad = before
+        return self.count
 
 
 class LossCounts:
@@ -102,8 +132,8 @@ class LossCounts:
         rank: of this process, for messages.
         scale: by what this rank's losses were divided beforehand, in this window: near to the count, so that gradients
             are as large as those of a mean, in half precision too.
-        own: this rank's count, of what is not reduced yet.
-        total: the count of all ranks, of what is reduced.
+        own: this rank's count.
+        total: that of all ranks, by which the gradients are divided; 0: they are not yet.
         is_running: whether a call of `state.backward` is under way.
         error: what was found when all counts were there.
     """
@@ -124,6 +154,7 @@ class LossCounts:
         """An optimizer has begun, or a logical shard begins."""
         self.scale, self.own, self.total = 1.0, 0.0, 0.0
         self.is_divided = self._is_counted = self._is_plain = False
+        self._earlier = Earlier()
         self._wrong = ""
         self.error: UnfitError | None = None
 
@@ -189,7 +220,7 @@ class LossCounts:
             number = 0.0
         if self._is_plain:
             self._wrong = self._wrong or MIXED
-        if number and not self.own + self.total:
+        if number and not self.own:
             self.scale = (beforehand or power_of_two)(number)
         self._is_counted = True
         self.own += number
@@ -222,12 +253,16 @@ class LossCounts:
         if self.error is not None:
             raise self.error
 
-    def again(self, world_size: int) -> float | None:
-        """By what the gradients are multiplied before more is added to them; None: they are not divided yet."""
-        if not self.is_divided:
-            return None
-        self.is_divided = False
-        return self.total / (world_size * self.scale)
+    def set_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """A call begins: what an earlier one of this window has divided already is no part of what it divides."""
+        if self.is_divided:
+            self._earlier = Earlier.of(parameters, self.total)
+            self.scale, self.own, self.total, self.is_divided = 1.0, 0.0, 0.0, False
+
+    def put_together(self) -> None:
+        """The gradients of a call are divided: add those that were set aside."""
+        self.total += self._earlier.put_together(self.total)
+        self._earlier = Earlier()
 
     def tally(self, kept: Tally | None = None) -> Tally:
         """What this rank contributes to the divisor of the reduction that begins.
@@ -252,14 +287,14 @@ class LossCounts:
     def settle(self, tally: Tally) -> float:
         """Take the tally of all ranks; returns by what the sum of their gradients is multiplied."""
         try:
-            divisor = tally.divisor(self.total, self.why)
+            divisor = tally.divisor(self._earlier.count, self.why)
         except UnfitError as error:
             self.error = error
             return 1.0
         if divisor is None:
             return 1.0
-        self.total, self.own, self.is_divided = divisor, 0.0, True
-        return 1.0 / divisor
+        self.total, self.is_divided = divisor, True
+        return 1.0 / (divisor or 1.0)  # or there are none
 
     def optimizer_begins(self) -> None:
         """Asked before any optimizer steps; the window is over.
@@ -277,7 +312,7 @@ class LossCounts:
         self.begin_window()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hooks": []}  # of this process's parameters
+        return {**self.__dict__, "_hooks": [], "_earlier": Earlier()}  # of this process's parameters
 
 
 def power_of_two(count: float) -> float:

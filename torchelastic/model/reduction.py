@@ -104,7 +104,7 @@ class Reduction:
     def weight(self) -> float:
         """By what this rank's gradient is multiplied before the sum: its share, or of a sum what it was divided by."""
         if self._counts.is_running:
-            return self._counts.scale if self._counts.own or self._counts.total else 0.0
+            return self._counts.scale if self._counts.own else 0.0
         return float(getattr(self._sampler, "weight", 1.0 / self.world_size))
 
     @property

@@ -166,7 +166,7 @@ class StepGradients:
             with counts.running():
                 counts.add(loss_sum, count).backward()  # type: ignore[no-untyped-call]  # torch has no types here
             return
-        self._multiply(counts.again(source.world_size))
+        counts.set_aside(self._module.parameters())
         # where this worker is alone, nothing is reduced
         is_divided_here = self._wrapped is None and not self._is_accumulating
         loss = counts.add(loss_sum, count, beforehand=all_at_once if is_divided_here else None)
@@ -175,14 +175,15 @@ class StepGradients:
             if is_divided_here:
                 counts.settle(counts.tally())
         counts.raise_error()
-        if is_divided_here:
-            self._multiply(counts.scale / counts.total)
+        if is_divided_here and counts.scale != counts.total:
+            self._multiply(counts.scale / (counts.total or 1.0))
+        if counts.is_divided:
+            counts.put_together()
 
-    def _multiply(self, factor: float | None) -> None:
-        if factor is not None and factor != 1.0:
-            for parameter in self._module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.detach().mul_(factor)
+    def _multiply(self, factor: float) -> None:
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach().mul_(factor)
 
     def shards(self, loader: Iterator[Any], step: int) -> Iterator[Any]:
         """See `ModelState.shards`."""

@@ -60,7 +60,8 @@ class GradientWeights:
     def backward(self, loss_sum: Any, count: Any) -> None:
         """See `WithCompanions.backward`: the backward pass, then what FSDP has averaged as a mean over the counts."""
         counts = self._counts
-        self._multiply(counts.again(self._size))
+        assert self._model is not None
+        counts.set_aside(self._model.parameters())
         loss = counts.add(loss_sum, count, beforehand=nothing)  # FSDP has one scale for all ranks
         with counts.running():
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -68,7 +69,10 @@ class GradientWeights:
                 return
             self._settle()
         counts.raise_error()
-        self._multiply(self._size / counts.total)
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                memory_of(parameter.grad).mul_(self._size / (counts.total or 1.0))
+        counts.put_together()
 
     def _settle(self) -> None:
         """Exchange the tallies; behind the backward pass, where a rank that gives none does it too (see `check`)."""
@@ -77,13 +81,6 @@ class GradientWeights:
             dist.all_reduce(row, group=self._group)
         tally = Tally.of_row(row.tolist())
         self._counts.settle(replace(tally, count=tally.count / self._alike))
-
-    def _multiply(self, factor: float | None) -> None:
-        if factor is None or factor == 1.0 or self._model is None:
-            return
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                memory_of(parameter.grad).mul_(factor)
 
     def check(self) -> None:
         """Asked before the optimizer steps.
