@@ -78,6 +78,12 @@ def reduced_twice(state: State, loader: Any) -> None:
     state.backward(*losses(state, batches[1]))
 
 
+def as_a_sum(state: State, loader: Any) -> None:
+    """The counts of all ranks are 1 altogether."""
+    found, _ = losses(state, next(loader))
+    state.backward(found, state.sampler.weight)
+
+
 def skipped_by_a_scaler(state: State, loader: Any) -> None:
     """The first of two losses has no optimizer.step(), as where a GradScaler has found infinite gradients."""
     batch = next(loader)
@@ -88,7 +94,11 @@ def skipped_by_a_scaler(state: State, loader: Any) -> None:
 
 
 def trained(
-    step: Callable[[State, Any], None], empty: Sequence[int] = (), batch: int = BATCH, **options: Any
+    step: Callable[[State, Any], None],
+    empty: Sequence[int] = (),
+    batch: int = BATCH,
+    clips_at: float = 0.5,
+    **options: Any,
 ) -> list[list[float]]:
     """Four steps over one epoch; returns the weights."""
     torch.set_num_threads(1)
@@ -102,13 +112,15 @@ def trained(
         state.snapshot()
         state.optimizer.zero_grad()
         step(state, loader)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # sees what is divided already
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clips_at)  # sees what is divided already
         state.optimizer.step()
         state.commit()
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-def expected(batches: int, empty: Sequence[int] = (), size: int = BATCH) -> list[list[float]]:
+def expected(
+    batches: int, empty: Sequence[int] = (), size: int = BATCH, clips_at: float = 0.5, reduction: str = "mean"
+) -> list[list[float]]:
     """What plain torch makes of the global batches, each step of so many of them."""
     dataset, model = Tokens(empty), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -118,8 +130,9 @@ def expected(batches: int, empty: Sequence[int] = (), size: int = BATCH) -> list
         sampler.commit()
         inputs, words = dataset.tensors[0][indices], dataset.tensors[1][indices]
         optimizer.zero_grad()
-        cross_entropy(model(inputs).flatten(0, 1), words.flatten(), ignore_index=IGNORED).backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        logits = model(inputs).flatten(0, 1)
+        cross_entropy(logits, words.flatten(), ignore_index=IGNORED, reduction=reduction).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clips_at)
         optimizer.step()
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
@@ -140,6 +153,12 @@ def test_a_mean_over_tokens_is_that_of_the_global_batch(
     step: Callable[[State, Any], None], batches: int, ranks: int
 ) -> None:
     check(values(run_ranks(trained, step, ranks=ranks)), expected(batches))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_sum_is_that_over_the_global_batch(ranks: int) -> None:
+    found = values(run_ranks(trained, as_a_sum, (), 6, 1e9, ranks=ranks))
+    check(found, expected(1, (), 6, clips_at=1e9, reduction="sum"))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -21,6 +21,10 @@ REMEDY = (
 )
 
 
+class SingleSampleError(UnfitError, ValueError):
+    """A layer cannot normalize the one sample that it has got, or is going to get; a ValueError, as torch's own."""
+
+
 def least_local_batch(module: torch.nn.Module) -> int:
     """How many samples each rank has to have, if it has any: 2 where there is a BatchNorm that is trained, else 1.
 
@@ -55,7 +59,7 @@ class SingleSamples:
         """What `target`, the module or what is around it, returns.
 
         Raises:
-            UnfitError: a layer would fail, or has failed, for a batch of one.
+            SingleSampleError: a layer would fail, or has failed, for a batch of one.
         """
         try:
             if self._is_checked or not self._module.training:
@@ -72,7 +76,7 @@ class SingleSamples:
             if _TOO_FEW not in str(error):
                 raise
             names = [name or "the module" for name, _ in _trained(self._module)]
-            raise UnfitError(
+            raise SingleSampleError(
                 f"{shortlist(names)} cannot normalize a batch of one sample, and this worker has got one: {REMEDY}"
             ) from error
 
@@ -83,7 +87,7 @@ def has_single_samples(sampler: Any) -> bool:
 
 
 def require_several_values(module: torch.nn.Module) -> list[Any]:
-    """From now on a layer raises UnfitError that gets one value per channel of each sample; returns its hooks.
+    """From now on a layer raises SingleSampleError that gets one value per channel of each sample; returns its hooks.
 
     Classes that are made of these may do something else with what they get: they fail when the one sample comes.
     """
@@ -94,7 +98,7 @@ def _require(name: str) -> Callable[[torch.nn.Module, Any], None]:
     def require(layer: torch.nn.Module, inputs: Any) -> None:
         values = next((one for one in inputs if isinstance(one, torch.Tensor)), None)
         if layer.training and values is not None and values.shape[2:].numel() == 1:
-            raise UnfitError(
+            raise SingleSampleError(
                 f"{name or 'the module'} ({type(layer).__name__}) cannot normalize a batch of one sample, and this run "
                 f"has global batches of one: {REMEDY}"
             )
