@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.few_examples import examples
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.data import ElasticStream, EpochStream
-from torchelastic.data.shares import SecondDeal, units_of_rank
+from torchelastic.data.shares import SecondDeal, second_deals, units_of_rank
 
 #: Functions of a test cannot be pickled, as they must be where worker processes are not forked: by default since 3.14.
 FORKED: Any = {"multiprocessing_context": "fork"}
@@ -451,6 +451,29 @@ def test_any_number_of_ranks_share_the_same_batches_and_one_takes_over_where_ano
             step += 1
         state = answers[0][1]
     assert step == len(expected)
+
+
+def computed_again_with_enough() -> tuple[list[int], tuple[tuple[int, int, int], ...], int]:
+    """Rank 0 has kept shard 0 of a step; the rest, a sample of shard 1 and one of shard 3, is one rank's."""
+    rank = dist.get_rank()
+    stream = make(3, 3, 0, 1, each=1, min_local_batch=2)
+    stream.set_world(rank, 2)
+    next(stream)
+    stream.rollback()
+    stream.deal_again(second_deals([{0}, set()], stream.present_units, "recompute")[rank])
+    batch = next(stream).tolist()
+    (share,) = stream.pending
+    stream.commit()
+    assert stream.present_units == (0, 1)
+    return batch, share.carried, share.local_samples
+
+
+def test_a_part_of_a_step_that_is_computed_again_is_no_single_sample_either() -> None:
+    (first, carried, of_first), (second, _, of_second) = values(run_ranks(computed_again_with_enough, ranks=2))
+    assert carried == ((0, 0, 1),)
+    assert (of_first, of_second) == (0, 2)
+    assert len(first) == 2, "padding"
+    assert second == [1000, 3000]
 
 
 def drawn_with_enough(lengths: Sequence[int], state: dict[str, int | str] | None, each: int, workers: int) -> Any:

@@ -270,8 +270,9 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         if self._is_cut_in_shards or self._min_local_batch == 1:
             return tuple(mine)
         parts = [self._shards_of(rank) for rank in range(self._world_size)] if deal is None else deal.everyones
-        found = joined_parts(parts, samples, self._min_local_batch)
-        wanted = found[self._rank] if found else ()
+        if not parts:
+            return tuple(mine)
+        wanted = joined_parts(parts, samples, self._min_local_batch)[self._rank]
         return tuple(mine) if wanted == tuple(shard for shard in mine if samples[shard]) else wanted
 
     def _read(self, progress: StreamProgress, shards: Sequence[int]) -> Drawn:
