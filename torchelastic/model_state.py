@@ -30,7 +30,7 @@ from torchelastic.model.companions import Companions, Large, Snapshot, Trained, 
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.replica_checks import ComparesReplicas
-from torchelastic.model.step_gradients import Salvaged, StepGradients, kind_text
+from torchelastic.model.step_gradients import Needs, Salvaged, StepGradients, kind_text
 from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
 from torchelastic.model.transfer import (
     all_gathered,
@@ -97,6 +97,8 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     """
 
     step_course: StepCourse
+    _ahead: Snapshot | None = None  # what is rolled forward to, where every survivor had completed a step that failed
+    _random_when_failed: tuple[int, Generators] | None = None
 
     def __init__(
         self,
@@ -123,7 +125,8 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self.scheduler = scheduler
         self.replica_comparison = None
         self._schedulers = OneOrMany("scheduler", scheduler)
-        self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
+        self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters)
+        self._backward = self._gradients.backward
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun)
         say_if_strange(self._optimizers.objects, model)
@@ -140,8 +143,6 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._random_rows: torch.Tensor | None = None  # of a checkpoint that was loaded, until the next sync gives them
         self._types_of_extra: set[type] = set()
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
-        self._ahead: Snapshot | None = None
-        self._random_when_failed: tuple[int, Generators] | None = None
         wrapping.warm_up()
 
     @property
@@ -293,7 +294,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
         device = message_device()
         self._stored.look()
-        all_progress, offers, thawing = self._gather_progress(world_size, rank, device)
+        all_progress, offers, thawing, needs = self._gather_progress(world_size, rank, device)
         best = max(all_progress)
         if best.state_status is StateStatus.PARTIAL:
             raise NonRetryableException(
@@ -312,7 +313,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         in_sync = [best.state_status is StateStatus.COMPLETE and one == best for one in all_progress]
         offers = [offer if ok else 0 for offer, ok in zip(offers, in_sync, strict=True)]
         self._gradients.share_thawing(thawing, device)
-        self._gradients.enter_group(offers, self.step, rank, device)
+        self._gradients.enter_group(offers, needs, self.step, rank, device)
         self._world.changed(world_size, rank)
 
     def _synchronize(self, all_progress: Sequence[StateProgress], rank: int, device: torch.device) -> bool:
@@ -379,12 +380,23 @@ class ModelState(WithCompanions, ComparesReplicas, State):
 
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
-    ) -> tuple[list[StateProgress], list[int], list[int]]:
-        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed."""
+    ) -> tuple[list[StateProgress], list[int], list[int], Needs]:
+        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed.
+
+        And what any rank needs of all.
+        """
         gradients, random = self._gradients, digest_of_drawing_torch()
-        course = digest_of_usual(self.step_course.usual)
-        mine = [int(self._status), self.step, gradients.offer(self.step), gradients.thaws, random, course]
-        mine += gradients.kind
+        needs, kind, course = gradients.needs, gradients.kind, digest_of_usual(self.step_course.usual)
+        mine = [
+            int(self._status),
+            self.step,
+            gradients.offer(self.step),
+            gradients.thaws,
+            random,
+            course,
+            *needs,
+            *kind,
+        ]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
         best = max(progress)
@@ -393,13 +405,14 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         if len(drawing) > 1:
             self._draws_alike = len(set(drawing)) == 1
         self.step_course.is_common = len({row[5] for row in rows}) == 1
-        here, there = rows[rank][6:], rows[source][6:]
+        here, there = rows[rank][-len(kind) :], rows[source][-len(kind) :]
         if here != there:
             raise UnfitError(
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )
-        return progress, [row[2] for row in rows], [row[3] for row in rows]
+        everyones = Needs(*(max(column) for column in zip(*(row[6 : -len(kind)] for row in rows), strict=True)))
+        return progress, [row[2] for row in rows], [row[3] for row in rows], everyones
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""

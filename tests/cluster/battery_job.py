@@ -33,7 +33,7 @@ from torchelastic.testing.faults import FaultPlan
 SAMPLES, BATCH, EPOCHS, SEED = 120, 12, 4, 3
 #: The step whose gradients are infinite where there is a scaler.
 INFINITE_STEP = 4
-BATTERIES = ("scaler", "two", "accumulation", "ema", "batchnorm", "compile")
+BATTERIES = ("scaler", "two", "accumulation", "ema", "batchnorm", "compile", "tokens")
 
 
 class Net(torch.nn.Module):
@@ -71,6 +71,7 @@ class Setup:
             self.extra["scaler"] = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         if "ema" in batteries:
             self.extra["ema"] = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # torch has no types here
+        self.counts = "tokens" in batteries
         self.accumulation = 2 if "accumulation" in batteries else 1
         self.net = net
         self.module: Any = torch.compile(net) if "compile" in batteries else net
@@ -87,6 +88,11 @@ def sgd(module: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
+def tokens_of(inputs: torch.Tensor) -> torch.Tensor:
+    """How many tokens a sample has: 0 to 5."""
+    return (inputs[:, :1].abs() * 2).round().clamp(max=5)
+
+
 def one_step(
     setup: Setup,
     model: Callable[..., torch.Tensor],
@@ -94,19 +100,25 @@ def one_step(
     step: int,
     *,
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    backward: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     reach: Callable[[str], None] = lambda _phase: None,
 ) -> None:
     """The train step, on a module or on its wrapper; `reach` is told where it is."""
     scaler = setup.extra.get("scaler", torch.amp.GradScaler("cpu", enabled=False))
+    counted = torch.cat([tokens_of(inputs) for inputs, _ in batches]).sum()
     for name, optimizer in setup.parts:
         setup.net.zero_grad()
         for number, (inputs, targets) in enumerate(batches):
             with contextlib.nullcontext() if number == len(batches) - 1 else no_sync():
-                loss = torch.nn.functional.mse_loss(model(name, inputs), targets) / len(batches)
+                errors = (model(name, inputs) - targets).square()
+                loss = (errors * tokens_of(inputs)).sum() if setup.counts else errors.mean() / len(batches)
                 if step == INFINITE_STEP and scaler.is_enabled():
                     loss = loss * torch.inf
                 reach(f"{name} backward {number}")
-                scaler.scale(loss).backward()
+                if backward is not None and setup.counts:
+                    backward(scaler.scale(loss), tokens_of(inputs).sum())
+                else:
+                    scaler.scale(loss / counted if setup.counts else loss).backward()
         scaler.unscale_(optimizer)
         reach(f"{name} optimizer")
         scaler.step(optimizer)
@@ -182,7 +194,8 @@ def main() -> None:
         batches = [next(loader) for _ in range(setup.accumulation)]
         one_step(
             setup, state.model, batches, state.step,
-            no_sync=state.no_sync, reach=lambda phase: plan.reach(phase, state.step, coordinator.rank),
+            no_sync=state.no_sync, backward=state.backward,
+            reach=lambda phase: plan.reach(phase, state.step, coordinator.rank),
         )  # fmt: skip
         state.extra["seen"] += sum(share.global_samples for share in sampler.pending)
         plan.reach("tail", state.step, coordinator.rank)

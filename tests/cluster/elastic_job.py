@@ -61,10 +61,11 @@ def make_dataset(samples: int) -> TensorDataset:
     return TensorDataset(inputs, targets)
 
 
-def make_model(seed: int, dropout: float) -> torch.nn.Module:
+def make_model(seed: int, dropout: float, *, batchnorm: bool = False) -> torch.nn.Module:
     torch.manual_seed(seed)
+    norm = [torch.nn.BatchNorm1d(16)] if batchnorm else []
     return torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1)
+        torch.nn.Linear(FEATURES, 16), *norm, torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1)
     ).double()
 
 
@@ -168,6 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--batchnorm", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--timeout-ms", type=int, default=20000)
     parser.add_argument("--snapshot", default="commit")
@@ -299,7 +301,8 @@ def main() -> None:
     configure_metrics(options.metrics)
     # every worker starts from other weights: only a sync that works makes them equal
     backend = choose_device(options.device)
-    model = make_model(log.worker + 2 if options.seed is None else options.seed, options.dropout).to(options.device)
+    seed = log.worker + 2 if options.seed is None else options.seed
+    model = make_model(seed, options.dropout, batchnorm=options.batchnorm).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sampler = ElasticBatchSampler(options.samples, options.batch, epochs=options.epochs, seed=3)
     loader = ElasticLoader(make_dataset(options.samples), sampler)

@@ -208,8 +208,9 @@ class Job:
             assert len(finals) == finishers, f"{len(finals)} of {finishers} have ended: {self.output()[-3000:]}"
         for other in finals[1:]:
             assert torch.equal(finals[0], other), "workers end with different weights"
-        if not self.job_options.get("dropout") and self.job_options.get("salvage") != "drop":
-            # with dropout, no other split of the batch draws the same numbers; drop changes the batches
+        are_others = self.job_options.get("dropout") or self.job_options.get("batchnorm")
+        if not are_others and self.job_options.get("salvage") != "drop":
+            # with those no other split of the batch has the same numbers; drop changes the batches
             torch.testing.assert_close(finals[0], self.reference_weights(), rtol=1e-9, atol=1e-12)
         self.check_ledger()
         assert {tuple(event["foreign"]) for event in self.of("finished")} == {()}, (

@@ -109,6 +109,18 @@ def test_batch_norm_and_an_ema_of_it(battery_jobs: MakeJob) -> None:
     assert final["ema.n_averaged"] == steps
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("before", [0, 1, 2], ids=["at the step", "at the one before", "at the next"])
+def test_losses_that_are_sums_with_a_scaler_two_optimizers_and_accumulation(battery_jobs: MakeJob, before: int) -> None:
+    """Step 4 is the one that the scaler skips; two workers become one, and two again."""
+    faults = [
+        Fault("kill", "first backward 1", rank=0, step=(4, 3, 5)[before]),
+        Fault("kill", "second backward 0", rank=1, step=(10, 9, 11)[before], incarnation=None),
+    ]
+    batteries = ["scaler", "two", "accumulation", "tokens"]
+    run(battery_jobs(batteries, faults, wait_for_newcomer_at=[7, 14]), faults, workers=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batteries", "phase", "loop", "rank"),

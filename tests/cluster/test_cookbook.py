@@ -215,6 +215,14 @@ def test_clipping_and_schedule_with_a_changing_world_size(jobs: MakeJob, tmp_pat
 
 
 @pytest.mark.long
+def test_token_loss_with_a_changing_world_size(jobs: MakeJob, tmp_path: Path) -> None:
+    ran = Ran(jobs, tmp_path, "token_loss", "--min-workers=1", call="optimizer", times=20, victim=1)
+    assert re.search(r"round \d as rank 0, world size 1", ran.output), "the survivor has trained alone"
+    assert any(result == pytest.approx(ran.expected, rel=1e-9) for result in ran.results.values())
+    assert ran.expected[0] == EPOCHS * STEPS_OF_AN_EPOCH
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("times", "where"), [slow(25, "before the first optimizer"), (26, "between the two optimizers")]
 )

@@ -69,6 +69,22 @@ def test_what_is_lost_of_an_epochs_small_last_batch_is_computed_again(jobs: Make
     job.check_identity()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("salvage", "step"), [("discard", 12), ("recompute", 11), ("recompute", 12), ("drop", 13)])
+def test_no_worker_has_to_normalize_one_sample_whoever_is_lost(jobs: MakeJob, salvage: str, step: int) -> None:
+    """Global batches of 4, and of 2 at step 12, the last of an epoch, for two to three workers and a BatchNorm."""
+    faults = [
+        Fault("kill", "backward", rank=0, step=step),
+        Fault("kill", "backward", rank=1, step=21, incarnation=None),
+    ]
+    job = jobs(faults, salvage=salvage, batchnorm=True, samples=50, batch=4, epochs=2, wait_for_newcomer_at=[18, 24])
+    assert_all_struck(run_standalone(job, nproc=3), faults)
+    job.check_identity(finishers=3)
+    sizes = {len(event["indices"]) for event in job.of("drawn")}
+    assert min(sizes - {0}) >= 2
+    assert "cannot normalize" not in job.output()
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     """The final weights of a single worker whom nothing happened."""

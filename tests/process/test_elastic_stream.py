@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.few_examples import examples
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.data import ElasticStream, EpochStream
-from torchelastic.data.shares import SecondDeal, units_of_rank
+from torchelastic.data.shares import SecondDeal, second_deals, units_of_rank
 
 #: Functions of a test cannot be pickled, as they must be where worker processes are not forked: by default since 3.14.
 FORKED: Any = {"multiprocessing_context": "fork"}
@@ -410,10 +410,12 @@ def test_a_source_that_ends_before_its_position_is_named(left: int) -> None:
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def drawn_by_rank(lengths: Sequence[int], state: dict[str, int | str] | None, steps: int, placed: bool) -> Any:
+def drawn_by_rank(
+    lengths: Sequence[int], state: dict[str, int | str] | None, steps: int, placed: bool, **options: int
+) -> Any:
     """On each rank: what some steps gave, of which every third was drawn twice, and the state behind them."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    stream = make(*lengths, placed=placed, epochs=2)
+    stream = make(*lengths, placed=placed, epochs=2, **options)
     if state is not None:
         stream.load_state_dict(state)
     stream.set_world(rank, world)
@@ -424,7 +426,7 @@ def drawn_by_rank(lengths: Sequence[int], state: dict[str, int | str] | None, st
             stream.rollback()
             assert next(stream).tolist() == batch.tolist()
         units = stream.pending_units()
-        assert {shard for shard, _ in units} <= set(units_of_rank(len(lengths), rank, world))
+        assert options or {shard for shard, _ in units} <= set(units_of_rank(len(lengths), rank, world))
         assert set(dict(units)) <= set(stream.present_units)
         found.append((batch.tolist(), share.local_samples, share.global_samples, stream.weight))
         stream.commit()
@@ -448,6 +450,56 @@ def test_any_number_of_ranks_share_the_same_batches_and_one_takes_over_where_ano
                 assert len(batch) == local or (not local and 1 <= len(batch) <= 2), "none of its own: a copy"
             step += 1
         state = answers[0][1]
+    assert step == len(expected)
+
+
+def computed_again_with_enough() -> tuple[list[int], tuple[tuple[int, int, int], ...], int]:
+    """Rank 0 has kept shard 0 of a step; the rest, a sample of shard 1 and one of shard 3, is one rank's."""
+    rank = dist.get_rank()
+    stream = make(3, 3, 0, 1, each=1, min_local_batch=2)
+    stream.set_world(rank, 2)
+    next(stream)
+    stream.rollback()
+    stream.deal_again(second_deals([{0}, set()], stream.present_units, "recompute")[rank])
+    batch = next(stream).tolist()
+    (share,) = stream.pending
+    stream.commit()
+    assert stream.present_units == (0, 1)
+    return batch, share.carried, share.local_samples
+
+
+def test_a_part_of_a_step_that_is_computed_again_is_no_single_sample_either() -> None:
+    (first, carried, of_first), (second, _, of_second) = values(run_ranks(computed_again_with_enough, ranks=2))
+    assert carried == ((0, 0, 1),)
+    assert (of_first, of_second) == (0, 2)
+    assert len(first) == 2, "padding"
+    assert second == [1000, 3000]
+
+
+def drawn_with_enough(lengths: Sequence[int], state: dict[str, int | str] | None, each: int, workers: int) -> Any:
+    return drawn_by_rank(lengths, state, 4, placed=True, each=each, min_local_batch=2, num_workers=workers)
+
+
+@pytest.mark.parametrize(("each", "workers"), [(1, 0), (2, 0), (2, 1)])
+def test_no_rank_has_a_single_sample_where_the_batch_has_more_also_near_the_end_of_an_epoch(
+    each: int, workers: int
+) -> None:
+    lengths = (5, 0, 9, 4, 7, 8)
+    expected = plain_batches(lengths, each) * 2
+    state, step = None, 0
+    for world in (3, 1, 4, 2, 6):
+        answers = values(run_ranks(drawn_with_enough, lengths, state, each, workers, ranks=world))
+        assert len({str(after) for _, after in answers}) == 1, "every rank knows the place of every shard"
+        for shares in zip(*(found for found, _ in answers), strict=True):
+            counted = [n for batch, local, _, _ in shares if local for n in batch]
+            assert counted == expected[step], f"step {step} of {world} ranks"
+            for batch, local, total, _ in shares:
+                assert total == len(expected[step])
+                assert len(batch) >= min(2, total), "too few, or too little padding"
+                assert not local or len(batch) == local
+            step += 1
+        state = answers[0][1]
+    assert any(len(one) < len(lengths) * each for one in expected[:step]), "no batch was a smaller one"
     assert step == len(expected)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,34 @@ def test_callbacks_hear_of_the_first_group_and_of_other_sizes_and_of_nothing_els
     for size, rank in [(3, 1), (3, 0), (2, 0), (3, 2)]:
         watch.changed(size, rank)
     assert heard == [WorldChange(0, 3, 1), WorldChange(3, 2, 0), WorldChange(2, 3, 2)]
+
+
+READS = """import os
+os.environ["WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+size = int(os.getenv("WORLD_SIZE"))
+print("WORLD_SIZE")
+"""
+
+
+@pytest.mark.parametrize(("text", "lines"), [(READS, "train.py:2, train.py:3"), ("print('WORLD_SIZE')", "")])
+def test_a_script_that_goes_by_the_number_of_workers_at_the_start_is_told_once_when_it_is_another(
+    text: str, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    watch = WorldWatch()
+    watch.changed(3, 0)
+    assert not caplog.records
+    for size, rank in [(2, 1), (3, 0), (2, 0), (1, 0)]:
+        watch.changed(size, rank)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(lines)
+    assert not lines or said[0].startswith(
+        f"{lines} reads WORLD_SIZE, which is 3 since the start, and there are 2 work"
+    )
 
 
 def test_what_a_callback_raises_is_raised_and_the_change_is_told_again() -> None:

@@ -18,7 +18,7 @@ from tests.process.pairs import dies_at_reduction, survivor_of
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.errors import UnfitError
 from torchelastic.model import wrapping
-from torchelastic.model.reduction import Reduction
+from torchelastic.model.reduction import KeptSums, Reduction
 from torchelastic.p2p.abortable import AbortableGroup, GroupAbortedError
 
 WIDTH = 640  # a layer is larger than DDP's first bucket
@@ -62,14 +62,14 @@ def survivor(_folder: Path) -> dict[str, Any]:
         error = str(raised)
     first_bucket_done = reduction._running[0][0].is_success()
     untouched = all(torch.equal(*pair) for pair in zip(gradients(model), gradients(alone), strict=True))
-    sums = reduction.take(samples=4)
-    assert sums is not None
+    kept = reduction.take(samples=4)
+    assert kept is not None
     return {
         "error": error,
         "first bucket done": first_bucket_done,
         "buckets": len(reduction._running),
         "untouched": untouched,
-        "sums": all(torch.equal(s, 4 * g) for s, g in zip(sums, gradients(alone), strict=True) if s is not None),
+        "sums": all(torch.equal(s, 4 * g) for s, g in zip(kept.sums, gradients(alone), strict=True) if s is not None),
         "taken off": gradients(model) == [],
     }
 
@@ -111,7 +111,7 @@ def test_what_was_brought_is_added_to_what_is_reduced(tmp_path: Path) -> None:
         mean_of_one = gradients(model)
         model.zero_grad(set_to_none=True)
         reduction = Reduction(model, Sampler())
-        reduction.bring([3 * gradient for gradient in mean_of_three])
+        reduction.bring(KeptSums([3 * gradient for gradient in mean_of_three]))
         backward(wrapping.wrap(model, reduction.hook), rank=1)
         for found, three, one in zip(gradients(model), mean_of_three, mean_of_one, strict=True):
             torch.testing.assert_close(found, 0.75 * three + 0.25 * one)

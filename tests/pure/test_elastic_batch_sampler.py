@@ -144,6 +144,54 @@ def test_weighted_local_means_are_the_global_mean_also_with_padding_and_accumula
     assert weighted == pytest.approx(values.mean().item())
 
 
+@given(
+    size=st.integers(2, 40),
+    batch=st.integers(2, 20),
+    world=st.integers(1, 7),
+    least=st.integers(1, 4),
+    shards=st.none() | st.integers(1, 6),
+)
+def test_no_rank_has_fewer_samples_than_it_needs_where_the_batch_allows_it(
+    size: int, batch: int, world: int, least: int, shards: int | None
+) -> None:
+    ranks = [ElasticBatchSampler(size, batch, seed=3, min_local_batch=min(least, batch)) for _ in range(world)]
+    whole = ElasticBatchSampler(size, batch, seed=3)
+    for rank, sampler in enumerate(ranks):
+        sampler.set_world(rank, world)
+        sampler.set_logical_shards(shards and min(shards, batch))
+    while not whole.finished:
+        needed = min(least, len(whole.shares(whole.position[1]).load))
+        loads = [next(sampler.upcoming()) for sampler in ranks]
+        shares = [sampler.consume() for sampler in ranks]
+        assert tuple(index for share in shares for index in share.indices) == whole.consume().indices
+        assert all(len(load) >= needed for load in loads), "also of padding"
+        assert all(not samples or samples >= needed for sampler in ranks for _, samples in sampler.pending_units()) or (
+            shards is None  # then a unit is a sample
+        )
+        for sampler in (*ranks, whole):
+            sampler.commit()
+
+
+def test_what_a_model_needs_is_no_more_than_a_batch_has_and_what_was_chosen_counts_more() -> None:
+    sampler = ElasticBatchSampler(8, 1)
+    sampler.set_min_local_batch(2)
+    assert sampler.min_local_batch == 1
+    chosen = ElasticBatchSampler(8, 4, min_local_batch=1)
+    chosen.set_min_local_batch(2)
+    assert chosen.min_local_batch == 1
+    with pytest.raises(ValueError, match="min_local_batch=5 must lie between 1 and global_batch_size=4"):
+        ElasticBatchSampler(8, 4, min_local_batch=5)
+
+
+def test_ranks_that_never_have_a_part_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = ElasticBatchSampler(8, 4)
+    sampler.set_world(0, 3)
+    assert not caplog.records
+    sampler.set_min_local_batch(2)
+    sampler.set_world(0, 3)
+    assert "1 of 3 ranks have no part of any global batch" in caplog.text
+
+
 def test_nothing_moves_until_commit() -> None:
     sampler = ElasticBatchSampler(10, 4, shuffle=False)
     before = sampler.state_dict()

@@ -21,6 +21,16 @@ def test_postponed_samples_come_in_batches_of_the_usual_size() -> None:
     assert after.batches_in(0) == 4
 
 
+def test_of_what_was_postponed_no_single_sample_is_left_over() -> None:
+    """It could not be normalized."""
+    course = EpochProgress(regular=2, size=4, number=2, postponed=tuple(range(9)))
+    found = [course.batch(None, (0, number)) for number in (2, 3, 4)]  # type: ignore[arg-type]  # as above
+    assert found == [(0, 1, 2, 3), (4, 5, 6), (7, 8)]
+    after = course.advanced((0, 4))
+    assert after.postponed == (7, 8)
+    assert after.batch(None, (0, 4)) == (7, 8)  # type: ignore[arg-type]  # as above
+
+
 @given(
     samples=st.integers(3, 30),
     batch=st.integers(2, 7),

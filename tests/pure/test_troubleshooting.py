@@ -26,6 +26,7 @@ OF_OTHERS = {
     "received 0 items of ancdata",
     "Too many open files",
     "CUDA out of memory",
+    "Expected more than 1 value per channel",
 }
 #: Words that are no message: files, names of ours in a symptom.
 _NO_MESSAGE = re.compile(r"[\w/_-]*|killed by SIG\w+|--[\w-]+|\w+_timeout")

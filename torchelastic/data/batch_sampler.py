@@ -57,9 +57,13 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         shuffle: a new order each epoch; False for the dataset's own.
         seed: equal on all ranks.
         drop_last: leave out an epoch's last batch if it is not full.
+        min_local_batch: how many samples of a global batch a rank has at least; where they are too few for all ranks,
+            high ranks have none, and load padding. None: as the model needs it: 2 where it has a BatchNorm in training
+            mode, else 1.
 
     Raises:
-        ValueError: a size is not positive, the dataset has none, or with `drop_last` no batch is left.
+        ValueError: a size is not positive, or `min_local_batch` larger than a global batch; the dataset has none, or
+            with `drop_last` no batch is left.
     """
 
     def __init__(
@@ -71,15 +75,15 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        min_local_batch: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(global_batch_size, min_local_batch)
         if not hasattr(dataset_size, "__len__") and not isinstance(dataset_size, int):
             raise ValueError(
                 f"a {type(dataset_size).__name__} has no length to be divided by: write __len__ and __getitem__, "
                 "or use ElasticStream, which takes data without an index"
             )
         self.dataset_size = dataset_size if isinstance(dataset_size, int) else len(dataset_size)
-        self._global_batch_size = global_batch_size
         self.epochs = epochs
         self.shuffle = shuffle
         self.seed = seed
@@ -144,7 +148,18 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
     def present_units(self) -> tuple[int, ...]:
         """The units of the next uncommitted batch with samples: all, where it is a full one."""
         samples = 0 if self.finished else len(self._batch(self._progress.position))
-        return tuple(unit for unit in range(self.units) if places_of_unit(samples, unit, self._logical_shards))
+        return tuple(unit for unit in range(self.units) if self._places_of_unit(samples, unit))
+
+    @property
+    def least_units(self) -> int:
+        """How many units a rank computes at least, if any: a logical shard has enough samples, or none."""
+        return self._min_local_batch if self._logical_shards is None else 1
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest global batch of an undisturbed epoch: of the last one, if that is not full."""
+        left_over = 0 if self.drop_last else self.dataset_size % self._global_batch_size
+        return left_over or self._global_batch_size
 
     def __len__(self) -> int:
         """Uncommitted global batches of the present epoch."""
@@ -171,6 +186,7 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         self._reassignment = None
         self.rollback()
         self._rank, self._world_size, self._has_place = rank, world_size, True
+        self._say_if_ranks_are_idle()
 
     def set_logical_shards(self, shards: int | None) -> None:
         """Cut every global batch into this many logical shards, of which each rank has a contiguous range.
@@ -196,7 +212,7 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         samples = len(self._batch(self._progress.position))
         deal = self._reassignment
         units = self._units_of(samples, self._rank, self._world_size) if deal is None else deal.compute
-        sizes = ((unit, len(places_of_unit(samples, unit, self._logical_shards))) for unit in units)
+        sizes = ((unit, len(self._places_of_unit(samples, unit))) for unit in units)
         return tuple((unit, size) for unit, size in sizes if size)
 
     def shares(self, batch_number: int) -> Share:
@@ -264,7 +280,13 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
 
     def _of(self, batch: tuple[int, ...], units: Sequence[int]) -> tuple[int, ...]:
         """The dataset indices of these units of a batch."""
-        return pick(batch, places_of_units(len(batch), units, self._logical_shards))
+        return pick(batch, self._places_of_units(len(batch), units))
+
+    def _places_of_unit(self, samples: int, unit: int) -> range:
+        return places_of_unit(samples, unit, self._logical_shards, self._min_local_batch)
+
+    def _places_of_units(self, samples: int, units: Sequence[int]) -> list[int]:
+        return places_of_units(samples, units, self._logical_shards, self._min_local_batch)
 
     def _share(self, position: Position) -> Share:
         batch = self._batch(position)
@@ -278,16 +300,16 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         own = self._of(batch, deal.compute)
         total = len(batch) - len(self._of(batch, deal.postponed))
         share = BatchShare(*position, own, len(own), total, carried=self._of(batch, deal.carried))
-        return Share(own or batch[:PADDING_SAMPLES], share)
+        return Share(own or batch[: max(PADDING_SAMPLES, self._min_local_batch)], share)
 
     def _units_of(self, samples: int, rank: int, world_size: int) -> range:
         """The units that are this rank's in a global batch: logical shards, or places of the samples there are."""
-        return units_of_rank(self._logical_shards or samples, rank, world_size)
+        return units_of_rank(self._logical_shards or samples, rank, world_size, self.least_units)
 
     def _places(self, samples: int, rank: int, world_size: int) -> Sequence[int]:
         """The places of this rank's samples in a global batch."""
         units = self._units_of(samples, rank, world_size)
-        return units if self._logical_shards is None else places_of_units(samples, units, self._logical_shards)
+        return units if self._logical_shards is None else self._places_of_units(samples, units)
 
     def _to_load(self, batch: tuple[int, ...], rank: int, world_size: int) -> tuple[int, ...]:
         """This rank's share; where there are fewer samples than ranks, those without any copy rank 0's."""

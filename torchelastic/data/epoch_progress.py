@@ -62,8 +62,16 @@ class EpochProgress:
         epoch, number = position
         if number < self.regular:
             return tuple(order[number * self.size : (number + 1) * self.size].tolist())
-        start = self.size * (number - max(self.number, self.regular)) if epoch == self.epoch else 0
-        return self.postponed[start : start + self.size]
+        behind = number - max(self.number, self.regular) if epoch == self.epoch else 0
+        return self.postponed[self._bound(behind) : self._bound(behind + 1)]
+
+    def _bound(self, batches: int) -> int:
+        """How many samples so many batches of those that were left out have."""
+        left = len(self.postponed)
+        is_single = left % self.size == 1 and left > self.size > 2
+        if is_single and batches == left // self.size:
+            return left - 2  # the last one has two samples, and the one before it one less: for some layers one is few
+        return min(batches * self.size, left)
 
     def advanced(self, to: Position, deferred: tuple[int, ...] = ()) -> EpochProgress:
         """All batches before `to` are committed, except for the samples of `deferred`, which are trained later.
@@ -71,7 +79,7 @@ class EpochProgress:
         Those that are left out in the last batch of an epoch make the epoch longer.
         """
         end = to[1] if to[0] == self.epoch else self.batches_in(self.epoch)
-        trained = self.size * max(0, end - max(self.number, self.regular))
+        trained = self._bound(max(0, end - max(self.number, self.regular)))
         postponed = self.postponed[trained:] + deferred
         if to[0] == self.epoch or postponed:
             return replace(self, number=end, postponed=postponed)

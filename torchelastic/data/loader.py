@@ -84,7 +84,7 @@ class ElasticLoader(Iterator[Any]):
             self._options.setdefault("persistent_workers", True)
         self._dataloader: DataLoader[Any] | None = None
         self._running: Iterator[Any] | None = None
-        self._running_for: tuple[tuple[int, int], int, int, int] | None = None
+        self._running_for: tuple[tuple[int, int], int, int, int, int] | None = None
         self._processes = WorkerProcesses("this loader")
 
     def __iter__(self) -> ElasticLoader:
@@ -124,8 +124,9 @@ class ElasticLoader(Iterator[Any]):
         self._dataloader = None
         self._processes.end()
 
-    def _place(self) -> tuple[tuple[int, int], int, int, int]:
-        return self.sampler.position, self.sampler.rank, self.sampler.world_size, self.sampler.deals
+    def _place(self) -> tuple[tuple[int, int], int, int, int, int]:
+        sampler = self.sampler
+        return sampler.position, sampler.rank, sampler.world_size, sampler.deals, sampler.min_local_batch
 
     def _draw(self) -> Any:
         # Comparing positions is exact: a rollback with nothing drawn, or loading the position where we are, keeps what

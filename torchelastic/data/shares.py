@@ -9,12 +9,15 @@ And who computes what of a step in which a worker was lost, in three modes (docs
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from torchelastic.errors import NonRetryableException
+
+log = logging.getLogger(__name__)
 
 #: How many samples a rank without any of its own loads while a step is salvaged: two, because a batch of one has no
 #: variance, which layers like BatchNorm1d refuse.
@@ -87,11 +90,13 @@ class SecondDeal:
         compute: units to compute now.
         carried: units whose gradients this rank has kept.
         postponed: units that count later in the epoch; equal on all ranks.
+        everyones: by rank, what it computes; equal on all ranks; empty where nobody computes anything.
     """
 
     compute: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
     postponed: tuple[int, ...] = ()
+    everyones: tuple[tuple[int, ...], ...] = ()
 
 
 class SampleCounts(Protocol):
@@ -110,8 +115,15 @@ ShareT = TypeVar("ShareT", bound=SampleCounts)
 class RankBatches(Generic[ShareT]):
     """What samplers and streams have in common: this rank's place in the world, and what it has drawn in this step."""
 
-    def __init__(self) -> None:
+    def __init__(self, global_batch_size: int, min_local_batch: int | None) -> None:
         super().__init__()
+        if min_local_batch is not None and not 1 <= min_local_batch <= global_batch_size:
+            raise ValueError(
+                f"min_local_batch={min_local_batch} must lie between 1 and global_batch_size={global_batch_size}: a "
+                "rank that trains has so many samples"
+            )
+        self._global_batch_size = global_batch_size
+        self._min_local_batch, self._is_minimum_chosen = min_local_batch or 1, min_local_batch is not None
         self._rank, self._world_size = 0, 1
         #: `set_world` was called
         self._has_place = False
@@ -130,6 +142,39 @@ class RankBatches(Generic[ShareT]):
     def world_size(self) -> int:
         """Number of ranks, as last set by `set_world`."""
         return self._world_size
+
+    @property
+    def min_local_batch(self) -> int:
+        """How many samples of a global batch a rank has at least, or none: its batch is padding then."""
+        return self._min_local_batch
+
+    def set_min_local_batch(self, samples: int) -> None:
+        """Called by `ModelState` and `ShardedState` before `set_world`, with what the model needs.
+
+        Every rank of a group has the same. What the constructor was given counts more.
+        """
+        if not self._is_minimum_chosen:
+            self._min_local_batch = min(samples, self._global_batch_size)
+
+    @property
+    def least_units(self) -> int:
+        """How many units a rank computes at least, if any, so that it has `min_local_batch` samples."""
+        return self._min_local_batch
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest global batch, as far as is known."""
+        return self._global_batch_size
+
+    def _say_if_ranks_are_idle(self) -> None:
+        """Said by rank 0, where in every batch some ranks have nothing to train."""
+        sharing = max(1, self._global_batch_size // self._min_local_batch)
+        if sharing < self._world_size and self._min_local_batch > 1 and self._rank == 0:
+            log.warning(
+                "%d of %d ranks have no part of any global batch: of its %d samples each rank that trains has at least "
+                "%d (min_local_batch; a BatchNorm needs two): choose a larger global_batch_size",
+                self._world_size - sharing, self._world_size, self._global_batch_size, self._min_local_batch,
+            )  # fmt: skip
 
     @property
     def pending(self) -> tuple[ShareT, ...]:
@@ -207,27 +252,36 @@ def require_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1")
 
 
-def share_bounds(samples: int, rank: int, world_size: int) -> tuple[int, int]:
+def share_bounds(samples: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
     """Return where this rank's contiguous share of a global batch starts and stops.
 
-    Sizes differ by at most one and low ranks get the larger ones: 64 samples over 3 ranks are 22, 21 and 21. Pure.
+    Sizes differ by at most one and low ranks get the larger ones: 64 samples over 3 ranks are 22, 21 and 21. Where
+    these would be fewer than `at_least`, high ranks get none. Pure.
+
+    >>> [share_bounds(5, rank, 3, at_least=2) for rank in range(3)]
+    [(0, 3), (3, 5), (5, 5)]
     """
-    each, larger = divmod(samples, world_size)
+    sharing = min(world_size, max(1, samples // at_least))
+    if rank >= sharing:
+        return samples, samples
+    each, larger = divmod(samples, sharing)
     start = rank * each + min(rank, larger)
     return start, start + each + (1 if rank < larger else 0)
 
 
-def units_of_rank(units: int, rank: int, world_size: int) -> range:
-    """The units that a rank computes in a first attempt: a contiguous range.
+def units_of_rank(units: int, rank: int, world_size: int, at_least: int = 1) -> range:
+    """The units that a rank computes in a first attempt: a contiguous range, of at least so many or none.
 
     >>> [list(units_of_rank(8, rank, 3)) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
     """
-    return range(*share_bounds(units, rank, world_size))
+    return range(*share_bounds(units, rank, world_size, at_least))
 
 
-def places_of_unit(samples: int, unit: int, logical_shards: int | None) -> range:
+def places_of_unit(samples: int, unit: int, logical_shards: int | None, at_least: int = 1) -> range:
     """The places in a global batch of `samples` of one unit; none where the batch is too short for it.
+
+    A logical shard has at least so many, or none.
 
     >>> list(places_of_unit(10, 3, logical_shards=4))
     [8, 9]
@@ -235,13 +289,13 @@ def places_of_unit(samples: int, unit: int, logical_shards: int | None) -> range
     [3]
     """
     if logical_shards is not None:
-        return range(*share_bounds(samples, unit, logical_shards))
+        return range(*share_bounds(samples, unit, logical_shards, at_least))
     return range(unit, min(unit + 1, samples))
 
 
-def places_of_units(samples: int, units: Iterable[int], logical_shards: int | None) -> list[int]:
+def places_of_units(samples: int, units: Iterable[int], logical_shards: int | None, at_least: int = 1) -> list[int]:
     """The places of several units, in the order of the units."""
-    return [place for unit in units for place in places_of_unit(samples, unit, logical_shards)]
+    return [place for unit in units for place in places_of_unit(samples, unit, logical_shards, at_least)]
 
 
 def pick(indices: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
@@ -251,7 +305,9 @@ def pick(indices: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
     return tuple(indices[place] for place in places)
 
 
-def second_deals(kept: Sequence[Collection[int]], present: Sequence[int], mode: str) -> tuple[SecondDeal, ...]:
+def second_deals(
+    kept: Sequence[Collection[int]], present: Sequence[int], mode: str, at_least: int = 1
+) -> tuple[SecondDeal, ...]:
     """Decide for every rank what it computes in the second attempt at a step, and whose gradients count.
 
     No unit counts twice: of two ranks that have kept the same one (from attempts in different groups), who has kept
@@ -261,6 +317,7 @@ def second_deals(kept: Sequence[Collection[int]], present: Sequence[int], mode: 
         kept: by rank of the new group, the units whose gradients it has; empty for a newcomer.
         present: all units of the step.
         mode: "drop" or "recompute".
+        at_least: how many units a rank computes, if any.
 
     Returns:
         One deal for each rank; nothing where no rank has kept anything, so that the step is simply repeated.
@@ -281,7 +338,37 @@ def second_deals(kept: Sequence[Collection[int]], present: Sequence[int], mode: 
     rest = tuple(unit for unit in present if unit not in taken)
     if mode == "drop":
         return tuple(SecondDeal(carried=units, postponed=rest) for units in carried)
+    parts = [rest[slice(*share_bounds(len(rest), rank, len(kept), at_least))] for rank in range(len(kept))]
     return tuple(
-        SecondDeal(compute=rest[slice(*share_bounds(len(rest), rank, len(kept)))], carried=units)
-        for rank, units in enumerate(carried)
+        SecondDeal(compute=part, carried=units, everyones=tuple(parts))
+        for part, units in zip(parts, carried, strict=True)
     )
+
+
+def joined_parts(parts: Sequence[Sequence[int]], samples: Sequence[int], at_least: int) -> tuple[tuple[int, ...], ...]:
+    """Units that the ranks have read, dealt out anew where a rank would have fewer samples than it needs. Pure.
+
+    Args:
+        parts: by rank, the units that are its own, in order.
+        samples: by unit, what it has given.
+        at_least: how many samples a rank computes, if any.
+
+    Returns:
+        By rank, units with samples; those of ranks that have too few go to the next rank that has some, or to the last.
+
+    >>> joined_parts([[0], [1], [2, 3]], [1, 1, 1, 0], at_least=2)
+    ((), (0, 1, 2), ())
+    >>> joined_parts([[0], [1], [2, 3]], [2, 3, 1, 2], at_least=2)
+    ((0,), (1,), (2, 3))
+    """
+    found: list[tuple[int, ...]] = []
+    waiting: tuple[int, ...] = ()
+    last = 0
+    for rank, part in enumerate(parts):
+        mine = waiting + tuple(unit for unit in part if samples[unit])
+        is_enough = sum(samples[unit] for unit in mine) >= at_least
+        found.append(mine if is_enough else ())
+        waiting, last = ((), rank) if is_enough else (mine, last)
+    if waiting:
+        found[last] += waiting
+    return tuple(found)

@@ -17,7 +17,14 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from torchelastic.data.placing import say_if_all_load_all
-from torchelastic.data.shares import PADDING_SAMPLES, RankBatches, require_rank, units_of_rank
+from torchelastic.data.shares import (
+    PADDING_SAMPLES,
+    RankBatches,
+    SecondDeal,
+    joined_parts,
+    require_rank,
+    units_of_rank,
+)
 from torchelastic.data.sources.api import Source, made, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
@@ -86,6 +93,8 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         collate_fn: makes a batch of a list of samples, on the training thread; default: torch's `default_collate`,
             which worker processes then run too.
         multiprocessing_context: how worker processes are started, as for DataLoader.
+        min_local_batch: as for `ElasticBatchSampler`. Near the end of an epoch, where a rank's shards give too few,
+            another rank reads them for that batch.
 
     Raises:
         ValueError: numbers that do not go together, or `make_iterator` cannot be called.
@@ -103,8 +112,9 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         prefetch_batches: int = 8,
         collate_fn: Any = None,
         multiprocessing_context: str | None = None,
+        min_local_batch: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(global_batch_size, min_local_batch)
         if not callable(make_iterator):
             raise ValueError(
                 f"a {type(make_iterator).__name__} is no source: give a function of (shard, num_shards, position), or "
@@ -112,7 +122,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
             )
         _check(logical_shards, global_batch_size, epochs, num_workers, prefetch_batches)
         self.logical_shards = logical_shards
-        self._global_batch_size = global_batch_size
+        self._is_cut_in_shards = False  # each shard goes through the model by itself
         self.epochs = epochs
         self.seed = seed
         self._make_iterator = make_iterator
@@ -199,6 +209,13 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         self._reassignment = None
         self.rollback()
         self._rank, self._world_size, self._has_place = rank, world_size, True
+        self._say_if_ranks_are_idle()
+
+    @property
+    def least_units(self) -> int:
+        """How many shards a rank reads at least, if any; some may be over."""
+        each = self._global_batch_size // self.logical_shards
+        return 1 if self._is_cut_in_shards else -(-self._min_local_batch // each)
 
     def set_logical_shards(self, shards: int) -> None:
         """Called by `ModelState(logical_shards=)`. Raises ValueError where that is not the number of this stream."""
@@ -206,6 +223,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
             raise ValueError(
                 f"ModelState has logical_shards={shards}, its ElasticStream {self.logical_shards}: give both the same"
             )
+        self._is_cut_in_shards = True
 
     def __iter__(self) -> ElasticStream:
         return self
@@ -217,7 +235,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
             self._raise_end()
         say_if_all_load_all(self)
         deal = None if self._pending else self._reassignment
-        shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
+        shards: Sequence[int] = self._shards_of(self._rank) if deal is None else deal.compute
         drawn = self._read(progress, shards)
         reported = dict(drawn.places)
         carried = () if deal is None else deal.carried
@@ -228,7 +246,10 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         if deal is not None:  # nobody reads what is postponed, or what was over before
             absent = {shard for shard, place in enumerate(progress.places) if place.ended or shard in deal.postponed}
         places = self._exchange.places(progress.number, progress.places, reported, absent)
-        share = _share(progress, places, tuple(shards), carried)
+        computed = self._computed(shards, deal, samples_between(progress.places, places))
+        if computed != tuple(shards):
+            drawn = self._read(progress, computed) if computed else Drawn([], {})
+        share = _share(progress, places, computed, carried)
         if not share.global_samples:
             raise ValueError(
                 f"none of the {self.logical_shards} logical shards has a sample in epoch {progress.epoch}: does "
@@ -240,6 +261,19 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         self._count(share)
         self._next = progress.advanced(places)
         return batch
+
+    def _shards_of(self, rank: int) -> range:
+        return units_of_rank(self.logical_shards, rank, self._world_size, self.least_units)
+
+    def _computed(self, mine: Sequence[int], deal: SecondDeal | None, samples: Sequence[int]) -> tuple[int, ...]:
+        """The shards that this rank trains of a batch: those that it has read, unless any rank has too few samples."""
+        if self._is_cut_in_shards or self._min_local_batch == 1:
+            return tuple(mine)
+        parts = [self._shards_of(rank) for rank in range(self._world_size)] if deal is None else deal.everyones
+        if not parts:
+            return tuple(mine)
+        wanted = joined_parts(parts, samples, self._min_local_batch)[self._rank]
+        return tuple(mine) if wanted == tuple(shard for shard in mine if samples[shard]) else wanted
 
     def _read(self, progress: StreamProgress, shards: Sequence[int]) -> Drawn:
         began_ns = time.monotonic_ns()
@@ -256,6 +290,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
             shard = next(s for s, samples in enumerate(samples_between(progress.places, places)) if samples)
             samples = of_epoch(self._make_iterator, progress.epoch)(shard, self.logical_shards, 0)
             self._padding = [sample for sample, _ in zip(samples, range(PADDING_SAMPLES), strict=False)]
+            self._padding += self._padding[: max(0, self._min_local_batch - len(self._padding))]
         return made(self._collate, list(self._padding))
 
     # What happened

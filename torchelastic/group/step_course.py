@@ -22,6 +22,8 @@ from torchelastic.text import listed
 
 #: Kinds of points.
 FORWARD, BACKWARD, REDUCTION, END, SKIP = "forward", "backward", "reduction", "end", "skip"
+#: In place of BACKWARD or REDUCTION, of a loss that has a count.
+COUNTED = "counted"
 
 
 class Point(NamedTuple):
@@ -165,6 +167,7 @@ _DOES: Mapping[str, Callable[[Point], str]] = {
     FORWARD: lambda _: "went forward through the model",
     BACKWARD: lambda _: "went backward through the model",
     REDUCTION: lambda _: "averaged gradients",
+    COUNTED: lambda _: "called state.backward()",
     END: _ends,
     SKIP: lambda _: "skipped the step",
 }

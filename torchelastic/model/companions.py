@@ -16,6 +16,7 @@ from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.module_structure import KeptStructure, ModuleStructure
 from torchelastic.inventory.weights import KeptWeights
 from torchelastic.model.extras import Copied, CopiedStates, Extras
+from torchelastic.model.loss_counts import LossCounts
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
 from torchelastic.model.optimizers import Optimizers, Settings
 from torchelastic.model.world_change import WorldChange, WorldWatch
@@ -91,6 +92,7 @@ class Companions:
         step: committed steps.
         epoch: where the sampler has none.
         skips_in_a_row: steps that were left out since one was not.
+        counts: of losses that are sums.
 
     Raises:
         ValueError: the sampler cannot be kept, or `extra` is no dict.
@@ -103,6 +105,7 @@ class Companions:
         if extra is not None and not isinstance(extra, dict):
             raise ValueError(f"extra is a {type(extra).__name__}: give a dict of your own values by name")
         self.extras = Extras({} if extra is None else extra)
+        self.counts = LossCounts(sampler)
         self._has_warned = False
 
     def batches(self) -> int:
@@ -131,7 +134,7 @@ class Companions:
 
     def _warn_of_unequal_batches(self, step: int) -> None:
         """Gradients that were accumulated are weighted as one: right only where this rank's parts are equally large."""
-        if self._has_warned or not isinstance(self.sampler, RankBatches):
+        if self._has_warned or self.counts.are_used_in_step or not isinstance(self.sampler, RankBatches):
             return
         pending = self.sampler.pending
         self._has_warned = len({share.weight for share in pending}) > 1
@@ -312,6 +315,29 @@ class WithCompanions:
     def _rank(self) -> int:
         """Of this process in the present group."""
         raise NotImplementedError
+
+    _backward: Callable[[Any, Any], None]
+
+    def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
+        """The backward pass of a loss that is no mean over samples: divides by the count of the whole global batch.
+
+        In place of `loss.backward()`, for a sum, or a mean over something else than samples, such as tokens. Gradients
+        are then those of the mean over the global batch, at any world size. What is called several times up to an
+        optimizer's step (micro batches, all but the last under `no_sync()`) has the sum of all counts as divisor. What
+        a worker without a part of the batch has loaded counts nothing.
+
+        Every rank calls it equally often, and no other backward pass beside it, up to an optimizer's step.
+
+        Args:
+            loss_sum: the sum over this rank's batch; a tensor of one number. With a GradScaler: what `scale` returned.
+            count: of what it is the sum, or the sum of weights: a number from 0 up, best one on the CPU.
+
+        Raises:
+            UnfitError: (of `torchelastic.errors`: a NonRetryableException) on every rank: the count is 0 on all ranks,
+                or none on one; another backward pass has given gradients too.
+            RuntimeError: a peer was lost.
+        """
+        self._backward(loss_sum, count)
 
     @property
     def step(self) -> int:

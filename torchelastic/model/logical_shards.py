@@ -8,9 +8,9 @@ computes which shard does not matter then. (Idea: EasyScale, SC'23.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchelastic.errors import UnfitError
 from torchelastic.group.step_course import FORWARD, REDUCTION, nowhere
 from torchelastic.model import tree_sum
+from torchelastic.model.loss_counts import LossCounts, Tally
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
 
@@ -27,7 +28,16 @@ CHUNK_ELEMENTS = 1 << 20
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: What is summed, one flat tensor for each type.
 Flat = dict[torch.dtype, torch.Tensor]
-Nodes = dict[Node, Flat]
+
+
+class Part(NamedTuple):
+    """What is known of some shards: the sum of their tensors, and of their losses' counts."""
+
+    flat: Flat
+    tally: Tally
+
+
+Nodes = dict[Node, Part]
 
 
 class LogicalShards:
@@ -36,14 +46,15 @@ class LogicalShards:
     Args:
         module: the plain module.
         shards: how many a global batch has.
+        counts: of losses that are sums.
 
     Attributes:
         at: called before the first forward pass of a step, and on the way into the sum over all workers.
     """
 
-    def __init__(self, module: torch.nn.Module, shards: int) -> None:
+    def __init__(self, module: torch.nn.Module, shards: int, counts: LossCounts) -> None:
         self.shards = shards
-        self._module = module
+        self._module, self._counts = module, counts
         self._nodes: Nodes = {}
         self.at: Callable[[str], None] = nowhere
         self._is_summed = False
@@ -106,8 +117,12 @@ class LogicalShards:
             with torch.no_grad():
                 for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
                     buffer.copy_(value)
+            self._counts.begin_window()
             yield part
-            tree_sum.put(self._nodes, (0, shard), self._flat(size / samples), self.shards, _added)
+            tally = self._counts.tally_of_shard()
+            factor = size / samples if tally.plain else self._counts.scale if tally.count else 0.0
+            node = Part(self._flat(size / samples, factor), tally)
+            tree_sum.put(self._nodes, (0, shard), node, self.shards, _added)
         self._sum_up(empty)
         torch.manual_seed(shard_seed(seed, step, self.shards))  # for what else the step draws
 
@@ -127,10 +142,18 @@ class LogicalShards:
         slots += [b.new_tensor(changed, dtype=torch.float64) for b in buffers[:1]]
         return slots + [b.to(_type_of_sum(b)) for b in buffers]
 
-    def _flat(self, weight: float) -> Flat:
+    def _flat(self, weight: float, factor: float) -> Flat:
+        """One shard's, copied: its gradients multiplied by the one, all else by the other."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for slot in self._slots():
-            by_type.setdefault(slot.dtype, []).append(slot.detach().reshape(-1))
+        gradients = len(self._wanted())
+        for number, slot in enumerate(self._slots()):
+            flat = slot.detach().reshape(-1)
+            if factor != weight:
+                each = factor if number < gradients else weight
+                flat = flat * each if each else torch.zeros_like(flat)  # a shard that counts nothing may have anything
+            by_type.setdefault(slot.dtype, []).append(flat)
+        if factor != weight:
+            return {dtype: torch.cat(parts) for dtype, parts in by_type.items()}
         return {dtype: torch.cat(parts).mul_(weight) for dtype, parts in by_type.items()}
 
     def _sum_up(self, empty: Collection[int]) -> None:
@@ -140,13 +163,20 @@ class LogicalShards:
         for like, dtype, _ in targets:
             sizes[dtype] = sizes.get(dtype, 0) + like.numel()
         device = targets[0][0].device if targets else torch.device("cpu")
-        sums = sum_over_ranks(self._nodes, self.shards, empty, sizes, device)
+        sums, tally = sum_over_ranks(self._nodes, self.shards, empty, sizes, device)
+        self._counts.begin_window()
+        factor = self._counts.settle(tally)
+        self._counts.raise_error()
         offsets = dict.fromkeys(sizes, 0)
         with torch.no_grad():
             for like, dtype, take in targets:
                 start = offsets[dtype]
                 offsets[dtype] += like.numel()
                 take(sums[dtype][start : start + like.numel()].view(like.shape))
+            if factor != 1.0:
+                for parameter in self._wanted():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
         self._is_summed = True
 
     def _targets(self) -> Iterator[tuple[torch.Tensor, torch.dtype, Callable[[torch.Tensor], Any]]]:
@@ -206,7 +236,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 def sum_over_ranks(
     nodes: Nodes, leaves: int, empty: Collection[int], sizes: dict[torch.dtype, int], device: torch.device
-) -> Flat:
+) -> Part:
     """Sum what all ranks hold along the tree; called on every rank of the default group, if there is one.
 
     Every rank receives every other one's nodes: at most 2 log2(leaves) times the gradient from each, about one to two
@@ -226,8 +256,11 @@ def sum_over_ranks(
     """
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     mine = sorted(nodes)
-    everyones = _gather_names(mine, leaves, world_size, device)
+    everyones = _gather_names({node: nodes[node].tally for node in mine}, leaves, world_size, device)
     rows = max(len(names) for names in everyones)
+    tallies: list[tuple[Node, Tally]] = [((0, leaf), Tally()) for leaf in empty]
+    tallies += [pair for names in everyones for pair in names.items()]
+    tally = tree_sum.total(tallies, leaves, Tally.plus)
     result: Flat = {}
     for dtype, size in sizes.items():
         result[dtype] = torch.zeros(size, dtype=dtype, device=device)
@@ -235,7 +268,7 @@ def sum_over_ranks(
             stop = min(start + CHUNK_ELEMENTS, size)
             part = torch.zeros(rows, stop - start, dtype=dtype, device=device)
             for row, node in enumerate(mine):
-                part[row] = nodes[node][dtype][start:stop]
+                part[row] = nodes[node].flat[dtype][start:stop]
             gathered = part
             if world_size > 1:
                 gathered = torch.empty(world_size * rows, stop - start, dtype=dtype, device=device)
@@ -248,16 +281,24 @@ def sum_over_ranks(
             whole = tree_sum.total(known, leaves, _sum_of_known)
             if whole is not None:
                 result[dtype][start:stop] = whole
-    return result
+    return Part(result, tally)
 
 
-def _gather_names(mine: Sequence[Node], leaves: int, world_size: int, device: torch.device) -> list[list[Node]]:
-    """Which nodes each rank holds."""
-    names = torch.full((leaves, 2), -1, dtype=torch.int64)
-    for row, node in enumerate(mine):
-        names[row] = torch.tensor(node)
+def _gather_names(
+    mine: Mapping[Node, Tally], leaves: int, world_size: int, device: torch.device
+) -> list[dict[Node, Tally]]:
+    """Which nodes each rank holds, in order, and what they count: bit for bit, as the sum depends on it."""
+    names = torch.full((leaves, 6), -1, dtype=torch.int64)
+    for row, (node, tally) in enumerate(mine.items()):
+        bits = int(torch.tensor(tally.count, dtype=torch.float64).view(torch.int64))
+        names[row] = torch.tensor([*node, bits, tally.counted, tally.plain, tally.wrong])
     gathered = all_gathered(names.to(device), world_size)
-    return [[(row[0], row[1]) for row in rank.tolist() if row[0] >= 0] for rank in gathered]
+    return [{(row[0], row[1]): _tally_of(row[2:]) for row in rank.tolist() if row[0] >= 0} for rank in gathered]
+
+
+def _tally_of(row: Sequence[int]) -> Tally:
+    bits, *others = row
+    return Tally(float(torch.tensor(bits).view(torch.float64)), *others)
 
 
 def _clear_unused(parameters: Sequence[torch.nn.Parameter], uses: torch.Tensor) -> None:
@@ -287,7 +328,7 @@ def _sum_of_known(left: Any, right: Any) -> Any:
     return left.add_(right)
 
 
-def _added(left: Flat, right: Flat) -> Flat:
-    for dtype, flat in left.items():
-        flat.add_(right[dtype])
-    return left
+def _added(left: Part, right: Part) -> Part:
+    for dtype, flat in left.flat.items():
+        flat.add_(right.flat[dtype])
+    return Part(left.flat, left.tally.plus(right.tally))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.group.communicators import wait_for_collectives
-from torchelastic.group.step_course import FORWARD, REDUCTION, SkippedError, nowhere
+from torchelastic.group.step_course import COUNTED, FORWARD, REDUCTION, SkippedError, nowhere
+from torchelastic.model.loss_counts import LossCounts, Tally
+from torchelastic.model.transfer import message_device
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.c10d_types import GradBucket
 
@@ -27,11 +30,35 @@ log = logging.getLogger(__name__)
 Sums = list[torch.Tensor | None]
 
 
-def summed(parameters: Sequence[torch.nn.Parameter], samples: int) -> Sums:
-    """Take the gradients off the parameters: from means over `samples` samples to sums. Copies nothing."""
+@dataclass(frozen=True)
+class KeptSums:
+    """What was computed in an attempt that has failed.
+
+    Attributes:
+        sums: of gradients, over samples or over what losses were summed over.
+        count: of the losses that are sums; None: they are means over samples.
+    """
+
+    sums: Sums
+    count: float | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """Of these."""
+        return Tally(0.0, plain=1) if self.count is None else Tally(self.count, counted=1)
+
+    def plus(self, other: KeptSums) -> KeptSums | None:
+        """Both, in the memory of this where it has any; None: they are of different kinds."""
+        if self.count is None or other.count is None:
+            return KeptSums(added(self.sums, other.sums)) if self.count is other.count else None
+        return KeptSums(added(self.sums, other.sums), self.count + other.count)
+
+
+def summed(parameters: Sequence[torch.nn.Parameter], factor: float) -> Sums:
+    """Take the gradients off the parameters, multiplied: by the samples that they are means over. Copies nothing."""
     sums: Sums = []
     for parameter in parameters:
-        sums.append(None if parameter.grad is None else parameter.grad.detach().mul_(samples))
+        sums.append(None if parameter.grad is None else parameter.grad.detach().mul_(factor))
         parameter.grad = None
     return sums
 
@@ -50,6 +77,7 @@ class Reduction:
     Args:
         module: the plain module.
         sampler: an `ElasticBatchSampler`, which knows how many samples are whose, or anything else.
+        counts: of losses that are sums.
 
     Attributes:
         world_size: of the present group.
@@ -59,13 +87,15 @@ class Reduction:
         at: called on the way into a forward pass whose gradients will be reduced, and into a reduction.
     """
 
-    def __init__(self, module: torch.nn.Module, sampler: Any) -> None:
+    def __init__(self, module: torch.nn.Module, sampler: Any, counts: LossCounts | None = None) -> None:
         self.world_size = 1
         self.ends_early = self.has_gone_on = False
         self.at: Callable[[str], None] = nowhere
         self._module, self._sampler = module, sampler
+        self._counts = LossCounts(sampler) if counts is None else counts
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self._kept: Sums | None = None
+        self._tally: tuple[dist.Work, torch.Tensor] | None = None
+        self._kept: KeptSums | None = None
         self._begun = self._done = 0
         self._wrapped: list[tuple[str, torch.nn.Parameter]] = []
         self._is_expected = False
@@ -76,7 +106,9 @@ class Reduction:
 
     @property
     def weight(self) -> float:
-        """The share of this rank's mean gradient in the global one."""
+        """By what this rank's gradient is multiplied before the sum: its share, or of a sum what it was divided by."""
+        if self._counts.is_running:
+            return self._counts.scale if self._counts.own else 0.0
         return float(getattr(self._sampler, "weight", 1.0 / self.world_size))
 
     @property
@@ -103,6 +135,7 @@ class Reduction:
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
         self._running.clear()
+        self._tally = None
         self._begun = self._done = 0
         self._is_expected = self.has_gone_on = False
         self._skipped = None
@@ -117,15 +150,15 @@ class Reduction:
             self._is_expected = True
             self.at(FORWARD)
 
-    def bring(self, sums: Sums | None) -> None:
-        """Add these sums over samples to what this rank contributes, until the next call."""
-        self._kept = sums
+    def bring(self, kept: KeptSums | None) -> None:
+        """Add these to what this rank contributes, until the next call."""
+        self._kept = kept
 
-    def take(self, samples: int) -> Sums | None:
+    def take(self, samples: int) -> KeptSums | None:
         """Take the gradients off the parameters, after a step has failed, as sums; with those that were kept before.
 
         Args:
-            samples: how many of this rank's samples they are the mean over; 0 for padding.
+            samples: how many of this rank's samples they are of, and their mean, if there is no count; 0 for padding.
 
         Returns:
             None: there are none of this rank alone, because its backward pass was not over, or was reduced already.
@@ -137,8 +170,11 @@ class Reduction:
             return None  # of several reductions in one step some are done: what is there is mixed
         if samples == 0:
             return kept
-        sums = summed(self._parameters(), samples)
-        return sums if kept is None else added(sums, kept)
+        if self._counts.is_counted:
+            mine = KeptSums(summed(self._parameters(), self._counts.scale), self._counts.own)
+        else:
+            mine = KeptSums(summed(self._parameters(), samples))
+        return mine if kept is None else mine.plus(kept)
 
     def commit(self) -> None:
         """The step has succeeded."""
@@ -146,19 +182,21 @@ class Reduction:
         self._most = max(self._most, self._done)
         self._kept = None
 
+    def raise_if_skipped(self) -> None:
+        """Raise SkippedError: all ranks leave the step out, and this one has heard it in its backward pass."""
+        if self._skipped is not None:
+            raise self._skipped
+
     def check_reduced(self, rank: int) -> None:
         """Asked before the optimizer steps, which must not change the weights where this rank has reduced nothing.
 
         Where it never did, which is right for a step that does it by itself, an error is logged once.
 
         Raises:
-            SkippedError: all ranks leave the step out.
             UnfitError: the backward pass has not reached all parameters, for which DDP waits.
             RetryableException: nothing was reduced, other than usual, a reduction has failed, or parameters were frozen
                 in this group.
         """
-        if self._skipped is not None:
-            raise self._skipped
         if self._begun > self._done:
             raise RetryableException(
                 f"rank {rank} steps its optimizer, though the reduction of gradients has failed: the step has caught "
@@ -201,10 +239,9 @@ class Reduction:
         self.has_gone_on = True
         if not self._running and self._skipped is None:
             try:
-                self.at(REDUCTION)
-            except (
-                SkippedError
-            ) as error:  # DDP has to come to the end of its backward pass, or it is of no use any more
+                self.at(COUNTED if self._counts.is_running else REDUCTION)
+                self._begin_tally()
+            except SkippedError as error:  # DDP comes to the end of its backward pass, or it is of no use any more
                 self._skipped = error
         if self._skipped is not None:
             result = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else None)
@@ -228,9 +265,20 @@ class Reduction:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
-    def _add_kept(self, bucket: GradBucket, kept: Sums) -> None:
-        scale = 1.0 / self._sampler.pending[0].global_samples
-        of = {id(parameter): extra for parameter, extra in zip(self._parameters(), kept, strict=True)}
+    def _begin_tally(self) -> None:
+        """Beside the first bucket, and waited for with the last one: 32 bytes, where losses have ever had counts."""
+        if not self._counts.are_used:
+            self._counts.found_plain()
+            return
+        mine = self._counts.tally(None if self._kept is None else self._kept.tally)
+        row = torch.tensor(mine.row(), dtype=torch.float64, device=message_device())
+        work = dist.all_reduce(row, async_op=True)
+        assert work is not None
+        self._tally = work, row
+
+    def _add_kept(self, bucket: GradBucket, kept: KeptSums) -> None:
+        scale = 1.0 / self._sampler.pending[0].global_samples if kept.count is None else 1.0
+        of = {id(parameter): extra for parameter, extra in zip(self._parameters(), kept.sums, strict=True)}
         for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             extra = of[id(parameter)]
             if extra is not None:
@@ -240,11 +288,21 @@ class Reduction:
         self._begun += 1
         for work, _, _ in self._running:
             work.wait()
+        if self._tally is not None:
+            self._tally[0].wait()
         wait_for_collectives()
+        factor = 1.0 if self._tally is None else self._counts.settle(Tally.of_row(self._tally[1].tolist()))
         for _, buffer, result in self._running:
-            result.set_result(buffer)
+            result.set_result(buffer if factor == 1.0 else buffer.mul_(factor))
         self._running.clear()
+        self._tally = None
         self._done += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": [], "_kept": None, "_wrapped": []}  # of a step and a group under way
+        return {
+            **self.__dict__,
+            "_running": [],
+            "_tally": None,
+            "_kept": None,
+            "_wrapped": [],
+        }  # of a step and a group under way

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,10 @@ from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
+from torchelastic.model.batch_norms import SingleSamples, least_local_batch
+from torchelastic.model.companions import Companions
 from torchelastic.model.logical_shards import LogicalShards
+from torchelastic.model.loss_counts import all_at_once
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.step_model import step_model
 from torchelastic.model.transfer import all_gathered
@@ -58,12 +61,24 @@ class Salvaged(NamedTuple):
     postponed: int
 
 
+class Needs(NamedTuple):
+    """What a rank needs of all ranks of its group: the largest of each counts.
+
+    Attributes:
+        counts: 1: losses have had counts, so that every reduction says whether there is one.
+        samples: of each rank, if it has any.
+    """
+
+    counts: int
+    samples: int
+
+
 class StepGradients:
     """One per `ModelState`; used on the training thread.
 
     Args:
         module: the plain module.
-        sampler: the user's, or None.
+        own: has the user's sampler, or None, and the counts of losses that are sums.
         logical_shards: see `ModelState`.
         salvage: see `ModelState`.
         find_unused_parameters: as for DDP.
@@ -78,23 +93,31 @@ class StepGradients:
     def __init__(
         self,
         module: torch.nn.Module,
-        sampler: Any,
+        own: Companions,
         logical_shards: int | None,
         salvage: str,
         find_unused_parameters: bool,
     ) -> None:
+        sampler, counts = own.sampler, own.counts
         check_mode(salvage, sampler, logical_shards, find_unused_parameters)
         if salvage != "discard" or logical_shards is not None:
             check_parameters(module, logical_shards)
         self._module, self._sampler, self._mode = module, sampler, salvage
+        self._counts = counts
+        self._is_accumulating = False
         self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
-        self._step_model = step_model(module, lambda: self._wrapped)
+        self._single_samples = SingleSamples(module, sampler)
+        self._step_model = step_model(module, self._call, self.no_sync)
         self._frozen: dict[str, torch.nn.Parameter] = {}  # what this group's wrapper leaves out
         self._rank = 0
         if logical_shards is not None:
             sampler.set_logical_shards(logical_shards)
-        self._source = Reduction(module, sampler) if logical_shards is None else LogicalShards(module, logical_shards)
+        self._source = (
+            Reduction(module, sampler, counts)
+            if logical_shards is None
+            else LogicalShards(module, logical_shards, counts)
+        )
         if isinstance(self._source, Reduction):
             self._source.ends_early = salvage == "discard"
         self.salvaged: Salvaged | None = None
@@ -109,15 +132,59 @@ class StepGradients:
         return (shards, MODES.index(self._mode))
 
     @property
+    def needs(self) -> Needs:
+        """What this rank knows of."""
+        return Needs(int(self._counts.are_used), least_local_batch(self._module))
+
+    @property
     def model(self) -> torch.nn.Module:
         """The module to call in a step: one object for the whole run, where the user's class allows that."""
         if self._step_model is not None:
             return self._step_model
         return self._module if self._wrapped is None else self._wrapped
 
-    def no_sync(self) -> AbstractContextManager[Any]:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model` does when it is called: the present group's wrapper, if there is one."""
+        target = self._module if self._wrapped is None else self._wrapped
+        return self._single_samples.called(target, *args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Around all backward passes of a step but the last."""
-        return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
+        was_accumulating, self._is_accumulating = self._is_accumulating, True
+        try:
+            with nullcontext() if self._wrapped is None else self._wrapped.no_sync():
+                yield
+        finally:
+            self._is_accumulating = was_accumulating
+
+    def backward(self, loss_sum: Any, count: Any) -> None:
+        """See `WithCompanions.backward`."""
+        counts, source = self._counts, self._source
+        if not counts.are_used:
+            counts.watch(list(self._module.parameters()))
+        if isinstance(source, LogicalShards):
+            with counts.running():
+                counts.add(loss_sum, count).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            return
+        counts.set_aside(self._module.parameters())
+        # where this worker is alone, nothing is reduced
+        is_divided_here = self._wrapped is None and not self._is_accumulating
+        loss = counts.add(loss_sum, count, beforehand=all_at_once if is_divided_here else None)
+        with counts.running():
+            loss.backward()  # type: ignore[no-untyped-call]  # as above
+            if is_divided_here:
+                counts.settle(counts.tally())
+        counts.raise_error()
+        if is_divided_here and counts.scale != counts.total:
+            self._multiply(counts.scale / (counts.total or 1.0))
+        if counts.is_divided:
+            counts.put_together()
+
+    def _multiply(self, factor: float) -> None:
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach().mul_(factor)
 
     def shards(self, loader: Iterator[Any], step: int) -> Iterator[Any]:
         """See `ModelState.shards`."""
@@ -150,6 +217,7 @@ class StepGradients:
     def begin_step(self) -> None:
         """A step (or another attempt at one) begins."""
         self._source.begin_step()
+        self._counts.begin_step()
 
     @property
     def are_salvaged(self) -> bool:
@@ -168,6 +236,7 @@ class StepGradients:
             is_first: of this train step.
 
         Raises:
+            SkippedError: all ranks leave the step out.
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
             UnfitError: the step is not written for logical shards, or leaves parameters out.
         """
@@ -182,6 +251,8 @@ class StepGradients:
             self._thawing = frozenset()  # this attempt does not train them: if it waits for them, the next one must not
         if isinstance(self._source, Reduction):
             self._source.has_gone_on = False
+            self._source.raise_if_skipped()
+        self._counts.optimizer_begins()
         if is_first and (self._wrapped is not None or isinstance(self._source, LogicalShards)):
             self._source.check_reduced(self._rank)
 
@@ -271,11 +342,12 @@ class StepGradients:
         """How many units of a failed step this rank could bring to a second attempt."""
         return len(self._kept.units) if self._kept is not None and self._kept.step == step else 0
 
-    def enter_group(self, offers: Sequence[int], step: int, rank: int, device: torch.device) -> None:
+    def enter_group(self, offers: Sequence[int], needs: Needs, step: int, rank: int, device: torch.device) -> None:
         """Wrap the module for a new group; called on every rank of it, when all are in sync.
 
         Args:
             offers: by rank, what `offer` gave; 0 for those that were synchronized, whose kept gradients are void.
+            needs: of all ranks.
             step: committed steps.
             rank: of this process.
             device: where messages must lie.
@@ -284,7 +356,12 @@ class StepGradients:
             RuntimeError: a peer is lost.
         """
         world_size = len(offers)
-        self._rank = rank
+        self._rank = self._counts.rank = rank
+        if needs.counts:
+            self._counts.are_used = True
+            self._counts.watch(list(self._module.parameters()))
+        if hasattr(self._sampler, "set_min_local_batch"):
+            self._sampler.set_min_local_batch(needs.samples)
         if hasattr(self._sampler, "set_world"):
             self._sampler.set_world(rank, world_size)
         self._settle(offers, step, device)
@@ -328,7 +405,7 @@ class StepGradients:
         mine = kept.units if kept is not None and offers[self._rank] else frozenset()
         units = _gather_units(mine, self._sampler.units, len(offers), device)
         present = self._sampler.present_units
-        deals = second_deals(units, present, self._mode)
+        deals = second_deals(units, present, self._mode, getattr(self._sampler, "least_units", 1))
         self._sampler.deal_again(deals[self._rank])
         self.salvaged = _summary(step, deals, present)
         log.info(
@@ -350,7 +427,7 @@ class StepGradients:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._step_model = step_model(self._module, lambda: self._wrapped)
+        self._step_model = step_model(self._module, self._call, self.no_sync)
 
 
 def kind_text(kind: Sequence[int]) -> str:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic.torch_internals.tensors import slots_of
 
@@ -27,16 +26,19 @@ class _StandsFirst:
 
 
 def step_model(
-    module: torch.nn.Module, wrapper: Callable[[], DistributedDataParallel | None]
+    module: torch.nn.Module,
+    called: Callable[..., Any],
+    accumulates: Callable[[], AbstractContextManager[Any]],
 ) -> torch.nn.Module | None:
-    """An object that is the user's module, except that its call goes through the present wrapper.
+    """An object that is the user's module, except for its call, which goes through the present wrapper.
 
     `module` and `no_sync()` are there as on DDP, unless the user's own class has such names. A copy of it, deep or by
     pickle, is one of the user's module.
 
     Args:
         module: the user's.
-        wrapper: of the present group; None: there is none.
+        called: what its call is.
+        accumulates: what `no_sync()` is.
 
     Returns:
         None: it cannot be made of this module (one of TorchScript, one whose class lets nobody derive from it).
@@ -46,12 +48,10 @@ def step_model(
         return None
 
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        present = wrapper()
-        return (module if present is None else present)(*args, **kwargs)
+        return called(*args, **kwargs)
 
     def no_sync(_: Any) -> AbstractContextManager[Any]:
-        present = wrapper()
-        return nullcontext() if present is None else present.no_sync()
+        return accumulates()
 
     body: dict[str, Any] = {
         "__call__": call,

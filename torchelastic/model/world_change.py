@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 
 from torchelastic.model.one_or_many import OneOrMany
+from torchelastic.processes.script_reads import reads_of
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
 RULES = ("linear", "sqrt")
+_VARIABLE = "WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class WorldWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[WorldChange], Any]] = []
         self._before = 0
+        self._has_warned = False
 
     def add(self, callback: Callable[[WorldChange], Any]) -> None:
         """Call this one too from now on."""
@@ -51,7 +56,24 @@ class WorldWatch:
         if now != self._before:
             for callback in self._callbacks:
                 callback(WorldChange(self._before, now, rank))
+            self._say_if_script_goes_by_the_first(now, rank)
             self._before = now
+
+    def _say_if_script_goes_by_the_first(self, now: int, rank: int) -> None:
+        """Warn, on rank 0 and once, where the script reads a WORLD_SIZE that is not that of the group."""
+        said = os.environ.get(_VARIABLE, "")
+        if self._has_warned or rank or not said.isdecimal() or int(said) == now:
+            return
+        self._has_warned = True
+        places = reads_of(_VARIABLE)
+        if places:
+            log.warning(
+                "%s reads %s, which is %s since the start, and there are %d workers now: what goes by it (a loss, a "
+                "learning rate) changes when workers are lost or join. Use coordinator.world_size; a loss that is a "
+                "mean over samples needs no such factor, and others go to state.backward(loss_sum, count) "
+                "(docs/data.md)",
+                shortlist(places), _VARIABLE, said, now,
+            )  # fmt: skip
 
 
 # --- learning rate ----------------------------------------------------------------------------------------------------

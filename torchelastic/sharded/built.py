@@ -43,7 +43,7 @@ class Built:
         build: the user's.
         mesh: of the group.
         seed: of the random numbers while it runs: the same on all ranks.
-        before_first: called before the first optimizer of a train step steps.
+        before_each: called before an optimizer steps, and whether it is the first of a train step.
         own: what belongs to the state besides.
         as_built: how the modules were built the first time; filled then.
 
@@ -70,7 +70,7 @@ class Built:
         mesh: DeviceMesh,
         *,
         seed: int,
-        before_first: Callable[[], None],
+        before_each: Callable[[bool], None],
         own: Companions,
         as_built: dict[str, AsBuilt],
     ) -> None:
@@ -86,9 +86,7 @@ class Built:
             self.parameters = named_parameters(self.model)
         self.rest = ModuleParts(self.model, self.parameters)
         self.structure = ModuleStructure(self.model)
-        self.optimizers = Optimizers(
-            self.optimizer, lambda: None, lambda is_first: before_first() if is_first else None
-        )
+        self.optimizers = Optimizers(self.optimizer, lambda: None, before_each)
         self.optimizers.watch(self.parameters.values())
         self.schedulers = OneOrMany("scheduler", self.scheduler)
         self.form = StoredForm(self.model, self.optimizers, own, as_built)

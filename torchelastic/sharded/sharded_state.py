@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -23,11 +22,12 @@ from torchelastic.checkpoint.engine.read_rules import StoredParts
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.group.communicators import wait_for_collectives
-from torchelastic.group.step_course import BACKWARD, FORWARD, REDUCTION, StepCourse
+from torchelastic.group.step_course import BACKWARD, COUNTED, FORWARD, REDUCTION, StepCourse
 from torchelastic.inventory.generators import put_rows_of_generators, seeded
 from torchelastic.inventory.stored_values import Built as AsBuilt
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
+from torchelastic.model.batch_norms import has_single_samples, least_local_batch, require_several_values
 from torchelastic.model.companions import Companions, Snapshot, WithCompanions
 from torchelastic.model.stored_form import OF_EACH_RANK
 from torchelastic.model.transfer import message_device
@@ -125,7 +125,8 @@ class ShardedState(WithCompanions, State):
         self._plain = PlainTensorComparison()
         self._world = WorldWatch()
         self.step_course = StepCourse(self._own.batches, self._live.votes, self._live.optimizer_steps)
-        self._weighting = GradientWeights(sampler, partial(self.step_course.pass_, BACKWARD))
+        self._gradients = GradientWeights(sampler, self._own.counts, self._backward_begins)
+        self._backward = self._gradients.backward
         self._control: dist.ProcessGroup | None = None
         self._unconfirmed: HeldState | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
@@ -171,9 +172,11 @@ class ShardedState(WithCompanions, State):
         if not isinstance(model, FSDPModule):
             raise ValueError("no_sync is for a model on which fully_shard was called: call it on the whole model too")
         model.set_requires_gradient_sync(False)
+        self._gradients.is_accumulating = True
         try:
             yield
         finally:
+            self._gradients.is_accumulating = False
             model.set_requires_gradient_sync(True)
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ class ShardedState(WithCompanions, State):
     def snapshot(self) -> Snapshot:
         """What `apply` needs; its cost does not depend on the size of the model."""
         self._live.begin_step()
-        self._weighting.begin_step()
+        self._gradients.begin_step()
         self.step_course.begin(self.step)
         return self._live.snapshot()
 
@@ -205,6 +208,9 @@ class ShardedState(WithCompanions, State):
     def _forward_begins(self, _model: torch.nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled():
             self.step_course.pass_(FORWARD)
+
+    def _backward_begins(self) -> None:
+        self.step_course.pass_(COUNTED if self._own.counts.is_running else BACKWARD)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot, as far as this rank can alone; `sync` does the rest."""
@@ -242,12 +248,14 @@ class ShardedState(WithCompanions, State):
         dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self._control)
         self._copies.all_have_finished(int(finished))
 
-    def _vote(self) -> None:
+    def _vote(self, is_first: bool) -> None:
         """Before the first optimizer of a step begins: see `commit_rule`. Says how far the copies are, too."""
-        if self._live.phase is not Phase.UNTOUCHED:
-            return  # this rank completes the step of a group that has ended
+        if not is_first:
+            self._own.counts.optimizer_begins()
+        if not is_first or self._live.phase is not Phase.UNTOUCHED:
+            return  # the latter: this rank completes the step of a group that has ended
         self.step_course.pass_(REDUCTION)
-        self._weighting.check()
+        self._gradients.check()
         wait_for_collectives()  # what FSDP2 has reduced the gradients with
         self._copies.wait_until_copied()
         self._live.phase = Phase.READY
@@ -317,16 +325,25 @@ class ShardedState(WithCompanions, State):
             chosen.clear()  # else it would keep the memory of what is given up when all have their parts
         companions = self._live.companions(built, must_be=version.generation == STORED)
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), companions)
-        dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
+        self._agree(built)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, whole_copies)
         self._plain.enter_group(plain_names(built.layout()), own)
         self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
 
+    def _agree(self, built: Built) -> None:
+        """Returns on no rank before every rank has called it; and what one of them needs, all have then."""
+        needs = torch.tensor([int(self._own.counts.are_used), least_local_batch(built.model)])
+        dist.all_reduce(needs, op=dist.ReduceOp.MAX, group=self._control)
+        are_counted, samples = needs.tolist()
+        self._own.counts.are_used = bool(are_counted)
+        if hasattr(self.sampler, "set_min_local_batch"):
+            self.sampler.set_min_local_batch(samples)
+
     def _built(self, world_size: int) -> Built:
         return Built(
-            self._build, self._mesh_rule(world_size), seed=self._seed, before_first=self._vote, own=self._own,
+            self._build, self._mesh_rule(world_size), seed=self._seed, before_each=self._vote, own=self._own,
             as_built=self._as_built,
         )  # fmt: skip
 
@@ -421,7 +438,9 @@ class ShardedState(WithCompanions, State):
         place = data_place(built.mesh, self._data_dims)
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
-        self._weighting.enter_group(built.model, place.size)
+        self._gradients.enter_group(built.model, place.size, self._control)
+        if has_single_samples(self.sampler):
+            require_several_values(built.model)
         # before the one with which FSDP gathers parameters
         built.model.register_forward_pre_hook(self._forward_begins, prepend=True)
         self._own.extras.measure()
