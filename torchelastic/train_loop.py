@@ -14,6 +14,7 @@ is raised as it is. The order of the calls is that of torchelastic 0.1.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,7 @@ from torchelastic.loop_failures import LoopFailures
 from torchelastic.loop_observer import LoopObserver, notify_all
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.observe.ledger.meter import this_worker
-from torchelastic.processes.script_import import PUT_BELOW_MAIN, is_importing_script
+from torchelastic.processes.script_import import check_not_importing
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.state import (
@@ -142,10 +143,7 @@ class TrainLoop:
         max_failures: int | None,
         lifetime: Literal["auto"] | Lifetime | None = None,
     ) -> None:
-        if is_importing_script():
-            raise UnfitError(
-                f"a process that multiprocessing has started imports the script, and trains: {PUT_BELOW_MAIN}"
-            )
+        check_not_importing("trains")
         if isinstance(coordinator, type):
             raise TypeError(f"coordinator is the class {coordinator.__name__}: make one, {coordinator.__name__}(..)")
         if not isinstance(state, State):
@@ -318,7 +316,15 @@ class TrainLoop:
         return True
 
     def undo(self, error: Exception, snapshot: Any) -> bool:
-        """Called by the step that has failed: rolls back. False: the error is to be raised as it is."""
+        """Called by the step that has failed: rolls back. False: the error is to be raised as it is.
+
+        Raises:
+            UnfitError: in its place; see `data.worker_processes.why_unguarded`.
+        """
+        unfit = _why_unguarded(error)
+        if unfit is not None:
+            self._failures.ends_with(unfit)
+            raise unfit from error
         is_undone = snapshot is not None
         try:
             after = self._failures.failed(error, self.rank, in_user_code=True, is_undone=is_undone)
@@ -360,6 +366,14 @@ class TrainLoop:
         self.coordinator.state_changed(self.state, synced=False)
         if after is AfterError.WITH_AS_MANY and self.rank == 0 and self.state.status is StateStatus.COMPLETE:
             self._checkpoints.save_alone(self.state)  # those that it waits for may not come
+
+
+def _why_unguarded(error: Exception) -> UnfitError | None:
+    if "torch.utils.data" not in sys.modules:
+        return None
+    from torchelastic.data.worker_processes import why_unguarded
+
+    return why_unguarded(error)
 
 
 class LoopDurations(LoopObserver):

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from torchelastic.errors import UnfitError
 from torchelastic.processes.script_import import PUT_BELOW_MAIN
-from torchelastic.torch_internals.data_workers import DataWorkers, with_workers
+from torchelastic.torch_internals.data_workers import DataWorkers, with_workers, workers_behind
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +87,7 @@ class WorkerProcesses:
                 return draw()
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if self._cannot_start(error):
-                    raise UnfitError(
-                        f"the data worker processes of {self._whose} ended before the first batch. multiprocessing "
-                        f"starts them by {self._start_method!r}, so they import the script: {PUT_BELOW_MAIN}, or give "
-                        'multiprocessing_context="fork"; else see what they have printed'
-                    ) from error
+                    raise _cannot_import(self._whose, self._start_method) from error
                 is_cut = not isinstance(error, RuntimeError)  # what it was handing over is gone, and so is it, soon
                 if not self.have_died(_END_S if is_cut else 0.0) or deaths == MAX_DEATHS:
                     raise
@@ -103,7 +101,7 @@ class WorkerProcesses:
             return False
         if self._workers is None:  # the server that was to fork them is gone
             return not isinstance(error, RuntimeError)
-        return any(process.exitcode == _OF_AN_ERROR for process in self._workers.processes)
+        return _have_raised(self._workers)
 
     def have_died(self, within_s: float = 0.0) -> bool:
         """Whether one is gone, or goes within so many seconds."""
@@ -142,6 +140,50 @@ class WorkerProcesses:
     def _deaths(self) -> str:
         codes = [process.exitcode for process in self._workers.processes] if self._workers is not None else []
         return ", ".join(f"exit code {code}" for code in codes if code is not None)
+
+
+def why_unguarded(error: BaseException) -> UnfitError | None:
+    """What to raise in place of an error of torch's own DataLoader, where any other processes would end like these.
+
+    Args:
+        error: with its traceback; of a step.
+
+    Returns:
+        None: it is none of those.
+    """
+    if _is_of_fork_server(error):
+        return _cannot_import("a DataLoader", "forkserver")
+    workers = workers_behind(error)
+    if workers is None or workers.have_delivered or not _have_raised(workers):
+        return None
+    method = next(map(_start_method_of, workers.processes))
+    return None if method == "fork" else _cannot_import("a DataLoader", method)
+
+
+def _have_raised(workers: DataWorkers) -> bool:
+    return any(process.exitcode == _OF_AN_ERROR for process in workers.processes)
+
+
+def _is_of_fork_server(error: BaseException) -> bool:
+    """Whether the server that was to fork a process is gone: since Python 3.14 it imports the script."""
+    modules = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, (ConnectionError, EOFError)) and "multiprocessing.popen_forkserver" in modules
+
+
+def _start_method_of(process: BaseProcess) -> str:
+    """How multiprocessing has started a process."""
+    for method in ("fork", "spawn", "forkserver"):
+        if isinstance(process, getattr(multiprocessing.get_context(method), "Process", ())):
+            return method
+    return multiprocessing.get_start_method()  # one of the default context
+
+
+def _cannot_import(whose: str, start_method: str) -> UnfitError:
+    return UnfitError(
+        f"the data worker processes of {whose} ended before the first batch. multiprocessing starts them by "
+        f"{start_method!r}, so they import the script: {PUT_BELOW_MAIN}, or give "
+        'multiprocessing_context="fork"; else see what they have printed'
+    )
 
 
 class _OwnEvent:

@@ -36,6 +36,19 @@ def _are_known() -> bool:
     return not lacking
 
 
+def workers_behind(error: BaseException) -> DataWorkers | None:
+    """The worker processes of the DataLoader that was asked for a batch when this error came; None: of none."""
+    if not _are_known():
+        return None
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        asked = traceback.tb_frame.f_locals.get("self")
+        if isinstance(asked, dataloader._MultiProcessingDataLoaderIter):
+            found = DataWorkers(asked)
+        traceback = traceback.tb_next
+    return found
+
+
 class DataWorkers:
     """The worker processes of one iterator.
 
@@ -51,6 +64,11 @@ class DataWorkers:
         """They."""
         processes: Sequence[BaseProcess] = self._iterator._workers
         return processes
+
+    @property
+    def have_delivered(self) -> bool:
+        """Whether a batch of them has come, since the present iteration over the DataLoader began."""
+        return bool(self._iterator._rcvd_idx)
 
     def are_of(self, iterator: object) -> bool:
         """Whether they are those of this iterator; with `persistent_workers` a DataLoader gives the same one again."""

@@ -201,6 +201,7 @@ DATA_WORKERS = (
     PrivateName(f"{_LOADER}._workers", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._workers_done_event", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._worker_pids_set", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
+    PrivateName(f"{_LOADER}._rcvd_idx", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._shutdown_workers", _DATA, _NO_DATA),
     PrivateName("torch._C._set_worker_pids", _DATA, _NO_DATA),
     PrivateName("torch._C._remove_worker_pids", _DATA, _NO_DATA),
