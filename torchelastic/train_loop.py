@@ -23,7 +23,15 @@ from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
-from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
+from torchelastic.error_text import in_one_line
+from torchelastic.errors import (
+    DrainedException,
+    NonRetryableException,
+    RetryableException,
+    StopException,
+    UnfitError,
+    is_retryable,
+)
 from torchelastic.join_rules import AfterError
 from torchelastic.loop_failures import LoopFailures
 from torchelastic.loop_observer import LoopObserver, notify_all
@@ -299,7 +307,7 @@ class TrainLoop:
         """
         try:
             if not self.coordinator.may_commit():
-                raise RuntimeError("the step must not count: another group may be training by now")
+                raise RetryableException("the step must not count: another group may be training by now")
         except RuntimeError as error:
             if not self.undo(error, snapshot):
                 raise
@@ -329,8 +337,7 @@ class TrainLoop:
         try:
             after = self._failures.failed(error, self.rank, in_user_code=True, is_undone=is_undone)
         finally:
-            text = f"{type(error).__name__}: {error}"
-            self.observer.step_undone(text, is_undone=is_undone or not is_retryable(error))
+            self.observer.step_undone(in_one_line(error), is_undone=is_undone or not is_retryable(error))
         if after is AfterError.RAISED:
             return False
         self._roll_back(snapshot, after)

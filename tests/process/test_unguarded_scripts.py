@@ -136,5 +136,5 @@ def test_a_fork_server_that_has_ended_is_the_same_error(start_method: str) -> No
         return next(processes.started_by(dataloader))
 
     with pytest.raises(UnfitError if start_method == "forkserver" else ConnectionResetError):
-        processes.surviving(draw, lambda: None)
+        processes.surviving(draw, lambda: None, lambda: "")
     assert list(tries) == [1, 2], "another try would end like this one"

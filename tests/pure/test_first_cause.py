@@ -14,7 +14,6 @@ from torchelastic.agent.causes import (
     LostElsewhere,
     Trouble,
     Undone,
-    describe_exit,
     failed_at_s,
     last_account,
     report_of,
@@ -23,6 +22,7 @@ from torchelastic.agent.failure_reporter import FailureReporter
 from torchelastic.agent.host_events import LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.log_lines import Position, json_line
 from torchelastic.observe.ledger.ledger_events import Failure, Join
+from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.rendezvous.store import StoreUnavailableError
 

@@ -21,6 +21,7 @@ FLOORS: dict[str, int] = {
     "text": -1,
     "version": -1,
     "errors": -1,
+    "error_text": -1,
     "torch_internals": 0,
     "processes": 0,
     "lazy_names": 0,

@@ -7,12 +7,15 @@ confined to where it is expected.
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import dataloader
 
 from torchelastic.torch_internals.canary import check_torch, is_there, say_missing
@@ -47,6 +50,37 @@ def workers_behind(error: BaseException) -> DataWorkers | None:
             found = DataWorkers(asked)
         traceback = traceback.tb_next
     return found
+
+
+class _KeptError(ExceptionWrapper):
+    """An error of a data worker process whose class the trainer cannot have, or cannot make again of a text."""
+
+    def __init__(self, name: str, text: str, where: str) -> None:
+        self.name, self.text, self.where = name, text, where
+
+    def reraise(self) -> None:
+        """Raise what torch raises for errors that it cannot make again, with the same words."""
+        raise RuntimeError(f"Caught {self.name} {self.where}.\nOriginal {self.text}")
+
+
+def keep_errors() -> None:
+    """Have this process, a data worker, hand over each error with its text, whatever its class is like.
+
+    A class that cannot be pickled (one that was made in a function, as botocore's) is lost on its way, and the trainer
+    waits for ever; of one that has a `message` torch raises how it cannot be made.
+    """
+    ForkingPickler.register(ExceptionWrapper, _reduced)
+
+
+def _reduced(error: Any) -> Any:
+    kind = error.exc_type
+    try:
+        ForkingPickler.dumps(kind)
+        if getattr(kind, "message", None):
+            kind(message="")
+    except Exception:  # noqa: BLE001 - whatever it raises, it cannot be handed over
+        return _KeptError, (kind.__name__, error.exc_msg, error.where)
+    return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 class DataWorkers:

@@ -204,6 +204,7 @@ DATA_WORKERS = (
     PrivateName(f"{_LOADER}._rcvd_idx", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._shutdown_workers", _DATA, _NO_DATA),
     PrivateName("torch._C._set_worker_pids", _DATA, _NO_DATA),
+    _needed("torch._utils.ExceptionWrapper", "handing over the errors of data worker processes"),
     PrivateName("torch._C._remove_worker_pids", _DATA, _NO_DATA),
 )
 
