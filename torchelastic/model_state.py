@@ -79,6 +79,7 @@ class ModelState(WithCompanions, State):
         on_out_of_sync: after each sync digests are compared; if members differ where they must not, "log" an error or
             "raise" a NonRetryableException on every rank.
         find_unused_parameters: as for DDP; for steps whose backward passes do not reach every parameter (a GAN).
+        ddp: further options of DDP, by name: static_graph, broadcast_buffers, gradient_as_bucket_view, bucket_cap_mb.
         logical_shards: cut each global batch into this many shards and have the same bits at any world size; the step
             goes through `shards` then. See docs/salvage.md.
         salvage: what becomes of a step in which a worker is lost: "discard" repeats it, "drop" commits what the
@@ -94,7 +95,8 @@ class ModelState(WithCompanions, State):
         epoch: the sampler's epoch where it has one, else yours to set.
 
     Raises:
-        ValueError: an unknown snapshot mode, a sharded or already wrapped module, a sampler that cannot be saved.
+        ValueError: an unknown snapshot mode, a sharded, lazy or already wrapped module, a sampler that cannot be saved,
+            an option of DDP that would break a promise.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ModelState(WithCompanions, State):
         snapshot: str = "auto",
         on_out_of_sync: str = "log",
         find_unused_parameters: bool = False,
+        ddp: Mapping[str, Any] | None = None,
         logical_shards: int | None = None,
         salvage: str = "discard",
     ) -> None:
@@ -122,7 +125,7 @@ class ModelState(WithCompanions, State):
         self.scheduler = scheduler
         self.replica_comparison: digest.ReplicaComparison | None = None
         self._schedulers = OneOrMany("scheduler", scheduler)
-        self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
+        self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters, ddp)
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         say_if_strange(self._optimizers.objects, model)
         self._world = WorldWatch()

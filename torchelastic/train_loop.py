@@ -327,18 +327,18 @@ class TrainLoop:
         """Called by the step that has failed: rolls back. False: the error is to be raised as it is.
 
         Raises:
-            UnfitError: in its place; see `data.worker_processes.why_unguarded`.
+            UnfitError: in its place, where it says more than an error of torch.
         """
-        unfit = _why_unguarded(error)
-        if unfit is not None:
-            self._failures.ends_with(unfit)
-            raise unfit from error
+        unfit = _why_unfit(error)
+        said = error if unfit is None else unfit
         is_undone = snapshot is not None
         try:
-            after = self._failures.failed(error, self.rank, in_user_code=True, is_undone=is_undone)
+            after = self._failures.failed(said, self.rank, in_user_code=True, is_undone=is_undone)
         finally:
-            self.observer.step_undone(in_one_line(error), is_undone=is_undone or not is_retryable(error))
+            self.observer.step_undone(in_one_line(said), is_undone=is_undone or not is_retryable(said))
         if after is AfterError.RAISED:
+            if unfit is not None:
+                raise unfit from error
             return False
         self._roll_back(snapshot, after)
         return True
@@ -375,12 +375,14 @@ class TrainLoop:
             self._checkpoints.save_alone(self.state)  # those that it waits for may not come
 
 
-def _why_unguarded(error: Exception) -> UnfitError | None:
-    if "torch.utils.data" not in sys.modules:
+def _why_unfit(error: Exception) -> UnfitError | None:
+    """What to raise in place of an error of torch; None: it says enough itself, or the step has used no torch."""
+    if "torch" not in sys.modules:
         return None
     from torchelastic.data.worker_processes import why_unguarded
+    from torchelastic.model.ddp_errors import why_unfit
 
-    return why_unguarded(error)
+    return why_unguarded(error) or why_unfit(error)
 
 
 class LoopDurations(LoopObserver):

@@ -7,7 +7,7 @@ group agree on who computes the rest (see `data.shares`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,11 +20,14 @@ from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
+from torchelastic.model.ddp_errors import static_without_sync
+from torchelastic.model.ddp_options import as_numbers, checked_options, from_numbers
 from torchelastic.model.logical_shards import LogicalShards
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.step_model import step_model
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import leaves_of
+from torchelastic.torch_internals.gradients import is_in_backward
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class StepGradients:
         logical_shards: see `ModelState`.
         salvage: see `ModelState`.
         find_unused_parameters: as for DDP.
+        ddp: further options of DDP, see `ddp_options`.
 
     Attributes:
         salvaged: the last step that was salvaged; None while there was none.
@@ -81,12 +85,16 @@ class StepGradients:
         logical_shards: int | None,
         salvage: str,
         find_unused_parameters: bool,
+        ddp: Mapping[str, Any] | None,
     ) -> None:
-        check_mode(salvage, sampler, logical_shards, find_unused_parameters)
+        wrapping.check_made(module)
+        self._ddp = checked_options(
+            ddp, find_unused_parameters=find_unused_parameters, salvage=salvage, logical_shards=logical_shards
+        )
+        check_mode(salvage, sampler, logical_shards, self._ddp["find_unused_parameters"])
         if salvage != "discard" or logical_shards is not None:
             check_parameters(module, logical_shards)
         self._module, self._sampler, self._mode = module, sampler, salvage
-        self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
         self._step_model = step_model(module, lambda: self._wrapped)
         self._frozen: dict[str, torch.nn.Parameter] = {}  # what this group's wrapper leaves out
@@ -102,10 +110,10 @@ class StepGradients:
         self._is_brought = False
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """What is to be the same on all ranks, as numbers: how many logical shards (0: none), and the salvage mode."""
+    def kind(self) -> tuple[int, int, int, int]:
+        """What is to be the same on all ranks: how many logical shards (0: none), the salvage mode, DDP's options."""
         shards = self._source.shards if isinstance(self._source, LogicalShards) else 0
-        return (shards, MODES.index(self._mode))
+        return (shards, MODES.index(self._mode), *as_numbers(self._ddp))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -115,7 +123,9 @@ class StepGradients:
         return self._module if self._wrapped is None else self._wrapped
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around all backward passes of a step but the last."""
+        """Around all backward passes of a step but the last. Raises UnfitError: the graph is static."""
+        if self._ddp["static_graph"]:
+            raise static_without_sync()
         return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
 
     def shards(self, loader: Iterator[Any], step: int) -> Iterator[Any]:
@@ -154,8 +164,14 @@ class StepGradients:
 
         Raises:
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
-            UnfitError: the step is not written for logical shards, or leaves parameters out.
+            UnfitError: the step is not written for logical shards, leaves parameters out, or is in its backward pass.
         """
+        if is_in_backward():
+            raise UnfitError(
+                "an optimizer steps inside a backward pass (in a hook of `register_post_accumulate_grad_hook`, say), "
+                "where the gradient is that of this worker alone, and not yet of the global batch: step it behind "
+                "backward(), without the hook"
+            )
         thawed = {name for name, parameter in self._frozen.items() if parameter.requires_grad}
         if thawed:
             self._thawing |= thawed
@@ -276,9 +292,7 @@ class StepGradients:
             has_gradients = any(parameter.requires_grad for parameter in self._module.parameters())
             # also a single worker, if it has gradients to add to those of the step
             if has_gradients and (world_size > 1 or self._is_brought):
-                self._wrapped = wrapping.wrap(
-                    self._module, self._source.hook, find_unused_parameters=self._find_unused_parameters
-                )
+                self._wrapped = wrapping.wrap(self._module, self._source.hook, self._ddp)
                 self._source.watch(self._wrapped)
         self._frozen = frozen if world_size > 1 else {}
 
@@ -336,11 +350,12 @@ class StepGradients:
 def kind_text(kind: Sequence[int]) -> str:
     """A `StepGradients.kind` as it was given.
 
-    >>> kind_text((4, 2))
-    "logical_shards=4, salvage='recompute'"
+    >>> kind_text((4, 2, 0, 0)), kind_text((0, 0, 8, 0))
+    ("logical_shards=4, salvage='recompute'", "logical_shards=None, salvage='discard', ddp={'static_graph': True}")
     """
-    shards, mode = kind
-    return f"logical_shards={shards or None}, salvage={MODES[mode]!r}"
+    shards, mode, *options = kind
+    ddp = from_numbers(*options)
+    return f"logical_shards={shards or None}, salvage={MODES[mode]!r}" + (f", ddp={ddp}" if ddp else "")
 
 
 def check_mode(mode: str, sampler: Any, logical_shards: int | None, find_unused_parameters: bool = False) -> None:

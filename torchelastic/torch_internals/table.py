@@ -156,6 +156,11 @@ GRADIENTS = (
     PrivateName("torch.nn.parallel.distributed._verify_param_shape_across_processes", _NO_SYNC, _SYNCS, before="2.9"),
     PrivateName("torch.nn.parallel.distributed._sync_module_states", _NO_SYNC, _SYNCS, before="2.9"),
     PrivateName(
+        "torch._C._current_graph_task_id",
+        "knowing whether an optimizer steps inside a backward pass",
+        "An optimizer that steps in a hook of a gradient is not refused by that name.",
+    ),
+    PrivateName(
         "torch.amp.GradScaler._per_optimizer_states",
         "repeating a failed step with a GradScaler",
         "A step that fails between unscale_() and update() of a GradScaler cannot be repeated.",
