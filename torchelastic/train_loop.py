@@ -23,6 +23,7 @@ from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
+from torchelastic.ended_iterators import ended_by, is_of_iterator
 from torchelastic.error_text import in_one_line
 from torchelastic.errors import (
     DrainedException,
@@ -178,6 +179,7 @@ class TrainLoop:
             coordinator, self._checkpoints, lambda: MAX_FAILURES if max_failures is None else max_failures
         )
         self._said_no_undo = False
+        self._ended = ""  # the iterator that an error has ended since the last committed step
         self._referred: list[tuple[Any, int]] | None = None
         meter.publish_to_parent()
         meter.set_up_log()
@@ -318,6 +320,7 @@ class TrainLoop:
         except BaseException as error:
             self._failures.ends_with(error)
             raise
+        self._ended = ""
         self._failures.committed()
         self.observer.step_committed()
         self.coordinator.step_committed()
@@ -329,6 +332,7 @@ class TrainLoop:
         Raises:
             UnfitError: in its place, where it says more than an error of torch.
         """
+        self._ended = ended_by(error)
         unfit = _why_unfit(error)
         said = error if unfit is None else unfit
         is_undone = snapshot is not None
@@ -342,6 +346,17 @@ class TrainLoop:
             return False
         self._roll_back(snapshot, after)
         return True
+
+    def check_is_end(self, stop: StopIteration) -> None:
+        """Called by the step that ends the run. Raises NonRetryableException: only an iterator that failed is over."""
+        if self._ended and is_of_iterator(stop):
+            error = NonRetryableException(
+                f"{self._ended} was ended by the error for which this step is repeated, and not by its data, so this "
+                "StopIteration is no end of the run: make the iterator anew in the step, or use ElasticLoader or "
+                "ElasticStream, which go on where they were"
+            )
+            self._failures.ends_with(error)
+            raise error from stop
 
     def snapshot(self) -> Any:
         """What undoes the step that begins now; None: nothing will, which is said once, by rank 0."""

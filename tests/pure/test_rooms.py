@@ -22,6 +22,7 @@ FLOORS: dict[str, int] = {
     "version": -1,
     "errors": -1,
     "error_text": -1,
+    "ended_iterators": -1,
     "torch_internals": 0,
     "processes": 0,
     "lazy_names": 0,
