@@ -93,6 +93,14 @@ def test_the_culprit_comes_with_its_traceback_or_stacks_or_last_words(
     assert failed(0, 0.0, lines, exit_code).why == (lines if why is None else why)
 
 
+def test_behind_long_stacks_it_is_said_again_what_has_ended_the_worker() -> None:
+    crash = ("Fatal Python error: Segmentation fault", "", *STACKS[1:4] * 8, *STACKS[4:], "", "Extension modules: a, b")
+    first, *stacks, last = report(failed(0, 0.0, crash, -11)).text().splitlines()
+    assert first == last == "worker 0 failed: killed by SIGSEGV (rank 10, round 3, step 12)"
+    assert tuple(stacks) == crash
+    assert len(report(failed(0, 0.0, STACKS, -9)).text().splitlines()) == 1 + len(STACKS[1:])
+
+
 def test_the_tracebacks_of_a_chain_belong_together() -> None:
     chain = (*BOOM[1:], "", "During handling of the above exception, another exception occurred:", "", *RESET)
     assert last_account(["before", *BOOM[1:], *chain]) == chain

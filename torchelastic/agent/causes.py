@@ -190,7 +190,9 @@ class FailureReport:
         where = f" ({first.position})" if str(first.position) else ""
         if isinstance(first, FailedWorker):
             log = f", log {first.log}" if first.log else ""
-            lines = [f"{first.who} failed: {first.how}{where}{log}", *first.why]
+            said = f"{first.who} failed: {first.how}{where}{log}"
+            is_long = len(first.why) > LAST_LINES  # stacks of all threads, which end with the names of modules
+            lines = [said, *first.why, *([said] if is_long and not first.last_error else [])]
         else:
             host_says = "see that launcher's output"
             lines = [f"first, {first.who} {first.how} ({first.certainty}){where}: {host_says}"]
