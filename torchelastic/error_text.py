@@ -8,9 +8,10 @@ import re
 _OF_DATA_WORKER = re.compile(r"Caught (?P<kind>\w+) (?P<where>in [^\n]*?)\.?\nOriginal Traceback")
 
 #: What names one thing among many of its kind, which may be another at each attempt: temporary files, parts of a store.
-_PLACES = re.compile(r"""\w[\w+.-]*://[^\s'",)>]+|(?<![\w/])/[^\s'",:)>]+""")
+_PLACES = re.compile(r"""(?<![\w+.-])\w[\w+.-]*://[^\s'",)>]+|(?<![\w/])/[^\s'",:)>]+""")
 #: Times, addresses of objects and of hosts, process ids, counters, hashes: whatever has a digit in it.
-_WITH_DIGITS = re.compile(r"[\w.:+-]*\d[\w.:+-]*")
+_WORDS = re.compile(r"[\w.:+-]+")
+_DIGIT = re.compile(r"\d")
 
 
 def in_one_line(error: BaseException) -> str:
@@ -48,4 +49,4 @@ def without_particulars(text: str) -> str:
     >>> without_particulars("no file '/tmp/part-ab': s3://bucket/a?b=c failed")
     "no file '/': / failed"
     """
-    return _WITH_DIGITS.sub("#", _PLACES.sub("/", text))
+    return _WORDS.sub(lambda word: "#" if _DIGIT.search(word[0]) else word[0], _PLACES.sub("/", text))
