@@ -21,6 +21,7 @@ def test_what_is_not_given_is_as_ddp_has_it() -> None:
     assert checked(None, find_unused_parameters=True) == {**PASSED, "find_unused_parameters": True}
     assert checked({"find_unused_parameters": True}, logical_shards=4)["find_unused_parameters"]
     assert checked({"gradient_as_bucket_view": False}, salvage="drop") == PASSED
+    assert checked({"bucket_cap_mb": 2.5}) == {**PASSED, "bucket_cap_mb": 2.5}
 
 
 def test_buffers_are_called_as_torch_2_13_calls_them_too() -> None:
