@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.coordinator import Coordinator
+from torchelastic.error_text import in_one_line
 from torchelastic.errors import NonRetryableException, is_retryable
 from torchelastic.join_rules import AfterError, GroupChange, after_error
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
@@ -74,7 +75,7 @@ class LoopFailures:
         if after is AfterError.RAISED and not is_over:
             after = AfterError.AGAIN  # `raise_after_too_many` raises another one
         if change is not None and after is AfterError.WITHOUT_NEWCOMERS:  # before the others learn that it has failed
-            self._coordinator.go_on_without(change, _first_line(error))
+            self._coordinator.go_on_without(change, in_one_line(error))
         self._coordinator.on_error(error)
         if self._is_dismissed(error, rank, is_own=is_over or times > 0, is_over=is_over):
             return AfterError.RAISED
@@ -82,10 +83,10 @@ class LoopFailures:
             self._say_that_it_ends(error)
         elif change is None or after is AfterError.AGAIN:
             more = "" if is_undone else "; what the step had changed was not undone"
-            log.warning("failure %d in a row: %s%s", self._repeated.count, _first_line(error), more)
+            log.warning("failure %d in a row: %s%s", self._repeated.count, in_one_line(error), more)
         else:
             self._repeated.came_in(error, change.kind)
-            log.warning("%s: %s", _first_line(error), _what_follows(change, after))
+            log.warning("%s: %s", in_one_line(error), _what_follows(change, after))
             if after is AfterError.WITH_AS_MANY:
                 self._coordinator.wait_for_as_many(change)
         self._checkpoints.failed()
@@ -95,9 +96,10 @@ class LoopFailures:
         """Asked before each further attempt. Raises RuntimeError."""
         if self._are_too_many:
             count, last_error = self._repeated.count, self._repeated.last_error
+            assert last_error is not None
             error = RuntimeError(
                 f"{count} failures in a row without a committed step (the bound is {self._most()}: max_failures, or "
-                f"torchelastic.train_loop.MAX_FAILURES); the last one: {last_error}"
+                f"torchelastic.train_loop.MAX_FAILURES); the last one: {in_one_line(last_error)}"
             )
             self._coordinator.on_error(error)
             raise error from last_error
@@ -111,7 +113,7 @@ class LoopFailures:
         if not is_retryable(error):
             ends_for_good = is_final(error)
         else:  # it is deterministic: another attempt would end in the same way, here and, as a rule, in a new process
-            log.warning("failure %d in a row: %s", self._repeated.count, _first_line(error))
+            log.warning("failure %d in a row: %s", self._repeated.count, in_one_line(error))
             log.error(
                 "the same error %d times at one step: it is not tried again (for an error that may go away, raise "
                 "torchelastic.RetryableException)",
@@ -142,11 +144,6 @@ class LoopFailures:
 def _is_of_rendezvous(error: Exception) -> bool:
     """Whether this project's own code has found that no group can be had, or that its members may not go on."""
     return isinstance(error, NonRetryableException) and not is_final(error)
-
-
-def _first_line(error: Exception) -> str:
-    """An error in one line: messages of gloo have many."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _what_follows(change: GroupChange, after: AfterError) -> str:

@@ -78,6 +78,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         on_out_of_sync: after each sync digests are compared; if members differ where they must not, "log" an error or
             "raise" a NonRetryableException on every rank.
         find_unused_parameters: as for DDP; for steps whose backward passes do not reach every parameter (a GAN).
+        ddp: further options of DDP, by name: static_graph, broadcast_buffers, gradient_as_bucket_view, bucket_cap_mb.
         logical_shards: cut each global batch into this many shards and have the same bits at any world size; the step
             goes through `shards` then. See docs/salvage.md.
         salvage: what becomes of a step in which a worker is lost: "discard" repeats it, "drop" commits what the
@@ -93,7 +94,8 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         epoch: the sampler's epoch where it has one, else yours to set.
 
     Raises:
-        ValueError: an unknown snapshot mode, a sharded or already wrapped module, a sampler that cannot be saved.
+        ValueError: an unknown snapshot mode, a sharded, lazy or already wrapped module, a sampler that cannot be saved,
+            an option of DDP that would break a promise.
     """
 
     step_course: StepCourse
@@ -111,6 +113,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         snapshot: str = "auto",
         on_out_of_sync: str = "log",
         find_unused_parameters: bool = False,
+        ddp: Mapping[str, Any] | None = None,
         logical_shards: int | None = None,
         salvage: str = "discard",
     ) -> None:
@@ -125,7 +128,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self.scheduler = scheduler
         self.replica_comparison = None
         self._schedulers = OneOrMany("scheduler", scheduler)
-        self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters)
+        self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters, ddp)
         self._backward = self._gradients.backward
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun)

@@ -1,17 +1,18 @@
 """Failures in a row, without a committed step between them: which are the same again, and when to stop trying. Pure.
 
-A failure that comes again in the same place with the same words is deterministic: another attempt in the same process
-costs a rendezvous and ends like the one before. What the loss of a peer or of a whole group looks like says nothing of
-that kind: it is repeated for as long as others fail.
+A failure that comes again in the same place with the same words, but for times, addresses, paths and other numbers, is
+deterministic: another attempt in the same process costs a rendezvous and ends like the one before. What the loss of a
+peer or of a whole group looks like says nothing of that kind: it is repeated for as long as others fail.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from torchelastic.error_text import without_particulars
 from torchelastic.errors import NonRetryableException, RetryableException, UnfitError
 from torchelastic.join_rules import Reshaped
 from torchelastic.rendezvous.loss import is_of_group
@@ -21,8 +22,6 @@ SAME_FAILURES = 3
 
 #: Packages whose frames are not the user's.
 _NOT_THE_USERS = ("torchelastic", "torch")
-#: Addresses of objects in a message differ from attempt to attempt.
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 #: Errors of an accelerator that a new process may be free of: a corrupted context, memory held by earlier attempts.
 _OF_DEVICE = ("AcceleratorError", "OutOfMemoryError")
 
@@ -33,8 +32,8 @@ class Fingerprint:
 
     Attributes:
         kind: the error's type.
-        message: its text, without addresses of objects.
-        file: of the innermost frame in the user's code.
+        message: its text, without what may differ each time.
+        file: of the innermost frame in the user's code; of the innermost one of all where none is the user's.
         line: of that frame.
     """
 
@@ -96,19 +95,25 @@ def fingerprint(error: BaseException) -> Fingerprint | None:
     """What another failure has to share to be the same.
 
     None: the error may be another's fault (it speaks of the group or of a peer), the user has asked to try it again
-    (`RetryableException`), or it comes from no line of the user's code.
+    (`RetryableException`), or it was never raised.
     """
     if isinstance(error, RetryableException) or is_of_group(error):
         return None
-    place = _innermost_of_user(error.__traceback__)
-    if place is None:
+    if error.__traceback__ is None:
         return None
+    place = _innermost(error.__traceback__, _is_of_user) or _innermost(error.__traceback__, lambda _: True)
+    assert place is not None
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return Fingerprint(kind, _ADDRESS.sub("0x", str(error)), *place)
+    return Fingerprint(kind, without_particulars(str(error)), *place)
 
 
 def new_process_may_help(error: BaseException) -> bool:
-    """Whether the same failure need not come again in another process: it is the accelerator's."""
+    """Whether the same failure need not come again in another process: it is the accelerator's, or not of the script.
+
+    Where no line of the user's code has raised it, it may be of the group's members or of this host.
+    """
+    if _innermost(error.__traceback__, _is_of_user) is None:
+        return True
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_OF_DEVICE) or "CUDA error" in str(error)
 
@@ -130,10 +135,10 @@ def _is_of_user(traceback: TracebackType) -> bool:
     return str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS
 
 
-def _innermost_of_user(traceback: TracebackType | None) -> tuple[str, int] | None:
+def _innermost(traceback: TracebackType | None, counts: Callable[[TracebackType], bool]) -> tuple[str, int] | None:
     place = None
     while traceback is not None:
-        if _is_of_user(traceback):
+        if counts(traceback):
             place = (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return place

@@ -73,6 +73,7 @@ class Step:
                 self.stop_training()
             return False
         if isinstance(error, StopIteration):
+            self._loop.check_is_end(error)
             self._loop.observer.training_done()
             self._loop.coordinator.signal_training_done()
             return True

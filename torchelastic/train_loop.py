@@ -14,6 +14,7 @@ is raised as it is. The order of the calls is that of torchelastic 0.1.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,14 +23,23 @@ from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator
-from torchelastic.errors import DrainedException, NonRetryableException, StopException, UnfitError, is_retryable
+from torchelastic.ended_iterators import ended_by, is_of_iterator
+from torchelastic.error_text import in_one_line
+from torchelastic.errors import (
+    DrainedException,
+    NonRetryableException,
+    RetryableException,
+    StopException,
+    UnfitError,
+    is_retryable,
+)
 from torchelastic.group.step_course import SkippedError
 from torchelastic.join_rules import AfterError
 from torchelastic.loop_failures import LoopFailures
 from torchelastic.loop_observer import LoopObserver, notify_all
 from torchelastic.metrics.api import get_elapsed_time_ms, publish_metric
 from torchelastic.observe.ledger.meter import this_worker
-from torchelastic.processes.script_import import PUT_BELOW_MAIN, is_importing_script
+from torchelastic.processes.script_import import check_not_importing
 from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.rendezvous.records import StateStatus
 from torchelastic.state import (
@@ -143,10 +153,7 @@ class TrainLoop:
         max_failures: int | None,
         lifetime: Literal["auto"] | Lifetime | None = None,
     ) -> None:
-        if is_importing_script():
-            raise UnfitError(
-                f"a process that multiprocessing has started imports the script, and trains: {PUT_BELOW_MAIN}"
-            )
+        check_not_importing("trains")
         if isinstance(coordinator, type):
             raise TypeError(f"coordinator is the class {coordinator.__name__}: make one, {coordinator.__name__}(..)")
         if not isinstance(state, State):
@@ -173,6 +180,7 @@ class TrainLoop:
             coordinator, self._checkpoints, lambda: MAX_FAILURES if max_failures is None else max_failures
         )
         self._said_no_undo = False
+        self._ended = ""  # the iterator that an error has ended since the last committed step
         self._referred: list[tuple[Any, int]] | None = None
         meter.publish_to_parent()
         meter.set_up_log()
@@ -304,7 +312,7 @@ class TrainLoop:
             if self.state.step_course is not None:
                 self.state.step_course.end()
             if not self.coordinator.may_commit():
-                raise RuntimeError("the step must not count: another group may be training by now")
+                raise RetryableException("the step must not count: another group may be training by now")
         except SkippedError:
             return self.skip(snapshot)
         except RuntimeError as error:
@@ -316,6 +324,7 @@ class TrainLoop:
         except BaseException as error:
             self._failures.ends_with(error)
             raise
+        self._ended = ""
         self._failures.committed()
         self.observer.step_committed()
         self.coordinator.step_committed()
@@ -344,17 +353,36 @@ class TrainLoop:
             raise known
 
     def undo(self, error: Exception, snapshot: Any) -> bool:
-        """Called by the step that has failed: rolls back. False: the error is to be raised as it is."""
+        """Called by the step that has failed: rolls back. False: the error is to be raised as it is.
+
+        Raises:
+            UnfitError: in its place, where it says more than an error of torch.
+        """
+        self._ended = ended_by(error)
+        unfit = _why_unfit(error)
+        said = error if unfit is None else unfit
         is_undone = snapshot is not None
         try:
-            after = self._failures.failed(error, self.rank, in_user_code=True, is_undone=is_undone)
+            after = self._failures.failed(said, self.rank, in_user_code=True, is_undone=is_undone)
         finally:
-            text = f"{type(error).__name__}: {error}"
-            self.observer.step_undone(text, is_undone=is_undone or not is_retryable(error))
+            self.observer.step_undone(in_one_line(said), is_undone=is_undone or not is_retryable(said))
         if after is AfterError.RAISED:
+            if unfit is not None:
+                raise unfit from error
             return False
         self._roll_back(snapshot, after)
         return True
+
+    def check_is_end(self, stop: StopIteration) -> None:
+        """Called by the step that ends the run. Raises NonRetryableException: only an iterator that failed is over."""
+        if self._ended and is_of_iterator(stop):
+            error = NonRetryableException(
+                f"{self._ended} was ended by the error for which this step is repeated, and not by its data, so this "
+                "StopIteration is no end of the run: make the iterator anew in the step, or use ElasticLoader or "
+                "ElasticStream, which go on where they were"
+            )
+            self._failures.ends_with(error)
+            raise error from stop
 
     def snapshot(self) -> Any:
         """What undoes the step that begins now; None: nothing will, which is said once, by rank 0."""
@@ -386,6 +414,16 @@ class TrainLoop:
         self.coordinator.state_changed(self.state, synced=False)
         if after is AfterError.WITH_AS_MANY and self.rank == 0 and self.state.status is StateStatus.COMPLETE:
             self._checkpoints.save_alone(self.state)  # those that it waits for may not come
+
+
+def _why_unfit(error: Exception) -> UnfitError | None:
+    """What to raise in place of an error of torch; None: it says enough itself, or the step has used no torch."""
+    if "torch" not in sys.modules:
+        return None
+    from torchelastic.data.worker_processes import why_unguarded
+    from torchelastic.model.ddp_errors import why_unfit
+
+    return why_unguarded(error) or why_unfit(error)
 
 
 class LoopDurations(LoopObserver):

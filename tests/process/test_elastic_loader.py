@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.waiting import is_gone, pause, wait_until
 from torchelastic.data import ElasticBatchSampler, ElasticLoader, ElasticStream, EpochLoader
 from torchelastic.data.shares import SecondDeal
 from torchelastic.data.worker_processes import MAX_DEATHS
+from torchelastic.error_text import in_one_line
+from torchelastic.errors import UnfitError
 
 # Since Python 3.14 worker processes are forked by a server, which has torch where the script imports it, as here.
 fork_server()
@@ -61,6 +64,9 @@ class FailsOnce(Numbers):
         return index
 
 
+ENDS = {"hangs": signal.SIGSTOP, "ends": signal.SIGKILL, "crashes": signal.SIGSEGV}
+
+
 class Bad(ProcessIds):
     """Sample 4 is one at which a process fails, ends or stops, at most so many times."""
 
@@ -73,7 +79,9 @@ class Bad(ProcessIds):
             (self.folder / str(os.getpid())).touch()
             if self.what == "fails":
                 raise OSError("the disk hiccupped")
-            os.kill(os.getpid(), signal.SIGSTOP if self.what == "hangs" else signal.SIGKILL)
+            if self.what == "leaves":
+                raise SystemExit("the licence is over")
+            os.kill(os.getpid(), ENDS[self.what])
         return super().__getitem__(index)
 
 
@@ -178,7 +186,7 @@ def test_a_worker_that_is_killed_between_two_steps_disturbs_neither_and_is_repla
     assert time.monotonic() - start_s < 4, "DataLoader alone takes five seconds to notice"
     assert replacement != victim
     assert sampler.pending[0].number == 1
-    assert "died (exit code -9)" in caplog.text
+    assert "died (killed by SIGKILL)" in caplog.text
     loader.close()
 
 
@@ -275,6 +283,69 @@ def test_a_sample_at_which_each_data_worker_dies_is_an_error(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match=r"killed by signal|has died|exited unexpectedly"):
         next(loader)
     assert len(list(tmp_path.iterdir())) == MAX_DEATHS
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "how"), [("crashes", "killed by SIGSEGV"), ("leaves", "SystemExit: the licence is over")]
+)
+def test_a_sample_that_ends_each_process_that_reads_it_is_named_at_the_third(
+    tmp_path: Path, what: str, how: str
+) -> None:
+    loader = ElasticLoader(Bad(64, what, tmp_path, times=100), ElasticBatchSampler(64, 8, shuffle=False), num_workers=1)
+    with pytest.raises(UnfitError, match=rf"died at the same place \(.*\): sample 4 ends .* \({how}\)"):
+        next(loader)
+    assert len(list(tmp_path.iterdir())) == MAX_DEATHS + 1, "it is read once more, to find it"
+    loader.close()
+
+
+def test_of_a_stream_the_place_is_named(tmp_path: Path) -> None:
+    def source(shard: int, num_shards: int, position: int) -> Iterator[int]:
+        for number in range(position, 20):
+            if shard == 1 and number == 5:
+                (tmp_path / str(os.getpid())).touch()
+                os.kill(os.getpid(), signal.SIGSEGV)
+            yield number
+
+    stream = ElasticStream(source, 2, global_batch_size=4, epochs=1, num_workers=1)
+    with pytest.raises(UnfitError, match=r"killed by SIGSEGV.*logical shard 1 behind its sample [024]"):
+        list(stream)  # the processes read ahead
+    assert len(list(tmp_path.iterdir())) >= MAX_DEATHS
+    stream.close()
+
+
+class Raises(Numbers):
+    """Sample 4 raises what cannot be made again in another process."""
+
+    def __init__(self, size: int, what: str) -> None:
+        super().__init__(size)
+        self.what = what
+
+    def __getitem__(self, index: int) -> int:
+        class NoSuchKey(Exception):  # noqa: N818 - as botocore's, of a class that no module has
+            pass
+
+        if index == 4:
+            raise NoSuchKey("no part 4") if self.what == "NoSuchKey" else Refusal({"text": "no part 4"})
+        return index
+
+
+class Refusal(Exception):  # noqa: N818 - as others name theirs
+    message = "of the service"
+
+    def __init__(self, answer: dict[str, str]) -> None:
+        super().__init__(f"it said: {answer['text']}")
+
+
+@pytest.mark.parametrize("what", ["NoSuchKey", "Refusal"])
+def test_an_error_that_cannot_be_made_again_keeps_its_name_and_its_text(what: str) -> None:
+    began: list[int] = []
+    loader = ElasticLoader(
+        Raises(10, what), ElasticBatchSampler(10, 8, shuffle=False), num_workers=1, worker_init_fn=began.append
+    )
+    with pytest.raises(RuntimeError, match=rf"Caught {what} in DataLoader worker process 0") as caught:
+        next(loader)
+    assert in_one_line(caught.value).endswith("no part 4")
     loader.close()
 
 

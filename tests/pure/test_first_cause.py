@@ -14,7 +14,6 @@ from torchelastic.agent.causes import (
     LostElsewhere,
     Trouble,
     Undone,
-    describe_exit,
     failed_at_s,
     last_account,
     report_of,
@@ -23,6 +22,7 @@ from torchelastic.agent.failure_reporter import FailureReporter
 from torchelastic.agent.host_events import LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.log_lines import Position, json_line
 from torchelastic.observe.ledger.ledger_events import Failure, Join
+from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.rendezvous.store import StoreUnavailableError
 
@@ -91,6 +91,14 @@ def test_the_culprit_comes_with_its_traceback_or_stacks_or_last_words(
     lines: tuple[str, ...], exit_code: int, why: tuple[str, ...] | None
 ) -> None:
     assert failed(0, 0.0, lines, exit_code).why == (lines if why is None else why)
+
+
+def test_behind_long_stacks_it_is_said_again_what_has_ended_the_worker() -> None:
+    crash = ("Fatal Python error: Segmentation fault", "", *STACKS[1:4] * 8, *STACKS[4:], "", "Extension modules: a, b")
+    first, *stacks, last = report(failed(0, 0.0, crash, -11)).text().splitlines()
+    assert first == last == "worker 0 failed: killed by SIGSEGV (rank 10, round 3, step 12)"
+    assert tuple(stacks) == crash
+    assert len(report(failed(0, 0.0, STACKS, -9)).text().splitlines()) == 1 + len(STACKS[1:])
 
 
 def test_the_tracebacks_of_a_chain_belong_together() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.data.shares import joined_parts, second_deals
-from torchelastic.model.step_gradients import check_mode
+from torchelastic.model.salvage_rules import check_mode
 
 UNITS = 12
 

@@ -131,7 +131,7 @@ def test_an_attribute_that_instances_have_under_another_name_is_told(monkeypatch
     renamed = type("_MultiProcessingDataLoaderIter", (), {"_shutdown_workers": lambda self: self._others})
     monkeypatch.setattr(dataloader, kind.__name__, renamed)
     lacking = canary.missing(NAMES, canary.installed_version(), canary.is_there)
-    assert [each.attribute for each in lacking] == ["_workers", "_workers_done_event", "_worker_pids_set"]
+    assert [each.attribute for each in lacking] == ["_workers", "_workers_done_event", "_worker_pids_set", "_rcvd_idx"]
 
 
 def test_a_name_is_not_missed_in_a_torch_that_does_not_have_it_yet_or_does_not_need_it_any_more() -> None:

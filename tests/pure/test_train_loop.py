@@ -159,11 +159,11 @@ def test_failures_in_a_row_are_bounded_and_the_last_is_the_cause(monkeypatch: py
     def step(state: Counter) -> None:
         nonlocal tries
         tries += 1
-        raise RuntimeError(f"try {tries}")
+        raise RuntimeError("try " + "again " * tries)
 
     with pytest.raises(RuntimeError, match="4 failures in a row") as caught:
         train(ScriptedCoordinator(), step, Counter())
-    assert str(caught.value.__cause__) == "try 4"
+    assert str(caught.value.__cause__) == "try again again again again "
     assert tries == 4
 
 

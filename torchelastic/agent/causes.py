@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import re
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.counters import Counters
+from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.rendezvous.loss import loss_from_error
 
 #: Failures so close together have one cause.
@@ -190,7 +190,9 @@ class FailureReport:
         where = f" ({first.position})" if str(first.position) else ""
         if isinstance(first, FailedWorker):
             log = f", log {first.log}" if first.log else ""
-            lines = [f"{first.who} failed: {first.how}{where}{log}", *first.why]
+            said = f"{first.who} failed: {first.how}{where}{log}"
+            is_long = len(first.why) > LAST_LINES  # stacks of all threads, which end with the names of modules
+            lines = [said, *first.why, *([said] if is_long and not first.last_error else [])]
         else:
             host_says = "see that launcher's output"
             lines = [f"first, {first.who} {first.how} ({first.certainty}){where}: {host_says}"]
@@ -302,16 +304,6 @@ def raised_line(lines: Sequence[str]) -> str:
     starts = [number for number, line in enumerate(plain) if begins_traceback(line)]
     raised = [line for line in plain[starts[-1] + 1 :] if not line.startswith("  ")] if starts else []
     return raised[0] if 0 < len(raised) <= LAST_LINES else plain[-1]
-
-
-def describe_exit(exit_code: int | None) -> str:
-    """A sentence for people."""
-    if exit_code is None or exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"killed by signal {-exit_code}"
 
 
 def _rank(trouble: Trouble) -> tuple[int, int]:

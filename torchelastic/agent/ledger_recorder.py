@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchelastic.agent import host_events as events
-from torchelastic.agent.causes import Ended, describe_exit, end_of
+from torchelastic.agent.causes import Ended, end_of
 from torchelastic.agent.event_log import EventLog
 from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import Worker
@@ -21,6 +21,7 @@ from torchelastic.observe.ledger.ledger_events import Counted, Drain, LedgerEven
 from torchelastic.observe.ledger.shared_counts import remove_left_pages
 from torchelastic.observe.status.ledger_collector import HostSnapshot, WorkerPlace
 from torchelastic.processes import boot_time_s
+from torchelastic.processes.exit_codes import describe_exit
 
 log = logging.getLogger(__name__)
 

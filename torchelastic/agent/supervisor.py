@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from torchelastic.agent import host_events as events
-from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in
 from torchelastic.agent.terminal import Terminal
@@ -25,6 +24,7 @@ from torchelastic.agent.worker import ORDERLY_SIGNALS, Own, Worker, catches, sig
 from torchelastic.agent.worker_log import WorkerLines, WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
+from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.processes.lifeline import dies_with_parent, process_end, signal_main_thread
 from torchelastic.processes.local_rank import LOCAL_RANK_VARIABLE
 from torchelastic.rendezvous.view import Settings

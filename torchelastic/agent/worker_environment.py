@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torchelastic.agent.agent import AgentOptions
 from torchelastic.lifetime.sources.detection import LAUNCHER_GRACE_VARIABLE
 from torchelastic.log_lines import FORMAT_VARIABLE
 from torchelastic.observe.ledger.meter import LEDGER_VARIABLE
+from torchelastic.processes.cpus import usable_cpus
 from torchelastic.rendezvous import wire
 
 
@@ -21,7 +23,8 @@ def worker_environment(
     return (
         environment
         | terminal_variables(environment, nproc, size, beside)
-        | thread_variables(environment, nproc, len(os.sched_getaffinity(0)))
+        | thread_variables(environment, nproc, usable_cpus(), visible=len(os.sched_getaffinity(0)))
+        | user_variables(environment, os.getuid(), is_known=_is_known_user())
         | memory_variables(environment, _huge_pages())
         | {
             wire.SOCKET_VARIABLE: str(options.socket_path),
@@ -41,22 +44,48 @@ def worker_environment(
     )
 
 
-def thread_variables(given: Mapping[str, str], nproc: int, cores: int) -> dict[str, str]:
+def thread_variables(given: Mapping[str, str], nproc: int, cores: int, *, visible: int) -> dict[str, str]:
     """How many threads each worker computes with: without it each would take all cores, and they would wait in turns.
 
     torchrun sets 1; here the workers share the cores that this process may use. Pure.
 
     Args:
         given: the launcher's environment: what it says is kept.
-        nproc: how many workers the launcher has; a single one has all cores anyway.
-        cores: that the launcher may run on.
+        nproc: how many workers the launcher has; a single one has all cores anyway, unless a quota says otherwise.
+        cores: that the launcher may use.
+        visible: on how many it may run, each of them for a part of the time where there is a quota.
 
-    >>> thread_variables({}, 4, 16), thread_variables({}, 4, 2), thread_variables({}, 1, 16)
-    ({'OMP_NUM_THREADS': '4'}, {'OMP_NUM_THREADS': '1'}, {})
+    >>> thread_variables({}, 4, 16, visible=16), thread_variables({}, 4, 2, visible=2)
+    ({'OMP_NUM_THREADS': '4'}, {'OMP_NUM_THREADS': '1'})
+    >>> thread_variables({}, 1, 16, visible=16), thread_variables({}, 1, 3, visible=64)
+    ({}, {'OMP_NUM_THREADS': '3'})
     """
-    if nproc == 1 or "OMP_NUM_THREADS" in given:
+    if (nproc == 1 and cores >= visible) or "OMP_NUM_THREADS" in given:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+
+
+def user_variables(given: Mapping[str, str], uid: int, *, is_known: bool) -> dict[str, str]:
+    """A name for a user who has none, as in a container that runs under a number: `getpass.getuser()` fails. Pure.
+
+    Args:
+        given: the launcher's environment: what it says is kept.
+        uid: of this user.
+        is_known: whether the host has a name for it.
+
+    >>> user_variables({}, 1042, is_known=False), user_variables({"LOGNAME": "me"}, 1042, is_known=False)
+    ({'USER': 'uid_1042'}, {})
+    """
+    has_name = is_known or any(given.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME"))
+    return {} if has_name else {"USER": f"uid_{uid}"}
+
+
+def _is_known_user() -> bool:
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        return False
+    return True
 
 
 def memory_variables(given: Mapping[str, str], huge_pages: str) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
 from torchelastic.data.placing import say_if_all_load_all
-from torchelastic.data.worker_processes import WorkerProcesses
+from torchelastic.data.worker_processes import WorkerProcesses, begin_data_worker
 from torchelastic.observe.ledger.meter import this_worker
+from torchelastic.text import shortlist
 
 # What the sampler decides, and what would hand out batches in another order than they are counted in.
 _DECIDED_BY_SAMPLER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
@@ -95,7 +98,7 @@ class ElasticLoader(Iterator[Any]):
             self.close()
             self.sampler.consume()  # raises
         try:
-            batch = self._processes.surviving(self._draw, self.close)
+            batch = self._processes.surviving(self._draw, self.close, self._of_what)
         except BaseException as error:
             # A worker may be in the middle of another batch: begin again with a fresh set.
             self.close()
@@ -139,11 +142,22 @@ class ElasticLoader(Iterator[Any]):
         this_worker().waited_for_data(time.monotonic_ns() - began_ns)
         return batch
 
+    def _of_what(self) -> str:
+        """The sample that ends a process which reads it, or else the batch; it may have been read ahead."""
+        from torchelastic.data.deadly_sample import find_deadly
+
+        read_ahead = self._options["num_workers"] * (self._options.get("prefetch_factor") or 2)
+        batches = list(itertools.islice(self.sampler.upcoming(), 1 + read_ahead))
+        keys = list(itertools.chain.from_iterable(batches))
+        return find_deadly(self.dataset, keys, self._options) or f"one of the samples {shortlist(keys, 16)}"
+
     def _start(self) -> None:
         self.reset()
         say_if_all_load_all(self.sampler)
         if self._dataloader is None:
             options = {"generator": torch.Generator(), **self._options}
+            if options.get("num_workers"):
+                options["worker_init_fn"] = partial(begin_data_worker, options.get("worker_init_fn"))
             self._dataloader = DataLoader(self.dataset, batch_sampler=_UpcomingBatches(self.sampler), **options)
         if "generator" not in self._options and self._dataloader.generator is not None:
             (epoch, number), rank, *_ = self._place()

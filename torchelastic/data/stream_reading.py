@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchelastic.data.shares import units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_progress import NO_DIGEST, ShardPlace, position_text
-from torchelastic.data.worker_processes import WorkerProcesses, hand_over_by_value, joined
+from torchelastic.data.worker_processes import WorkerProcesses, begin_data_worker, hand_over_by_value, joined
+from torchelastic.text import shortlist
 
 #: A shard's position is taken anew after so many batches: what is drawn again, at most, when the shard moves. Positions
 #: of some iterators are large, or cost time, so they are not taken for each batch; but behind the first one, for 0 does
@@ -271,7 +273,7 @@ class RankStreamReader:
             Exception: what `make_iterator` and its iterators raise.
         """
         try:
-            parts = self._processes.surviving(lambda: self._draw(epoch, places), self.close)
+            parts = self._processes.surviving(lambda: self._draw(epoch, places), self.close, lambda: _described(places))
         except BaseException:
             self._running = None  # it is in the middle of another batch
             raise
@@ -310,7 +312,7 @@ class RankStreamReader:
                 self._reader, batch_size=None, sampler=self._orders,
                 num_workers=self._num_workers, prefetch_factor=2, persistent_workers=True,
                 multiprocessing_context=self._context,
-                collate_fn=_as_it_is, worker_init_fn=hand_over_by_value,
+                collate_fn=_as_it_is, worker_init_fn=partial(begin_data_worker, hand_over_by_value),
                 # one of its own: the random numbers of the train step are not drawn from
                 generator=torch.Generator(),
             )  # fmt: skip
@@ -319,6 +321,12 @@ class RankStreamReader:
     def __getstate__(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"_dataloader": None, "_running": None, "_at": None, "_ahead": deque()}
         return {**self.__dict__, **nothing, "_processes": WorkerProcesses("this stream")}
+
+
+def _described(places: Mapping[int, ShardPlace]) -> str:
+    """Where a batch begins, for people."""
+    of_each = [f"logical shard {shard} behind its sample {place.drawn}" for shard, place in places.items()]
+    return f"one of the next samples of {shortlist(of_each, 8)}"
 
 
 def fingerprint(sample: object) -> int:

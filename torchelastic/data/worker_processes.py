@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +20,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from torchelastic.errors import UnfitError
+from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.processes.script_import import PUT_BELOW_MAIN
-from torchelastic.torch_internals.data_workers import DataWorkers, with_workers
+from torchelastic.torch_internals.data_workers import DataWorkers, keep_errors, with_workers, workers_behind
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ MAX_DEATHS = 3
 _END_S = 0.5
 #: The exit code of a process that a Python error has ended: of the script's import, say.
 _OF_AN_ERROR = 1
+#: Signals with which others end a process: the kernel for want of memory (of /dev/shm, too), a user.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGBUS, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: What the transfer from a process that is gone raises.
+_CUT = (ConnectionError, EOFError, FileNotFoundError)
 #: A tensor of up to so many bytes goes through the pipe. Shared memory, by which torch hands tensors over, costs a
 #: connection and a descriptor for each of them, whatever its size.
 BY_VALUE_BYTES = 2**20
@@ -74,25 +82,37 @@ class WorkerProcesses:
         self._have_delivered = True
         return item
 
-    def surviving(self, draw: Callable[[], T], begin_anew: Callable[[], None]) -> T:
+    def surviving(self, draw: Callable[[], T], begin_anew: Callable[[], None], why: Callable[[], str]) -> T:
         """What `draw` returns; where a process has died, that of another call after `begin_anew`, which ends them.
 
+        Args:
+            draw: draws a batch.
+            begin_anew: ends the processes.
+            why: of which part of the data they have died; empty: not known.
+
         Raises:
-            UnfitError: they cannot be started: an error has ended one that has to import the script.
+            UnfitError: they cannot be started: an error has ended one that has to import the script. Or each has died
+                at one batch, and nobody from outside has killed it.
         """
         for deaths in itertools.count(1):
             try:
                 return draw()
-            except (RuntimeError, ConnectionError, EOFError) as error:
+            except (RuntimeError, *_CUT) as error:
                 if self._cannot_start(error):
-                    raise UnfitError(
-                        f"the data worker processes of {self._whose} ended before the first batch. multiprocessing "
-                        f"starts them by {self._start_method!r}, so they import the script: {PUT_BELOW_MAIN}, or give "
-                        'multiprocessing_context="fork"; else see what they have printed'
-                    ) from error
-                is_cut = not isinstance(error, RuntimeError)  # what it was handing over is gone, and so is it, soon
-                if not self.have_died(_END_S if is_cut else 0.0) or deaths == MAX_DEATHS:
+                    raise _cannot_import(self._whose, self._start_method) from error
+                is_cut = _is_cut(error)  # what it was handing over is gone, and so is it, soon
+                if not self.have_died(_END_S if is_cut else 0.0):
                     raise
+                if deaths == MAX_DEATHS:
+                    if all(-code in _FROM_OUTSIDE for code in self.exit_codes()):
+                        raise
+                    how = self._deaths()
+                    begin_anew()
+                    raise UnfitError(
+                        f"{MAX_DEATHS} data worker processes of {self._whose}, one after the other, have died at the "
+                        f"same place ({how}): {why() or 'of what is not known'}; it is not tried again. With "
+                        "num_workers=0 it is read in the trainer, where a debugger sees it"
+                    ) from error
                 log.warning("a data worker process of %s died (%s); starting new ones", self._whose, self._deaths())
                 begin_anew()
         raise AssertionError
@@ -103,7 +123,7 @@ class WorkerProcesses:
             return False
         if self._workers is None:  # the server that was to fork them is gone
             return not isinstance(error, RuntimeError)
-        return any(process.exitcode == _OF_AN_ERROR for process in self._workers.processes)
+        return _have_raised(self._workers)
 
     def have_died(self, within_s: float = 0.0) -> bool:
         """Whether one is gone, or goes within so many seconds."""
@@ -139,9 +159,62 @@ class WorkerProcesses:
         finally:
             ours.stop_raising()
 
-    def _deaths(self) -> str:
+    def exit_codes(self) -> Sequence[int]:
+        """Of those that have ended."""
         codes = [process.exitcode for process in self._workers.processes] if self._workers is not None else []
-        return ", ".join(f"exit code {code}" for code in codes if code is not None)
+        return [code for code in codes if code is not None]
+
+    def _deaths(self) -> str:
+        return ", ".join(map(describe_exit, self.exit_codes()))
+
+
+def _is_cut(error: Exception) -> bool:
+    """Whether the other end of a connection is gone; one that has ended in order has removed its socket before."""
+    return isinstance(error, _CUT) and (not isinstance(error, FileNotFoundError) or error.filename is None)
+
+
+def why_unguarded(error: BaseException) -> UnfitError | None:
+    """What to raise in place of an error of torch's own DataLoader, where any other processes would end like these.
+
+    Args:
+        error: with its traceback; of a step.
+
+    Returns:
+        None: it is none of those.
+    """
+    if _is_of_fork_server(error):
+        return _cannot_import("a DataLoader", "forkserver")
+    workers = workers_behind(error)
+    if workers is None or workers.have_delivered or not _have_raised(workers):
+        return None
+    method = next(map(_start_method_of, workers.processes))
+    return None if method == "fork" else _cannot_import("a DataLoader", method)
+
+
+def _have_raised(workers: DataWorkers) -> bool:
+    return any(process.exitcode == _OF_AN_ERROR for process in workers.processes)
+
+
+def _is_of_fork_server(error: BaseException) -> bool:
+    """Whether the server that was to fork a process is gone: since Python 3.14 it imports the script."""
+    modules = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, (ConnectionError, EOFError)) and "multiprocessing.popen_forkserver" in modules
+
+
+def _start_method_of(process: BaseProcess) -> str:
+    """How multiprocessing has started a process."""
+    for method in ("fork", "spawn", "forkserver"):
+        if isinstance(process, getattr(multiprocessing.get_context(method), "Process", ())):
+            return method
+    return multiprocessing.get_start_method()  # one of the default context
+
+
+def _cannot_import(whose: str, start_method: str) -> UnfitError:
+    return UnfitError(
+        f"the data worker processes of {whose} ended before the first batch. multiprocessing starts them by "
+        f"{start_method!r}, so they import the script: {PUT_BELOW_MAIN}, or give "
+        'multiprocessing_context="fork"; else see what they have printed'
+    )
 
 
 class _OwnEvent:
@@ -169,6 +242,13 @@ def _end(workers: DataWorkers) -> None:
     for process in workers.processes:
         process.kill()  # it was stopped
         process.join()
+
+
+def begin_data_worker(of_user: Callable[[int], object] | None, worker: int) -> None:
+    """The `worker_init_fn` of a DataLoader of ours, beside the user's own one."""
+    keep_errors()
+    if of_user is not None:
+        of_user(worker)
 
 
 def hand_over_by_value(_worker: int = 0) -> None:

@@ -14,8 +14,9 @@ import psutil
 from torchelastic.checkpoint.compat.flashpoint.job import DEFAULT_ROOT, ROOT_VARIABLE
 from torchelastic.checkpoint.format.disk import is_in_memory
 from torchelastic.checkpoint.store.host_memory.dead_jobs import find_dead
-from torchelastic.checkpoint.store.host_memory.room import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
+from torchelastic.checkpoint.store.host_memory.room import cgroup_available_bytes
 from torchelastic.doctor.findings import Finding, Level
+from torchelastic.processes.control_groups import CGROUP_ROOT, SELF_CGROUP, control_groups, text_of
 from torchelastic.text import bytes_text, shortlist
 
 SHARED_MEMORY, MEMORY, LEFT_OVERS = "shared memory", "memory", "left-overs"
@@ -254,17 +255,9 @@ def _tasks_of(uid: int) -> int:
 
 def _most_processes(root: Path, self_cgroup: Path) -> tuple[int | None, int]:
     """Limit and number of the strictest control group of this process that has a limit."""
-    try:
-        path = next(line[3:] for line in self_cgroup.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return None, 0
     strictest: tuple[int | None, int] = (None, 0)
-    lowest = root / path.strip("/")
-    for group in (lowest, *(parent for parent in lowest.parents if parent.is_relative_to(root))):
-        try:
-            limit, number = (group / "pids.max").read_text().strip(), (group / "pids.current").read_text().strip()
-        except OSError:
-            continue
+    for group in control_groups(root, self_cgroup):
+        limit, number = text_of(group, "pids.max"), text_of(group, "pids.current")
         if limit.isdecimal() and number.isdecimal():
             left = int(limit) - int(number)
             if strictest[0] is None or left < strictest[0] - strictest[1]:

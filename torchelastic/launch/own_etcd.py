@@ -24,8 +24,8 @@ from tenacity import (
     wait_exponential,
 )
 
-from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.supervisor import restart_delay_s
+from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import StoreError

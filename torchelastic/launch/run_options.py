@@ -21,6 +21,7 @@ from torchelastic.lifetime.deadline import TERMINATION_TIME_VARIABLE
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.network.interface_choice import IFACE_VARIABLE, InterfaceError, choose, library_variables
 from torchelastic.network.interfaces import interfaces
+from torchelastic.processes.cpus import usable_cpus
 from torchelastic.processes.local_rank import OWN_GPU_VARIABLE
 from torchelastic.usage import UsageError
 
@@ -31,7 +32,7 @@ FILES_OF_LAUNCHER, FILES_PER_WORKER = 64, 6
 
 def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
     """The options with what torchrun's among them come to. Raises UsageError."""
-    nproc = workers_per_host(options.nproc_per_node, lambda: len(os.sched_getaffinity(0)), accelerators.count)
+    nproc = workers_per_host(options.nproc_per_node, usable_cpus, accelerators.count)
     _check_descriptors(nproc)
     theirs = translated(options, several_hosts=nodes(options.nnodes)[1] > 1, nproc=nproc)
     defaults = {"meeting_place": None, "nproc_per_node": nproc}

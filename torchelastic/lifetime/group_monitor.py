@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torchelastic.error_text import in_one_line
 from torchelastic.lifetime.deadline import Nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
 from torchelastic.lifetime.decision import StopDecision, careful
@@ -115,7 +116,7 @@ class GroupAgreement:
                 missing, when = error, f"within {self._timeout_s:g} s"
             else:
                 missing = RanksMissingError([] if self._group is None else self._group.lost())
-                when = f"a connection was lost: {next(iter(str(error).splitlines()), '')}"
+                when = f"a connection was lost: {in_one_line(error)}"
             raise RankMissingError(
                 f"{missing} to agreement {self._number} on when to save ({when}): all ranks have to call "
                 "IterManager.iter() in every iteration; or its process has ended or hangs"

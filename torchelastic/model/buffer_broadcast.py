@@ -14,9 +14,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
+import xxhash
 
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
+from torchelastic.errors import UnfitError
 from torchelastic.inventory.module_values import put_buffers
+from torchelastic.model.transfer import all_gathered
+from torchelastic.text import shortlist
+from torchelastic.torch_internals.gradients import ignored_by_ddp
 from torchelastic.torch_internals.tensors import copy_all
 
 #: Of the number of the layout; as long as the largest element, so that each buffer lies where its type may.
@@ -103,6 +108,58 @@ class BufferBroadcast:
         self._views = [
             part.view(dtype_named(form.dtype)).view(form.shape) for form, part in zip(forms, parts, strict=True)
         ]
+
+
+# --- on GPUs, where DDP sends them ------------------------------------------------------------------------------------
+
+#: What NCCL has a type for; it is given a complex tensor as real numbers, and one of 8 bits as bytes.
+_OF_NCCL = (
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+def check_sent_by_nccl(module: torch.nn.Module, world_size: int, device: torch.device) -> None:
+    """Refuse, on all ranks, buffers that DDP could not send over NCCL: sizes that differ would end the processes.
+
+    Args:
+        module: the plain one.
+        world_size: of the group, every rank of which calls this.
+        device: where messages must lie.
+
+    Raises:
+        UnfitError: names them.
+        RuntimeError: a peer is lost.
+    """
+    sent = dict(module.named_buffers())
+    for name in ignored_by_ddp(module):
+        sent.pop(name, None)
+    unknown = [f"{name} ({dtype_name(one.dtype)})" for name, one in sent.items() if one.dtype not in _OF_NCCL]
+    if unknown:
+        raise UnfitError(
+            f"NCCL cannot send {shortlist(unknown)}, buffers that all ranks get of rank 0 before each forward pass: "
+            "make them of another type (int32, float32), or, if they are the same on all ranks anyway, give "
+            "ModelState(ddp={'broadcast_buffers': False})"
+        )
+    check_same_forms(sent, world_size, device)
+
+
+def check_same_forms(buffers: Mapping[str, torch.Tensor], world_size: int, device: torch.device) -> None:
+    """Raise UnfitError, on all ranks, where buffers have another size or type on one rank than on rank 0."""
+    forms = {name: f"{dtype_name(one.dtype)} of {list(one.shape)}" for name, one in buffers.items()}
+    marks = [xxhash.xxh3_64_intdigest(f"{name} {form}".encode()) >> 1 for name, form in forms.items()]
+    counts = [int(count) for count in all_gathered(torch.tensor([len(marks)], device=device), world_size)]
+    padded = torch.tensor([*marks, *[0] * (max(counts) - len(marks))], dtype=torch.int64, device=device)
+    rows = [row.tolist() for row in all_gathered(padded, world_size)]
+    for rank, row in enumerate(rows):
+        if row == rows[0]:
+            continue
+        places = [place for place, (here, there) in enumerate(zip(row, rows[0], strict=True)) if here != there]
+        names = [f"{name} (here {forms[name]})" for place, name in enumerate(forms) if place in places]
+        raise UnfitError(
+            f"buffers differ in size or type between rank 0 and rank {rank}: {shortlist(names) or 'some are missing'}; "
+            "build the same module on every worker, or give ModelState(ddp={'broadcast_buffers': False})"
+        )
 
 
 def _element_bytes(form: _BufferForm) -> int:

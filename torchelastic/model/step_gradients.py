@@ -7,7 +7,7 @@ group agree on who computes the rest (see `data.shares`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,12 +23,16 @@ from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
 from torchelastic.model.batch_norms import SingleSamples, least_local_batch
 from torchelastic.model.companions import Companions
+from torchelastic.model.ddp_errors import static_without_sync
+from torchelastic.model.ddp_options import as_numbers, checked_options, from_numbers
 from torchelastic.model.logical_shards import LogicalShards
 from torchelastic.model.loss_counts import all_at_once
 from torchelastic.model.reduction import Reduction
+from torchelastic.model.salvage_rules import check_mode, check_parameters
 from torchelastic.model.step_model import step_model
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import leaves_of
+from torchelastic.torch_internals.gradients import is_in_backward
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +86,7 @@ class StepGradients:
         logical_shards: see `ModelState`.
         salvage: see `ModelState`.
         find_unused_parameters: as for DDP.
+        ddp: further options of DDP, see `ddp_options`.
 
     Attributes:
         salvaged: the last step that was salvaged; None while there was none.
@@ -97,15 +102,19 @@ class StepGradients:
         logical_shards: int | None,
         salvage: str,
         find_unused_parameters: bool,
+        ddp: Mapping[str, Any] | None,
     ) -> None:
+        wrapping.check_made(module)
         sampler, counts = own.sampler, own.counts
-        check_mode(salvage, sampler, logical_shards, find_unused_parameters)
+        self._ddp = checked_options(
+            ddp, find_unused_parameters=find_unused_parameters, salvage=salvage, logical_shards=logical_shards
+        )
+        check_mode(salvage, sampler, logical_shards, self._ddp["find_unused_parameters"])
         if salvage != "discard" or logical_shards is not None:
             check_parameters(module, logical_shards)
         self._module, self._sampler, self._mode = module, sampler, salvage
         self._counts = counts
         self._is_accumulating = False
-        self._find_unused_parameters = find_unused_parameters
         self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
         self._single_samples = SingleSamples(module, sampler)
         self._step_model = step_model(module, self._call, self.no_sync)
@@ -126,10 +135,10 @@ class StepGradients:
         self._is_brought = False
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """What is to be the same on all ranks, as numbers: how many logical shards (0: none), and the salvage mode."""
+    def kind(self) -> tuple[int, int, int, int]:
+        """What is to be the same on all ranks: how many logical shards (0: none), the salvage mode, DDP's options."""
         shards = self._source.shards if isinstance(self._source, LogicalShards) else 0
-        return (shards, MODES.index(self._mode))
+        return (shards, MODES.index(self._mode), *as_numbers(self._ddp))
 
     @property
     def needs(self) -> Needs:
@@ -150,7 +159,9 @@ class StepGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around all backward passes of a step but the last."""
+        """Around all backward passes of a step but the last. Raises UnfitError: the graph is static."""
+        if self._ddp["static_graph"]:
+            raise static_without_sync()
         was_accumulating, self._is_accumulating = self._is_accumulating, True
         try:
             with nullcontext() if self._wrapped is None else self._wrapped.no_sync():
@@ -238,8 +249,14 @@ class StepGradients:
         Raises:
             SkippedError: all ranks leave the step out.
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
-            UnfitError: the step is not written for logical shards, or leaves parameters out.
+            UnfitError: the step is not written for logical shards, leaves parameters out, or is in its backward pass.
         """
+        if is_in_backward():
+            raise UnfitError(
+                "an optimizer steps inside a backward pass (in a hook of `register_post_accumulate_grad_hook`, say), "
+                "where the gradient is that of this worker alone, and not yet of the global batch: step it behind "
+                "backward(), without the hook"
+            )
         thawed = {name for name, parameter in self._frozen.items() if parameter.requires_grad}
         if thawed:
             self._thawing |= thawed
@@ -373,9 +390,7 @@ class StepGradients:
             has_gradients = any(parameter.requires_grad for parameter in self._module.parameters())
             # also a single worker, if it has gradients to add to those of the step
             if has_gradients and (world_size > 1 or self._is_brought):
-                self._wrapped = wrapping.wrap(
-                    self._module, self._source.hook, find_unused_parameters=self._find_unused_parameters
-                )
+                self._wrapped = wrapping.wrap(self._module, self._source.hook, self._ddp)
                 self._source.watch(self._wrapped)
         self._frozen = frozen if world_size > 1 else {}
 
@@ -433,46 +448,12 @@ class StepGradients:
 def kind_text(kind: Sequence[int]) -> str:
     """A `StepGradients.kind` as it was given.
 
-    >>> kind_text((4, 2))
-    "logical_shards=4, salvage='recompute'"
+    >>> kind_text((4, 2, 0, 0)), kind_text((0, 0, 8, 0))
+    ("logical_shards=4, salvage='recompute'", "logical_shards=None, salvage='discard', ddp={'static_graph': True}")
     """
-    shards, mode = kind
-    return f"logical_shards={shards or None}, salvage={MODES[mode]!r}"
-
-
-def check_mode(mode: str, sampler: Any, logical_shards: int | None, find_unused_parameters: bool = False) -> None:
-    """Raise ValueError for what does not go together."""
-    if mode not in MODES:
-        raise ValueError(f"salvage={mode!r} is not one of {', '.join(MODES)}")
-    if (mode != "discard" or logical_shards is not None) and not hasattr(sampler, "deal_again"):
-        what = f"salvage={mode!r}" if logical_shards is None else f"logical_shards={logical_shards}"
-        raise ValueError(
-            f"{what} needs ModelState(..., sampler=ElasticBatchSampler(...)), or an ElasticStream: it knows which "
-            "samples a step has"
-        )
-    if mode != "discard" and logical_shards is None and find_unused_parameters:
-        raise ValueError(
-            f"salvage={mode!r} does not go with find_unused_parameters=True: the gradients kept of a parameter would "
-            "be lost where the rest of the samples does not use it; give logical_shards too, or leave one out"
-        )
-    if mode == "drop" and logical_shards is not None:
-        raise ValueError(
-            "salvage='drop' changes what a step is trained on, so logical_shards could not give the same bits: use "
-            "'discard' or 'recompute' with them"
-        )
-
-
-def check_parameters(module: torch.nn.Module, logical_shards: int | None) -> None:
-    """Raise ValueError for a module of whose gradients no sums are kept."""
-    for name, one in module.named_modules():
-        if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and one.sparse:
-            raise ValueError(
-                f"{name or 'the module'} is an {type(one).__name__}(sparse=True), and salvage and logical_shards keep "
-                "dense gradients only: make it with sparse=False, or leave both options out"
-            )
-    complex_ones = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
-    if complex_ones and logical_shards is None:
-        raise ValueError(f"{complex_ones[0]} is complex, and salvage keeps real gradients only: leave salvage out")
+    shards, mode, *options = kind
+    ddp = from_numbers(*options)
+    return f"logical_shards={shards or None}, salvage={MODES[mode]!r}" + (f", ddp={ddp}" if ddp else "")
 
 
 def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> Salvaged:

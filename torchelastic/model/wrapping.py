@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from torchelastic.errors import UnfitError
-from torchelastic.model.buffer_broadcast import BufferBroadcast
+from torchelastic.model.buffer_broadcast import BufferBroadcast, check_sent_by_nccl
+from torchelastic.model.ddp_options import PASSED, for_ddp
 from torchelastic.model.transfer import message_device
+from torchelastic.text import shortlist
 from torchelastic.torch_internals.c10d_types import GradBucket
 from torchelastic.torch_internals.gradients import (
+    ARGUMENTS_OF_DDP,
     REDUCER_SETTING,
     FixedBucketDDP,
     import_what_ddp_imports,
@@ -24,28 +29,30 @@ from torchelastic.torch_internals.gradients import (
 def wrap(
     module: torch.nn.Module,
     hook: Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]],
-    *,
-    find_unused_parameters: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> DistributedDataParallel:
     """Wrap a module for the default group; every rank calls it.
 
     Args:
         module: the user's, on one device.
         hook: reduces one bucket of gradients, see `Reduction`.
-        find_unused_parameters: as for DDP.
+        options: of DDP, see `ddp_options`.
 
     Raises:
-        UnfitError: see `check_reducible`.
+        UnfitError: see `check_reducible`, and for buffers on GPUs `check_sent_by_nccl`.
     """
     check_reducible(module)
     devices = {parameter.device for parameter in module.parameters()}
     device_ids = [next(iter(devices))] if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
+    options = PASSED if options is None else options
     on_cpu = message_device().type == "cpu"  # on a GPU it would wait for all that is under way, to see the layout
+    if not on_cpu and options["broadcast_buffers"]:
+        check_sent_by_nccl(module, dist.get_world_size(), message_device())
     wrapped = FixedBucketDDP(
         module,
         bring_buffers=BufferBroadcast(module, is_source=dist.get_rank() == 0).bring if on_cpu else None,
         device_ids=device_ids,
-        find_unused_parameters=find_unused_parameters,
+        **for_ddp(options, ARGUMENTS_OF_DDP),
     )
     # without annotations: DDP compares them as objects, and ours are strings
     wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
@@ -79,6 +86,17 @@ def check_reducible(module: torch.nn.Module) -> None:
                 "their parameter's type only: give ModelState logical_shards, which sums them up in their own, or "
                 "leave grad_dtype as it is"
             )
+
+
+def check_made(model: torch.nn.Module) -> None:
+    """Raise ValueError for a module that makes parameters or buffers in its first forward pass, each rank its own."""
+    made_later = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]
+    if made_later:
+        raise ValueError(
+            f"{shortlist(made_later)}: a lazy module gets the shape of these in its first forward pass, each rank by "
+            "itself. Run one before ModelState is made, on every worker, with an input as large as your samples: "
+            "`with torch.no_grad(): model(torch.zeros(2, ..))`"
+        )
 
 
 def check_unsharded(model: torch.nn.Module) -> None:

@@ -49,6 +49,7 @@ from torchelastic.p2p.step_agreement import StepAgreement
 from torchelastic.p2p.stragglers import StragglerPolicy, compare_rates
 from torchelastic.p2p.termination import leave_on_sigterm
 from torchelastic.p2p.watchdog import FORMING, Watchdog
+from torchelastic.processes.script_import import check_not_importing
 from torchelastic.rendezvous.client import AgentError
 from torchelastic.rendezvous.handler import (
     RendezvousClosedException,
@@ -155,6 +156,7 @@ class CoordinatorP2P(Coordinator):
     @profile(group="torchelastic")
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
         """Leave the present group and wait for the next one; see `Coordinator`."""
+        check_not_importing("asks for a group")
         self._joined_round = 0  # from here on no change of a round concerns a group of ours
         if self._courses is not None:
             self._courses.end()

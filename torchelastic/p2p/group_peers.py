@@ -140,7 +140,7 @@ def wait_for_key(
             return
         waited_s = time.monotonic() - first_s
         if bound_s is not None and waited_s >= bound_s:
-            raise RuntimeError(f"waited {waited_s:.0f} s for {waited_for()}")
+            raise RuntimeError(f"time-out: waited {waited_s:.0f} s for {waited_for()}")
         if waited_s >= next_log_s:
             log.warning("waiting for %s, for %.0f s so far", waited_for(), waited_s)
             next_log_s *= 2

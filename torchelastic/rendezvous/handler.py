@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from torchelastic.processes import boot_time_s
+from torchelastic.processes.script_import import check_not_importing
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.own_agent import (
@@ -337,6 +338,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._client is not None and not self._client.is_lost:
             return self._client
         path = self._launchers_socket
+        check_not_importing("asks for a group")
         if path in over_here:
             raise RendezvousNonRetryableError(f"run {self.url.run_id!r} is over for this process: {ONE_RUN_PER_START}")
         try:

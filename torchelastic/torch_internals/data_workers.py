@@ -7,12 +7,15 @@ confined to where it is expected.
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import dataloader
 
 from torchelastic.torch_internals.canary import check_torch, is_there, say_missing
@@ -36,6 +39,50 @@ def _are_known() -> bool:
     return not lacking
 
 
+def workers_behind(error: BaseException) -> DataWorkers | None:
+    """The worker processes of the DataLoader that was asked for a batch when this error came; None: of none."""
+    if not _are_known():
+        return None
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        asked = traceback.tb_frame.f_locals.get("self")
+        if isinstance(asked, dataloader._MultiProcessingDataLoaderIter):
+            found = DataWorkers(asked)
+        traceback = traceback.tb_next
+    return found
+
+
+class _KeptError(ExceptionWrapper):
+    """An error of a data worker process whose class the trainer cannot have, or cannot make again of a text."""
+
+    def __init__(self, name: str, text: str, where: str) -> None:
+        self.name, self.text, self.where = name, text, where
+
+    def reraise(self) -> None:
+        """Raise what torch raises for errors that it cannot make again, with the same words."""
+        raise RuntimeError(f"Caught {self.name} {self.where}.\nOriginal {self.text}")
+
+
+def keep_errors() -> None:
+    """Have this process, a data worker, hand over each error with its text, whatever its class is like.
+
+    A class that cannot be pickled (one that was made in a function, as botocore's) is lost on its way, and the trainer
+    waits for ever; of one that has a `message` torch raises how it cannot be made.
+    """
+    ForkingPickler.register(ExceptionWrapper, _reduced)
+
+
+def _reduced(error: Any) -> Any:
+    kind = error.exc_type
+    try:
+        ForkingPickler.dumps(kind)
+        if getattr(kind, "message", None):
+            kind(message="")
+    except Exception:  # noqa: BLE001 - whatever it raises, it cannot be handed over
+        return _KeptError, (kind.__name__, error.exc_msg, error.where)
+    return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
 class DataWorkers:
     """The worker processes of one iterator.
 
@@ -51,6 +98,11 @@ class DataWorkers:
         """They."""
         processes: Sequence[BaseProcess] = self._iterator._workers
         return processes
+
+    @property
+    def have_delivered(self) -> bool:
+        """Whether a batch of them has come, since the present iteration over the DataLoader began."""
+        return bool(self._iterator._rcvd_idx)
 
     def are_of(self, iterator: object) -> bool:
         """Whether they are those of this iterator; with `persistent_workers` a DataLoader gives the same one again."""

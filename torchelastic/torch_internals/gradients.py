@@ -5,6 +5,7 @@ On the training thread.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -20,9 +21,12 @@ from torchelastic.torch_internals.canary import check_torch, found, say_missing
 
 check_torch()
 
+ARGUMENTS_OF_DDP = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _MODULE = "torch.nn.parallel.distributed"
 _REDUCER = "torch.distributed.Reducer"
+#: The number of a backward pass where there is none.
+_NO_PASS = -1
 #: The user's setting that chooses what reduces the gradients of a compiled model.
 REDUCER_SETTING = "torch._dynamo.config.optimize_ddp"
 #: What the layout of the buckets is fixed with.
@@ -80,7 +84,7 @@ class FixedBucketDDP(DistributedDataParallel):
 
 
 #: Torch 2.6 has no such argument.
-_HAS_INIT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters
+_HAS_INIT_SYNC = "init_sync" in ARGUMENTS_OF_DDP
 #: What torch 2.6 does in its place; it waits for other ranks with the interpreter held, which a group of ours needs.
 _SYNC = ("_verify_param_shape_across_processes", "_sync_module_states")
 
@@ -117,6 +121,18 @@ def reducer_of_compiled() -> str:
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)
     mode = getattr(config, "optimize_ddp", True)
     return mode if isinstance(mode, str) else ""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is in a backward pass: in a hook of a gradient, say."""
+    number_of = _numbers_of_passes()
+    return number_of is not None and number_of() != _NO_PASS
+
+
+@functools.cache
+def _numbers_of_passes() -> Callable[[], int] | None:
+    number_of: Callable[[], int] | None = found("torch._C._current_graph_task_id")
+    return number_of
 
 
 def ignored_by_ddp(module: torch.nn.Module) -> set[str]:

@@ -156,6 +156,11 @@ GRADIENTS = (
     PrivateName("torch.nn.parallel.distributed._verify_param_shape_across_processes", _NO_SYNC, _SYNCS, before="2.9"),
     PrivateName("torch.nn.parallel.distributed._sync_module_states", _NO_SYNC, _SYNCS, before="2.9"),
     PrivateName(
+        "torch._C._current_graph_task_id",
+        "knowing whether an optimizer steps inside a backward pass",
+        "An optimizer that steps in a hook of a gradient is not refused by that name.",
+    ),
+    PrivateName(
         "torch.amp.GradScaler._per_optimizer_states",
         "repeating a failed step with a GradScaler",
         "A step that fails between unscale_() and update() of a GradScaler cannot be repeated.",
@@ -201,8 +206,10 @@ DATA_WORKERS = (
     PrivateName(f"{_LOADER}._workers", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._workers_done_event", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._worker_pids_set", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
+    PrivateName(f"{_LOADER}._rcvd_idx", _DATA, _NO_DATA, kind=NameKind.OF_INSTANCES),
     PrivateName(f"{_LOADER}._shutdown_workers", _DATA, _NO_DATA),
     PrivateName("torch._C._set_worker_pids", _DATA, _NO_DATA),
+    _needed("torch._utils.ExceptionWrapper", "handing over the errors of data worker processes"),
     PrivateName("torch._C._remove_worker_pids", _DATA, _NO_DATA),
 )
 

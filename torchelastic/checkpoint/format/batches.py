@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 import xxhash
 
 from torchelastic.checkpoint.format.header import Entry
+from torchelastic.processes.cpus import usable_cpus
 
 #: How much is copied before it is hashed, so that the hash reads from the processor's cache.
 CHUNK_BYTES = 2**20
@@ -19,7 +19,7 @@ MAX_PER_BATCH = 500
 #: Below this, starting threads costs more than they gain.
 MIN_BYTES_PER_THREAD = 16 * 2**20
 #: How many threads hash or copy where the caller does not say; memory is busy with so many.
-DEFAULT_THREADS = min(4, os.cpu_count() or 1)
+DEFAULT_THREADS = min(4, usable_cpus())
 
 _Result = TypeVar("_Result")
 

@@ -10,17 +10,16 @@ kernel.) Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from torchelastic.checkpoint.errors import explained
+from torchelastic.processes.control_groups import CGROUP_ROOT, SELF_CGROUP, control_groups, text_of
 from torchelastic.text import bytes_text
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-SELF_CGROUP = Path("/proc/self/cgroup")
 #: What is left to everybody else on this host: a step allocates too, and so do data loaders.
 DEFAULT_MARGIN_BYTES = 256 * 2**20
 
@@ -143,48 +142,25 @@ def cgroup_available_bytes(root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CG
         root: where they are mounted.
         self_cgroup: names the lowest one.
     """
-    try:
-        lines = self_cgroup.read_text().splitlines()
-    except OSError:
-        return None
-    found: list[int] = []
-    for line in lines:
-        if line.startswith("0::"):  # other numbers are hierarchies of version 1
-            found += [left for group in _groups(root, line[3:]) if (left := _left(group)) is not None]
+    found = [left for group in control_groups(root, self_cgroup) if (left := _left(group)) is not None]
     return min(found, default=None)
 
 
-def _groups(mount: Path, path: str) -> Iterator[Path]:
-    """A group and all above it. In a container the path may be that of the host: then the mount itself is the group."""
-    group = mount / path.strip("/")
-    while group != mount:
-        if group.is_dir():
-            yield group
-        group = group.parent
-    yield mount
-
-
 def _left(group: Path) -> int | None:
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name)) is not None]
-    used = _number(group / "memory.current")
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group, name)) is not None]
+    used = _number(group, "memory.current")
     if not limits or used is None:
         return None
     cache = _of_stat(group, "inactive_file") + _of_stat(group, "active_file")
     return max(0, min(limits) - used + cache)
 
 
-def _number(path: Path) -> int | None:
+def _number(group: Path, name: str) -> int | None:
     """None for a file that is not there, or says `max`."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = text_of(group, name)
     return int(text) if text.isdecimal() else None
 
 
 def _of_stat(group: Path, name: str) -> int:
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = text_of(group, "memory.stat").splitlines()
     return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
