@@ -19,6 +19,7 @@ from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.counters import Counters
 from torchelastic.rendezvous.loss import loss_from_error
+from torchelastic.rendezvous.worker_rules import signalled
 
 #: Failures so close together have one cause.
 SAME_FAILURE_S = 30.0
@@ -305,7 +306,13 @@ def raised_line(lines: Sequence[str]) -> str:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """A sentence for people."""
+    """A sentence for people.
+
+    >>> describe_exit(-9), describe_exit(137), describe_exit(3)
+    ('killed by SIGKILL', 'exit code 137 (128 + SIGKILL)', 'exit code 3')
+    """
+    if exit_code is not None and signalled(exit_code) and exit_code > 0:
+        return f"exit code {exit_code} (128 + {signal.Signals(exit_code - 128).name})"
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -191,8 +192,20 @@ def after_loss(
     """
     if is_plain_group:
         return AfterLoss.ALL_END
-    may_help = exit_code < 0 or (has_asked and not fails_for_good)
+    may_help = signalled(exit_code) if not has_asked else exit_code < 0 or not fails_for_good
     return AfterLoss.ONE_AGAIN if may_help and not run_is_over and restarts_left > 0 else AfterLoss.NOT_RESTARTED
+
+
+def signalled(exit_code: int) -> bool:
+    """Whether a signal has ended a process, or what it had started: then a shell ends with 128 and its number.
+
+    Args:
+        exit_code: as subprocess has it.
+
+    >>> [signalled(exit_code) for exit_code in (-9, 137, 1, 75, 255)]
+    [True, True, False, False, False]
+    """
+    return exit_code < 0 or exit_code - 128 in {int(number) for number in signal.Signals}
 
 
 def late_start_s(slowest_start_s: float) -> float:
