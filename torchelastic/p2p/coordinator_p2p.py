@@ -19,12 +19,12 @@ from torchelastic.group.peers import Alone, Peers
 from torchelastic.join_rules import Dismissal, GroupChange, can_go_on_without, group_change, may_be_dismissed
 from torchelastic.metrics import profile
 from torchelastic.observe.ledger.meter import this_worker
-from torchelastic.p2p import hang_location
+from torchelastic.p2p import hang_location, last_group
 from torchelastic.p2p.dcp_leftovers import forget_last_group
 from torchelastic.p2p.dismissals import dismiss, find_dismissal
 from torchelastic.p2p.group_peers import GroupPeers
 from torchelastic.p2p.groups import ProcessGroups
-from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.options import (
     checked_backend,
@@ -77,7 +77,8 @@ class CoordinatorP2P(Coordinator):
         max_num_trainers: no group is larger; default: the URL's `max_workers`.
         process_group_timeout: of collectives, in milliseconds. A peer that dies is noticed within milliseconds all
             the same; the time-out is for those that hang before it is known how long steps take, and the bound for
-            work of one rank that the others wait for.
+            work of one rank that the others wait for. One that you choose is kept: without a `hang_policy`, a rank in
+            its own code is no hang before it, whatever it does there.
         hang_policy: how long a step may take, by those before it; default: `HangPolicy()`.
         straggler_policy: who is a straggler, and whether it has to go; default: `StragglerPolicy()`, which reports.
 
@@ -116,7 +117,7 @@ class CoordinatorP2P(Coordinator):
         )
         self._agreement = StepAgreement(None)
         self._peers: Peers = Alone()
-        self._committed_steps = 0
+        self._committed_steps = self._times_straggler = 0
         self._state_status = StateStatus.INITIAL
         self._failed = self._leaves_last = False
         self.last_recovery: Recovery | None = None
@@ -127,9 +128,9 @@ class CoordinatorP2P(Coordinator):
             process_group_timeout / 1000,
             self._abort_group,
             times_out_itself=not needs_gpu(self.c10d_backend),
+            keeps_timeout=hang_policy is None and process_group_timeout != DEFAULT_TIMEOUT_MS,
         )
         self._straggler_policy = straggler_policy or StragglerPolicy()
-        self._times_straggler = 0
         # read by the agent's thread to decide whether a change of the round concerns this worker
         self._joined_round, self._last_joined, self._last_trained = 0, NO_ROUND, NO_ROUND
         self._is_broken = threading.Event()
@@ -423,6 +424,7 @@ class CoordinatorP2P(Coordinator):
         log.warning("drained; %s", others)  # lines of the log say after which step of the state
         self.rank, self.world_size = -1, 0
         self._hang_up()
+        last_group.be_absent(self._groups, self.rank, self.world_size, "this worker has left the run")
 
     def _on_round(self, round_: Round) -> None:
         """On the agent's thread: if the group of this worker is no more, wake whoever waits in it."""
@@ -461,3 +463,20 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = self.rendezvous.wait_closed()
         if self.stop_training:
             self._hang_up()
+            self._form_last_group()
+
+    def _form_last_group(self) -> None:
+        """After the run: what `torch.distributed` is asked for by the rest of the script; see `last_group`."""
+        joined = self.rendezvous.joined
+        if joined is NO_ROUND or self.store is None:  # a handler may have no rounds
+            return
+        why = "this worker was in no group when the run ended"
+        if self.rank >= 0 and joined.number == self.rendezvous.round.number:
+            timeout = last_group.last_timeout(self.process_group_timeout)
+            try:
+                last_group.form(self._groups, self.store, self.rank, self.world_size, timeout)
+            except RuntimeError as error:
+                why = f"its ranks did not all come ({error})"
+            else:
+                return
+        last_group.be_absent(self._groups, self.rank, self.world_size, why)

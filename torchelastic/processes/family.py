@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -43,9 +44,16 @@ def above(pid: int) -> list[int]:
 
 def below(pid: int) -> list[int]:
     """All that a process has started, and what those have; without itself."""
-    all_children, found = children(), [pid]
+    if not (_PROC / str(pid) / "task" / str(pid) / "children").exists():  # a kernel without these lists
+        all_children, found = children(), [pid]
+        for each in found:
+            found += all_children.get(each, [])
+        return found[1:]
+    found = [pid]
     for each in found:
-        found += all_children.get(each, [])
+        for listed in _PROC.glob(f"{each}/task/*/children"):
+            with suppress(OSError):  # it has ended since
+                found += map(int, listed.read_text().split())
     return found[1:]
 
 

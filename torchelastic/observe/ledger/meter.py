@@ -23,6 +23,7 @@ from torchelastic.observe.ledger.ledger_events import (
     FirstStep,
     Join,
     LedgerEvent,
+    MayHang,
     ReForm,
     Restore,
     Save,
@@ -231,6 +232,11 @@ class Meter(LoopObserver):
     def straggles(self, relative_percent: float) -> None:
         """This worker is slower than the others."""
         self._note(Straggler(at_ns=self._clock_ns(), relative_percent=relative_percent))
+
+    def may_hang(self, for_s: float, bound_s: float, where: str) -> None:
+        """This worker does nothing that is seen as work, in its own code; from any thread."""
+        event = MayHang(at_ns=self._clock_ns(), for_s=round(for_s, 1), bound_s=round(bound_s, 1), cause=short(where))
+        self._note(event)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torchelastic.observe.ledger.ledger_events import (
     FirstStep,
     Join,
     LedgerEvent,
+    MayHang,
     ReForm,
     Restore,
     Save,
@@ -188,12 +189,11 @@ def _text(event: LedgerEvent) -> str:
             return f"left the run in order{where}"
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
+        case MayHang():
+            return f"may hang: idle {event.for_s:.0f} s of {event.bound_s:.0f} s, a guess"
         case StoreOutage():
-            return (
-                f"etcd is back after {duration(event.away_ns)}"
-                if event.is_over
-                else "etcd is unreachable, training goes on as long as no worker is lost"
-            )
+            away = "etcd is unreachable, training goes on as long as no worker is lost"
+            return f"etcd is back after {duration(event.away_ns)}" if event.is_over else away
     return ""
 
 
