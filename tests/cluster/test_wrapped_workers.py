@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import Job
-from tests.waiting import wait_until
+from tests.waiting import is_gone, wait_until
 from torchelastic.testing.faults import Fault
 
 WRAPPER = f"""#!/bin/sh
@@ -63,3 +63,16 @@ def test_sigterm_drains_them(tmp_path: Path) -> None:
     assert [event["rank"] for event in job.of("finished")] == [-1, -1]
     assert "not started again" not in job.output()
     assert "lost" not in job.output()
+
+
+@pytest.mark.long
+def test_they_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    job = Wrapped(tmp_path, gates=[5])
+    try:
+        launcher = job.start("--standalone", nproc=2)
+        held = job.wait_for("held", count=2)
+        launcher.send_signal(signal.SIGKILL)
+        pids = [int(event["pid"]) for event in held]
+        wait_until(lambda: all(map(is_gone, pids)), 30, "what the wrapper has started ends too")
+    finally:
+        job.stop()
