@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.group.backends import GLOO
 from torchelastic.group.store_mailbox import OwnConnection
 from torchelastic.p2p.abortable import OPERATIONS, AbortableGroup, AbortableWork
 from torchelastic.p2p.groups import ProcessGroups
@@ -227,8 +228,9 @@ def form(
 def be_absent(groups: ProcessGroups, rank: int, world_size: int, why: str) -> None:
     """Have `torch.distributed` say of this worker that it is in no group; see `AbsentGroup`."""
     groups.destroy()
-    groups.form(HashStore(), 0, 1, kind=AbsentGroup, connects=False)
-    _stays(groups)
+    absent = ProcessGroups(GLOO, groups.timeout)  # whatever the backend was: nothing is sent
+    absent.form(HashStore(), 0, 1, kind=AbsentGroup)
+    _stays(absent)
     group = dist.group.WORLD
     assert isinstance(group, AbsentGroup)
     group.its_rank, group.its_size, group.why = rank, world_size if rank >= 0 else -1, why
