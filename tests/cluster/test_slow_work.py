@@ -6,6 +6,9 @@ The time-out of collectives is what the user grants such work. A real hang after
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +72,49 @@ def test_a_worker_that_is_ended_because_it_sleeps_teaches_all_that_a_step_may_ta
     assert int(learned_s) > WORK_S
     assert job.of("committed", step=HANGS_AT)[0]["t"] - job.plan.struck_at_s(1) >= WORK_S
     assert len(job.of("started")) == 3, "at the second time nobody was ended"
+
+
+SLEEPS = """
+import subprocess, sys
+import torch, torchelastic
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+coordinator = torchelastic.CoordinatorP2P("gloo", process_group_timeout=120_000)
+def train_step(state):
+    if state.step == 30:
+        raise StopIteration
+    if state.step == 20 and coordinator.rank == 0:
+        print("sleeps", flush=True)
+        subprocess.run(["sleep", "12"], check=True)
+    state.optimizer.zero_grad()
+    state.model(torch.ones(2, 4)).mean().backward()
+    state.optimizer.step()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torchelastic.train(coordinator, train_step, torchelastic.ModelState(model, optimizer))
+print("starts", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_time_out_that_the_user_has_chosen_is_kept_and_what_is_guessed_is_in_the_status(tmp_path: Path) -> None:
+    """Nothing else is chosen: the rank waits for a process that sleeps, four bounds long, and nobody is disturbed."""
+    script, said = tmp_path / "train.py", ""
+    script.write_text(SLEEPS)
+    launcher = [sys.executable, "-m", "torchelastic.launch"]
+    command = [*launcher, "run", "--standalone", "--nproc-per-node=2", "--min-workers=2", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            said += line
+            if "may hang: idle" in line:
+                break
+        address = re.search(r"--rdzv-endpoint (\S+) --rdzv-id (\S+)", said)
+        assert address is not None, said
+        status = [*launcher, "status", "--rdzv-endpoint", address[1], "--rdzv-id", address[2]]
+        shown = subprocess.run(status, capture_output=True, text=True, timeout=60, check=False).stdout
+        said += job.communicate(timeout=90)[0]
+    assert job.returncode == 0, said
+    assert re.search(r"may hang: idle \d+ s of 120 s, a guess", shown), shown
+    assert said.count("starts") == 2
+    assert "undone" not in said
+    assert "aborted" not in said

@@ -62,6 +62,25 @@ def test_who_stands_is_remembered_and_is_not_busy() -> None:
     assert two.waiting.idle_s() == 3.0
 
 
+def test_who_stands_in_its_own_code_counts_as_busy_for_who_keeps_to_a_time_out() -> None:
+    two = Two()
+    two.waiting.idle_s()
+    two.exchange()
+    two.now_s = 3.0
+    assert two.waiting.quiet_s() == 3.0
+    two.busy.give(HERE, works=False)
+    two.exchange()
+    two.now_s = 4.0
+    assert (two.waiting.quiet_s(), two.waiting.idle_s()) == (1.0, 4.0)
+    assert two.waiting.who() == "rank 0, which is in its own code, in train.py:41 evaluate"
+    two.exchange()
+    assert two.waiting.quiet_s() == 1.0, "one that is stopped says nothing any more"
+    two.waiting.rest()
+    two.waiting.idle_s()
+    two.now_s = 5.0
+    assert two.waiting.quiet_s() == 1.0, "what was said before the question says nothing"
+
+
 def test_what_was_said_before_the_question_or_by_the_rank_itself_or_is_rubbish_says_nothing() -> None:
     two = Two()
     two.busy.give(HERE, works=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import torchelastic
 from torchelastic.p2p import CoordinatorP2P
+from torchelastic.p2p.last_group import LastGroup
 from torchelastic.rendezvous import (
     EtcdServer,
     RendezvousClosedException,
@@ -68,7 +69,8 @@ def test_a_worker_of_0_1_trains_alone_fails_once_and_ends(etcd: EtcdServer, run_
     assert state.count == 5
     assert state.ranks == [("sync", 0), ("apply", 0), ("sync", 0)]
     assert coordinator.stop_training
-    assert not dist.is_initialized(), "nothing of the group is left"
+    assert isinstance(dist.group.WORLD, LastGroup), "nothing else of the groups is left"
+    dist.destroy_process_group()
     assert pickle.loads(pickle.dumps(state)).count == 5
 
 

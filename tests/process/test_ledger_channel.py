@@ -29,6 +29,7 @@ from torchelastic.observe.ledger.shared_counts import (
     PageWriter,
     page_paths,
 )
+from torchelastic.processes.family import above
 from torchelastic.processes.identity import process_started_ns
 
 
@@ -223,12 +224,27 @@ def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None
     assert keeper.now().lives["host/0.0"].tally.committed == 1
 
 
-def test_only_a_child_of_the_agent_publishes_to_it(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_the_agent_has_started_publishes_to_it(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_LEDGER_OF", "")  # as it is put back to after this test
     meter = Meter(time.monotonic_ns())
     monkeypatch.setenv(LEDGER_VARIABLE, f"{os.getppid() + 1}:{socket_path}")
     meter.publish_to_parent()
     assert not meter.is_published
+    for agent_pid in (os.getppid(), above(os.getpid())[-1]):  # nothing, or a wrapper script, stands between
+        meter = Meter(time.monotonic_ns())
+        monkeypatch.setenv(LEDGER_VARIABLE, f"{agent_pid}:{socket_path}")
+        meter.publish_to_parent()
+        assert meter.is_published
+        page_of(socket_path, os.getpid()).unlink()
+
+
+def test_a_process_that_a_worker_has_started_is_no_worker(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LEDGER_VARIABLE, f"{os.getppid()}:{socket_path}")
+    meter = Meter(time.monotonic_ns())
+    monkeypatch.setenv("TORCHELASTIC_LEDGER_OF", f"{os.getppid()}:{os.getpid() + 1}")
+    meter.publish_to_parent()
+    assert not meter.is_published
+    monkeypatch.setenv("TORCHELASTIC_LEDGER_OF", f"{os.getppid() + 1}:{os.getpid() + 1}")  # of another launcher
     meter.publish_to_parent()
     assert meter.is_published
     page_of(socket_path, os.getpid()).unlink()

@@ -6,11 +6,14 @@ import faulthandler
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.waiting import wait_until
+from torchelastic.observe.ledger.meter import Meter
 from torchelastic.p2p import hangs
 from torchelastic.p2p.busy import BusySigns
 from torchelastic.p2p.hang_location import HangLocation
-from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, AbortedStep, HangPolicy, Place
+from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, AbortedStep, HangPolicy, Place, ThreadSample
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.stacks import sample_thread
 from torchelastic.p2p.watchdog import Watchdog
@@ -39,9 +43,12 @@ def dogs() -> Iterator[MakeDog]:
     """Makes watchdogs in a warm round of two workers, each with the event that says that it has cut the group."""
     made: list[Watchdog] = []
 
-    def make(world_size: int = 2, timeout_s: float = TIMEOUT_S, **policy: Any) -> tuple[Watchdog, threading.Event]:
+    def make(
+        world_size: int = 2, timeout_s: float = TIMEOUT_S, keeps_timeout: bool = False, **policy: Any
+    ) -> tuple[Watchdog, threading.Event]:
         has_cut = threading.Event()
-        dog = Watchdog(HangPolicy(**{"floor_s": 0.2, **policy}), timeout_s, has_cut.set)
+        policies = HangPolicy(**{"floor_s": 0.2, **policy})
+        dog = Watchdog(policies, timeout_s, has_cut.set, keeps_timeout=keeps_timeout)
         made.append(dog)
         dog.new_round()
         dog.begin(1, world_size, 7)
@@ -142,6 +149,47 @@ def test_who_is_in_user_code_writes_its_stacks_once_and_cuts_nobody(
     assert not has_cut.is_set()
     dog.step_ended()
     wait_until(lambda: len(dumps) == 2)
+
+
+def test_a_time_out_that_the_user_has_chosen_is_kept_by_who_is_in_its_own_code(
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps: list[float] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda *_, **__: dumps.append(time.monotonic()))
+    guesses: list[tuple[float, str]] = []
+    monkeypatch.setattr(Meter, "may_hang", lambda _self, _for_s, bound_s, where: guesses.append((bound_s, where)))
+    began_s = time.monotonic()
+    dogs(timeout_s=2.0, keeps_timeout=True)
+    wait_until(lambda: dumps, 20.0)
+    assert dumps[0] - began_s >= 2.0, "ten bounds later"
+    assert [(bound_s, where.partition(":")[0]) for bound_s, where in guesses] == [(2.0, "waiting.py")]
+    assert "nothing is seen of work" not in caplog.text, "nothing is guessed of it before"
+
+
+def test_what_is_guessed_is_said_before_anything_is_done(dogs: MakeDog, caplog: pytest.LogCaptureFixture) -> None:
+    dogs(floor_s=1.0)
+    wait_until(lambda: "its stacks" in caplog.text)
+    said = [record.getMessage() for record in caplog.records]
+    (guess,) = [number for number, text in enumerate(said) if "nothing is seen of work" in text]
+    assert re.search(
+        r"in waiting.py:\d+ wait_until, .* after 1.0 s the others take that for a hang, a guess", said[guess]
+    )
+    assert guess < next(number for number, text in enumerate(said) if "its stacks" in text)
+
+
+def test_a_process_that_works_is_a_sign_of_work() -> None:
+    busy = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    with ThreadPoolExecutor(1) as looks, subprocess.Popen([sys.executable, "-c", busy]) as works:
+
+        def sample() -> ThreadSample:
+            return looks.submit(sample_thread, threading.main_thread().ident or 0).result()[0]
+
+        try:
+            first = sample()
+            wait_until(lambda: hangs.children_work(first, sample()), what="it is seen to work")
+            assert hangs.has_worked(replace(first, point=()), replace(sample(), point=(), cpu_s=first.cpu_s))
+        finally:
+            works.kill()
 
 
 def test_a_worker_that_is_alone_waits_for_nobody(dogs: MakeDog, caplog: pytest.LogCaptureFixture) -> None:

@@ -226,3 +226,32 @@ def test_a_false_alarm_is_measured_as_a_long_step_and_a_right_one_is_not(
     assert steps.slowest_s == pytest.approx(slowest_s)
     steps.counts_failure(nobody_was_lost=True)
     assert steps.slowest_s == pytest.approx(slowest_s), "it counts once"
+
+
+# --- what a worker has started ------------------------------------------------------------------------------------
+
+
+SAMPLE = ThreadSample(10.0, Place.USER_CODE, ("wait",), 1.0, children={7: (5.0, 1000)})
+
+
+@pytest.mark.parametrize(
+    ("children", "works"),
+    [
+        ({7: (5.5, 1000)}, True),  # computes
+        ({7: (5.0, 1000 + 2**20)}, True),  # reads or writes
+        ({7: (5.01, 1000 + 4096)}, False),  # a service that is idle
+        ({7: (5.0, 1000), 8: (99.0, 2**30)}, False),  # is new: nothing is known of it yet
+        ({}, False),
+    ],
+)
+def test_a_process_that_works_is_work_of_who_waits_for_it(children: dict[int, tuple[float, int]], works: bool) -> None:
+    later = replace(SAMPLE, at_s=11.0, children=children)
+    assert has_worked(SAMPLE, later) is works
+    assert not has_worked(replace(SAMPLE, place=Place.COLLECTIVE), replace(later, place=Place.COLLECTIVE))
+
+
+def test_a_hang_is_guessed_of_who_is_in_its_own_code_and_was_not_seen_at_work() -> None:
+    quiet = replace(RUNS, step_s=2.5, unchanged_s=1.0, has_not_worked=True)
+    assert quiet.is_guessed_soon
+    for change in ({"step_s": 2.4}, {"is_warm": False}, {"has_not_worked": False}, {"place": Place.COLLECTIVE}):
+        assert not replace(quiet, **change).is_guessed_soon

@@ -159,6 +159,8 @@ class Agent:
             self._status.stop()
             await self.connections.stop()
             await self.membership.stop()
+            if self.supervisor is not None:
+                await self.supervisor.let_go()
             if self._recorder is not None:
                 await self._recorder.stop()
             self._failures.close()
@@ -311,7 +313,7 @@ class Agent:
 
     def _on_notice(self, number: signal.Signals) -> None:
         workers = [] if self.supervisor is None else self.supervisor.workers
-        forward(number, [worker.process.pid for worker in workers if worker.process is not None])
+        forward(number, [pid for pid in (worker.speaker for worker in workers) if pid is not None])
 
     # --- the two lives of an agent ----------------------------------------------------------------
 

@@ -147,8 +147,11 @@ class Connections:
                 connection.waiting_since_s = None
                 connection.send({"op": "fatal", "kind": "timeout", "message": message})
                 self._publish(events.MemberWithdrawn(member_id))
-            case events.WorkerExited(_, pid):
+            case events.WorkerExited(worker, pid):
                 self.process_gone(pid)
+                for trainer in worker.trainers:  # of a wrapper script: one that lives is about to be ended
+                    if trainer.pid != pid and trainer.has_ended:
+                        self.process_gone(trainer.pid)
             case events.WorkerNotRestarted(pid):
                 for member_id in [name for name, process in self.processes.items() if process.pid == pid]:
                     self._publish(events.MemberWithdrawn(member_id, for_good=True))
@@ -212,7 +215,7 @@ class Connections:
         if not connection.member.leaving:
             log.warning("%s leaves the run, at the end of a step", member_id)
             connection.member = replace(connection.member, leaving=True)
-            self._publish(events.WorkerLeaves(connection.pid))
+            self._publish(events.WorkerLeaves(connection.pid, connection.local_rank))
             if connection.waiting_since_s is not None or self._is_in_a_group(connection):  # else when it asks
                 self._publish(events.MemberDeclared(connection.member))
             self._let_go(connection)
@@ -375,7 +378,7 @@ class Connections:
 
     def _stop(self, connection: WorkerConnection) -> None:
         """Its group stops before a deadline: it is not started again, and who waits here for a place does not stay."""
-        self._publish(events.WorkerLeaves(connection.pid))
+        self._publish(events.WorkerLeaves(connection.pid, connection.local_rank))
         for member_id in [name for name, other in self.by_member.items() if other.waiting_since_s is not None]:
             self.leave(member_id)
 

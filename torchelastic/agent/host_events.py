@@ -109,6 +109,7 @@ class WorkerLeaves:
     """The worker with this process is to leave the run, or stops before a deadline, however it then ends."""
 
     pid: int
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True)

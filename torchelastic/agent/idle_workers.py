@@ -193,7 +193,7 @@ class IdleWorkers:
             self._left_behind_since_s.pop(member.member_id, None)
             return
         since_s = self._left_behind_since_s.setdefault(member.member_id, now_s)
-        workers = [worker for worker in self._supervisor.workers if worker.process and worker.process.pid == pid]
+        workers = [worker for worker in self._supervisor.workers if worker.process and worker.has(pid)]
         for worker in workers if now_s - since_s >= member.patience_s else ():
             if self._is_first("left", worker):
                 why = f"was to leave, and does nothing {member.patience_s:g} s after the others went on, so it is ended"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from torchelastic.agent import host_events as events
 from torchelastic.agent.causes import Ended, end_of
 from torchelastic.agent.event_log import EventLog
 from torchelastic.agent.tasks import keep_running
-from torchelastic.agent.worker import Worker
+from torchelastic.agent.worker import Worker, exit_code_of
 from torchelastic.log_lines import Position
 from torchelastic.observe.ledger.journal import BackgroundJournal, Head, JournalWriter
 from torchelastic.observe.ledger.keeper import LedgerKeeper, journal_name
@@ -130,8 +129,8 @@ class LedgerRecorder:
 
     def pids(self) -> dict[str, int]:
         """The processes of the workers that live, by the workers' names."""
-        pids = [worker.process.pid for worker in self._workers() if worker.process is not None]
-        return {self.keeper.name_of(pid): pid for pid in pids}
+        living = [(worker.process.pid, worker.speaker) for worker in self._workers() if worker.process is not None]
+        return {self.keeper.name_of(pid): speaker or pid for pid, speaker in living}
 
     def sample(self) -> None:
         """Read what is new."""
@@ -160,22 +159,14 @@ class LedgerRecorder:
 
     def _started(self, worker: Worker, pid: int) -> None:
         self.keeper.started(pid, f"{worker.local_rank}.{worker.restarts}")
+        trainers = [trainer.pid for trainer in worker.trainers]
+        if trainers and pid not in trainers:
+            self.keeper.trains_in(pid, trainers[0])
 
     async def _run(self) -> None:
         while True:
             self.sample()
             await asyncio.sleep(SAMPLE_S)
-
-
-def exit_code_of(pid: int) -> int | None:
-    """How a child of this process ended, as subprocess has it, without reaping it; None: it lives, or is no child."""
-    try:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    if result is None:
-        return None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def _journal(folder: Path | None, host: str, incarnation: str, head: Head) -> BackgroundJournal | None:

@@ -112,7 +112,7 @@ def _report_to(store: CoordinationStore, keys: Keys, agent: Process) -> None:
     predecessors.look()
     while not predecessors.is_empty and time.monotonic() < deadline_s:
         for process in predecessors.living():
-            _kill(process)
+            process.signal(signal.SIGKILL)
         for predecessor in predecessors.ended():
             _carry_out(declare_dead(keys, predecessor), store)
         time.sleep(POLL_S)
@@ -123,17 +123,6 @@ def _carry_out(coroutine: Coroutine[Ask[Any], Any, Any], store: CoordinationStor
     with contextlib.suppress(StopIteration):
         while True:
             answer = coroutine.send(answer).call(store)
-
-
-def _kill(process: Process) -> None:
-    """SIGKILL a process, and never another one that has got its number."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            if not process.has_ended:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        finally:
-            os.close(descriptor)
 
 
 if __name__ == "__main__":

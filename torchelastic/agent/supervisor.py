@@ -14,21 +14,26 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 
 from torchelastic.agent import host_events as events
+from torchelastic.agent.left_output import relay
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import ORDERLY_SIGNALS, Own, Worker, catches, signal_group, worker_stdin
+from torchelastic.agent.worker import ORDERLY_SIGNALS, Own, Worker, exit_code_of, handlers, worker_stdin
 from torchelastic.agent.worker_log import WorkerLines, WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.exit_codes import describe_exit
+from torchelastic.processes.family import command_of, in_session
+from torchelastic.processes.identity import Process
 from torchelastic.processes.lifeline import dies_with_parent, process_end, signal_main_thread
 from torchelastic.processes.local_rank import LOCAL_RANK_VARIABLE
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import AfterLoss, after_loss
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,10 @@ ABORT_SIGNAL = signal.SIGABRT
 DUMP_S = 1.0
 #: So many workers are started before anything else is done; each takes some 20 ms.
 STARTED_AT_ONCE = 16
+#: So long after the end of a worker what it has started and is still there counts as left running.
+SETTLED_S = 0.3
+#: Of the command line of a process so many characters are shown.
+_MOST_NAME = 80
 #: Between SIGTERM and SIGKILL to a worker that did not end by itself.
 KILL_GRACE_S = 5.0
 
@@ -118,12 +127,15 @@ class Supervisor:
     def on_event(self, event: events.Event) -> None:
         """Take note of what workers say of themselves; of others, nothing is noted."""
         match event:
-            case events.WorkerLeaves(pid):
-                for worker in self.workers:
-                    worker.leaves = worker.leaves or (worker.process is not None and worker.process.pid == pid)
+            case events.WorkerLeaves(pid, local_rank):
+                by = self._worker(pid, local_rank)
+                if by is not None:
+                    by.is_spoken_for_by(pid)
+                    by.leaves = True
             case events.WorkerSaid(said, pid, local_rank):
                 by = self._worker(pid, local_rank)
                 if by is not None:
+                    by.is_spoken_for_by(pid)
                     self._take_note(by, said)
 
     def _take_note(self, worker: Worker, said: events.Statement) -> None:
@@ -177,6 +189,12 @@ class Supervisor:
                 worker.signal(signal.SIGKILL)
             await _is_set_within(self.all_over, 5.0)
 
+    async def let_go(self) -> None:
+        """The launcher ends: what the workers have left running may go on writing to its screen."""
+        pipes = self._lines.let_go()
+        await asyncio.sleep(0)
+        relay(pipes)
+
     def end_hung(self, pid: int) -> None:
         """Have a worker that hangs write where it hangs, then end it; it is started again like any other."""
         worker = self._worker(pid)
@@ -193,7 +211,7 @@ class Supervisor:
             why: for the log, after its name.
         """
         if worker.process is not None:
-            pid = worker.process.pid
+            pid = worker.speaker or worker.process.pid
             log.warning("worker %d (pid %d) %s: %s", worker.local_rank, pid, why, _dump_stacks(pid))
             worker.leaves = worker.was_idle = True
             ends = (DUMP_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)
@@ -215,7 +233,7 @@ class Supervisor:
 
     def _worker(self, pid: int, local_rank: int | None = None) -> Worker | None:
         """The worker with this process, or else the one with this number, if one is given."""
-        by_pid = [worker for worker in self.workers if worker.process is not None and worker.process.pid == pid]
+        by_pid = [worker for worker in self.workers if worker.process is not None and worker.has(pid)]
         by_number = [worker for worker in self.workers if worker.local_rank == local_rank]
         return next(iter((*by_pid, *by_number)), None)
 
@@ -245,6 +263,7 @@ class Supervisor:
         worker.is_hung, worker.position, worker.traceback_s = False, NOWHERE, None
         worker.started_s, worker.asked_s = time.monotonic(), None
         worker.has_finished = worker.fails_for_good = False
+        worker.trainers.clear()
         file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
         worker.log_file = file
         assert worker.process.stdout is not None
@@ -279,10 +298,13 @@ class Supervisor:
         self._publish(events.WorkerExited(worker, process.pid, self.total_restarts))
         self._look_at_plain_group()
         # its data loaders, if it left any; before it is reaped, for then its number may become another process's
-        signal_group(process.pid, signal.SIGKILL)
+        worker.end_what_it_left(process.pid, exit_code_of(process.pid))
         worker.exit_code = process.wait()
         worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
         await asyncio.wait(readers, timeout=1.0)
+        if worker.exit_code == 0 and in_session(process.pid):
+            await asyncio.sleep(SETTLED_S)  # some of Python's own helpers end just after what has started them
+            _name_left(worker, in_session(process.pid))
         self.terminal.ended(worker.local_rank)
         if file is not None:
             file.close()
@@ -316,8 +338,8 @@ class Supervisor:
                 return
             worker.gave_up = after is AfterLoss.NOT_RESTARTED
             self._publish(events.WorkerFailed(worker.failed()))
-            if worker.gave_up:
-                self._publish(events.WorkerNotRestarted(pid))
+            for each in {pid, *(trainer.pid for trainer in worker.trainers)} if worker.gave_up else ():
+                self._publish(events.WorkerNotRestarted(each))
             if misses:
                 log.error("worker %d: %s", worker.local_rank, NOT_AGAIN)
             if not worker.gave_up:
@@ -387,17 +409,35 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
+def _name_left(worker: Worker, pids: Sequence[int]) -> None:
+    """Say what a worker that has ended in order has left running; nothing, if that is nothing."""
+    names = [f"{' '.join(command_of(pid).split())[:_MOST_NAME]} (pid {pid})" for pid in pids]
+    if names:
+        log.warning(
+            "worker %d has left running what it has started: %s; that goes on after this launcher's end, but not after "
+            "that of its container or job: where it has to, wait for it in the script",
+            worker.local_rank, shortlist(names),
+        )  # fmt: skip
+
+
 def _dump_stacks(pid: int) -> str:
-    """Have a process that hangs write its stacks to its log, stopped or not; returns what to say of that."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        number = next((one for one in (DUMP_STACK_SIGNAL, ABORT_SIGNAL) if catches(status, one)), None)
-        if number == ABORT_SIGNAL:
-            _, hard = resource.prlimit(pid, resource.RLIMIT_CORE)
-            resource.prlimit(pid, resource.RLIMIT_CORE, (0, hard))  # the stacks are wanted, and no core file
-        if number is not None:
-            signal_main_thread(pid, number)  # before SIGCONT: it dumps before it does anything else
-        os.kill(pid, signal.SIGCONT)  # a stopped process must run to write anything
-    except (FileNotFoundError, ProcessLookupError):
+    """Have a process that hangs write its stacks to its log, stopped or not; returns what to say of that.
+
+    Where it is a wrapper script, what that has started does.
+    """
+    if Process.of(pid).started_ticks < 0:
         return "it has just ended by itself"
-    return "it cannot write its stacks" if number is None else "its stacks follow in its log"
+    for number in (DUMP_STACK_SIGNAL, ABORT_SIGNAL):
+        able = handlers(pid, number)
+        for each in able:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if number == ABORT_SIGNAL:
+                    _, hard = resource.prlimit(each, resource.RLIMIT_CORE)
+                    resource.prlimit(each, resource.RLIMIT_CORE, (0, hard))  # the stacks are wanted, and no core file
+                signal_main_thread(each, number)  # before SIGCONT: it dumps before it does anything else
+                os.kill(each, signal.SIGCONT)  # a stopped process must run to write anything
+        if able:
+            return "its stacks follow in its log"
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    return "it cannot write its stacks"

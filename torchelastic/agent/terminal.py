@@ -50,7 +50,7 @@ class Terminal:
         prefix: LinePrefix | None = None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self._write, self._is_json, self._host = write, form == JSON, host
+        self._write, self.form, self._is_json, self._host = write, form, form == JSON, host
         self._below, self._can_move = None if self._is_json else below, can_move
         self._logged, self._seen_logged = logged, 0
         self.prefix = prefix or LinePrefix()

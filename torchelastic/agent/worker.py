@@ -10,12 +10,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchelastic.agent.causes import FailedWorker, begins_traceback, failed_at_s
 from torchelastic.agent.worker_log import WorkerLog
 from torchelastic.log_lines import NOWHERE, Position
+from torchelastic.processes.family import below, nearest
+from torchelastic.processes.identity import Process
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ class Worker:
         has_stand_in: a member of the run stands in for its script, see `plain_member`.
         log_file: takes the output of its last process; None: nothing does.
         own: what its processes have for themselves.
+        trainers: who has spoken to the agent for its present process: that itself, or, where that is a wrapper script
+            (`--no-python run.sh`), what it has started.
     """
 
     local_rank: int
@@ -90,11 +95,30 @@ class Worker:
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_file: WorkerLog | None = None
     own: Own = Own()
+    trainers: set[Process] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing runs here and nothing will."""
         return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
+
+    def has(self, pid: int) -> bool:
+        """Whether this is its present process, or one that speaks to the agent for it."""
+        is_own = self.process is not None and self.process.pid == pid
+        return is_own or any(trainer.pid == pid for trainer in self.trainers)
+
+    @property
+    def speaker(self) -> int | None:
+        """The process to speak to: its own, or where that is a wrapper the one that trains. None: it has none."""
+        if self.process is None:
+            return None
+        others = [trainer.pid for trainer in self.trainers if not trainer.has_ended]
+        return self.process.pid if self.process.pid in others else next(iter(others), self.process.pid)
+
+    def is_spoken_for_by(self, pid: int) -> None:
+        """A process has spoken to the agent in its place: it is remembered if this one has started it, or is it."""
+        if self.process is not None and (self.has(pid) or pid in below(self.process.pid)):
+            self.trainers.add(Process.of(pid))
 
     def on_line(self, line: str) -> None:
         """A line of its standard error."""
@@ -118,10 +142,39 @@ class Worker:
         )
 
     def signal(self, number: int, *, is_for_all: bool = True) -> None:
-        """Send a signal to its present process, if there is one, and if it is for all, to what that has started."""
-        if self.process is not None:
-            signal_process = signal_group if is_for_all else os.kill
-            signal_process(self.process.pid, number)  # not reaped while it is the present one, so the number is its own
+        """Send a signal to its present process, if there is one, and if it is for all, to what that has started.
+
+        One that is not for all goes past a wrapper script to what handles it.
+        """
+        if self.process is None:
+            return
+        pid = self.process.pid  # not reaped while it is the present one, so the number is its own
+        if is_for_all:
+            signal_group(pid, number)
+            self.signal_trainers_elsewhere(pid, number)
+        else:
+            for each in handlers(pid, number) or [pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(each, number)
+
+    def signal_trainers_elsewhere(self, group: int, number: int) -> None:
+        """Send a signal to those that train for it and are not in this process group: some wrappers make others."""
+        for trainer in self.trainers:
+            with suppress(ProcessLookupError):
+                if os.getpgid(trainer.pid) != group:
+                    trainer.signal(number)
+
+    def end_what_it_left(self, group: int, exit_code: int | None) -> None:
+        """Its process has ended and is not reaped yet: with 0, what it has started goes on, as under torchrun.
+
+        Not what trains in its place: without its wrapper script that is no worker any more. After a failure all ends.
+        """
+        if exit_code == 0:
+            for trainer in () if self.has_finished else self.trainers:
+                trainer.signal(signal.SIGKILL)
+        else:
+            signal_group(group, signal.SIGKILL)
+            self.signal_trainers_elsewhere(group, signal.SIGKILL)
 
     async def end(self, process: subprocess.Popen[bytes], *signals: tuple[float, int]) -> None:
         """Send each signal so many seconds after the one before, to this process of it and never to its successor."""
@@ -152,6 +205,17 @@ def _is_in_foreground() -> bool:
         return False
 
 
+def exit_code_of(pid: int) -> int | None:
+    """How a child of this process ended, as subprocess has it, without reaping it; None: it lives, or is no child."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
 def signal_group(group: int, number: int) -> None:
     """Send a signal to a worker's process and to what it has started, by the process's number."""
     try:
@@ -170,15 +234,21 @@ def catches(status: str, number: int) -> bool:
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
+def handlers(pid: int, number: int) -> list[int]:
+    """Who handles a signal, of a process and what it has started: itself, or, past a wrapper script, the next ones."""
+    return nearest(pid, lambda each: catches(Path(f"/proc/{each}/status").read_text(encoding="utf-8"), number))
+
+
 def forward(number: signal.Signals, pids: Iterable[int]) -> list[int]:
-    """Send a signal to those of the processes that handle it, for it would end the others; returns whom."""
+    """Send a signal to those of the processes that handle it, for it would end the others; returns whom.
+
+    Where one is a wrapper script that does not handle it, it goes to what that has started.
+    """
     told = []
     for pid in pids:
-        try:
-            if catches(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), number):
-                os.kill(pid, number)
-                told.append(pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+        for each in handlers(pid, number):
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(each, number)
+                told.append(each)
     log.warning("%s came: passed on to %d worker(s) that handle it", number.name, len(told))
     return told

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import IO
 
 from torchelastic.agent.control_sequences import is_prompt, plain_text, without_sequences
+from torchelastic.agent.left_output import Pipe
 from torchelastic.agent.terminal import Terminal
+from torchelastic.log_lines import JSON
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,17 @@ class WorkerLines:
     def __init__(self, terminal: Terminal, hidden: Set[tuple[int, str]]) -> None:
         self._terminal, self._hidden = terminal, hidden
         self._unshown: set[tuple[int, str]] = set()
+        self._open: dict[asyncio.ReadTransport, tuple[tuple[int, str], IO[bytes]]] = {}
+
+    def let_go(self) -> list[Pipe]:
+        """Read no pipe any more, and return those that are open: what a worker has started holds them yet."""
+        pipes = []
+        for transport, (said, pipe) in self._open.items():
+            if not pipe.closed:
+                is_shown = said not in self._hidden and self._terminal.form != JSON
+                pipes.append(Pipe(os.dup(pipe.fileno()), said[1] if is_shown else ""))
+            transport.close()  # what was read by now is shown yet
+        return pipes
 
     async def pass_on(
         self,
@@ -75,6 +88,7 @@ class WorkerLines:
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         said = (local_rank, stream)
+        self._open[transport] = said, pipe
         decoder, line = codecs.getincrementaldecoder("utf-8")("replace"), ""
         async for piece in _pieces(reader):
             if file is not None:
@@ -95,6 +109,7 @@ class WorkerLines:
         if line:
             self._show(self._terminal.said, *said, line)
             on_line(plain_text(line))
+        del self._open[transport]
         transport.close()
 
     def _show(self, show: Callable[[int, str, str], None], local_rank: int, stream: str, text: str) -> None:

@@ -53,6 +53,8 @@ _REDUCE_SCATTERS = (
     "reduce_scatter_tensor_coalesced",
 )  # fmt: skip
 _MESSAGES = ("recv", "recv_anysource", "send")
+#: What a group does by these names, in one version of torch or another.
+OPERATIONS = (*_COLLECTIVES, *_REDUCE_SCATTERS, *_MESSAGES)
 
 
 class GroupAbortedError(RuntimeError):

@@ -6,6 +6,7 @@ Plain strings; invalid ones are ignored.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class BusySigns:
         self._own: tuple[str, str] | None = None
         self._is_asked = self._is_slow_elsewhere = self._has_signs = False
         self._busy_s = 0.0
+        self._own_code_s = -math.inf
         self._seen: dict[str, bytes] = {}
         self._sections = self._published_sections = 0
         self._has_read_slowest = False
@@ -65,8 +67,13 @@ class BusySigns:
         if not self._is_asked:
             self.works = self.stuck = None
             self._is_slow_elsewhere, self._has_signs, self._seen = False, False, {}
+            self._own_code_s = -math.inf
             self._busy_s, self._is_asked = self._clock(), True
         return self._clock() - self._busy_s
+
+    def quiet_s(self) -> float:
+        """The same, where a rank counts as busy for as long as it says that it is in its own code."""
+        return min(self.idle_s(), self._clock() - self._own_code_s)
 
     def rest(self) -> None:
         """Signs are not needed any more. From any thread."""
@@ -92,6 +99,8 @@ class BusySigns:
 
     def who(self) -> str:
         """The rank that is busy, for people."""
+        if self.works is None and self.stuck is not None and not self._is_slow_elsewhere:
+            return f"rank {self.stuck.rank}, which is in its own code, in {self.stuck.where or 'an unknown line'}"
         if self._is_slow_elsewhere or self.works is None:
             return "a rank in a slow section"
         return f"rank {self.works.rank}, which works in {self.works.where or 'its own code'}"
@@ -119,7 +128,8 @@ class BusySigns:
         works, stuck = self._changed(store, _WORKS, seen), self._changed(store, _STUCK, seen)
         if works is not None or self._is_slow_elsewhere:
             self.works, self._busy_s, self._has_signs = works or self.works, self._clock(), True
-        self.stuck = stuck or self.stuck
+        if stuck is not None:
+            self.stuck, self._own_code_s = stuck, self._clock()
 
     def _changed(self, store: Store, key: str, seen: dict[str, bytes]) -> HangLocation | None:
         """What another rank has written there since the last read; None: nothing, or it may be of an earlier step."""

@@ -13,25 +13,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.coordinator import Coordinator
-from torchelastic.errors import (
-    DrainedException,
-    NonRetryableException,
-    RetryableException,
-    StopException,
-    is_retryable,
-)
+from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
 from torchelastic.group.communicators import wait_for_collectives
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.join_rules import Dismissal, GroupChange, can_go_on_without, group_change, may_be_dismissed
 from torchelastic.metrics import profile
 from torchelastic.observe.ledger.meter import this_worker
-from torchelastic.p2p import hang_location
+from torchelastic.p2p import hang_location, last_group
 from torchelastic.p2p.course_agreement import CourseAgreement
 from torchelastic.p2p.dcp_leftovers import forget_last_group
 from torchelastic.p2p.dismissals import dismiss, find_dismissal
 from torchelastic.p2p.group_peers import GroupPeers
 from torchelastic.p2p.groups import ProcessGroups
-from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.options import (
     checked_backend,
@@ -85,7 +79,8 @@ class CoordinatorP2P(Coordinator):
         max_num_trainers: no group is larger; default: the URL's `max_workers`.
         process_group_timeout: of collectives, in milliseconds. A peer that dies is noticed within milliseconds all
             the same; the time-out is for those that hang before it is known how long steps take, and the bound for
-            work of one rank that the others wait for.
+            work of one rank that the others wait for. One that you choose is kept: without a `hang_policy`, a rank in
+            its own code is no hang before it, whatever it does there.
         hang_policy: how long a step may take, by those before it; default: `HangPolicy()`.
         straggler_policy: who is a straggler, and whether it has to go; default: `StragglerPolicy()`, which reports.
 
@@ -125,7 +120,7 @@ class CoordinatorP2P(Coordinator):
         )
         self._agreement = StepAgreement(None)
         self._peers: Peers = Alone()
-        self._committed_steps = 0
+        self._committed_steps = self._times_straggler = 0
         self._state_status = StateStatus.INITIAL
         self._failed = self._leaves_last = False
         self.last_recovery: Recovery | None = None
@@ -136,9 +131,9 @@ class CoordinatorP2P(Coordinator):
             process_group_timeout / 1000,
             self._abort_group,
             times_out_itself=not needs_gpu(self.c10d_backend),
+            keeps_timeout=hang_policy is None and process_group_timeout != DEFAULT_TIMEOUT_MS,
         )
         self._straggler_policy = straggler_policy or StragglerPolicy()
-        self._times_straggler = 0
         # read by the agent's thread to decide whether a change of the round concerns this worker
         self._joined_round, self._last_joined, self._last_trained = 0, NO_ROUND, NO_ROUND
         self._is_broken = threading.Event()
@@ -229,16 +224,10 @@ class CoordinatorP2P(Coordinator):
             Alone(number)
             if group is None
             else GroupPeers(
-                group,
-                self.store,
-                self.rank,
-                self.world_size,
-                number,
-                self._raise_if_broken,
-                self.rendezvous.address,
+                group, self.store, self.rank, self.world_size, number, self._raise_if_broken, self.rendezvous.address,
                 heartbeat,
             )
-        )
+        )  # fmt: skip
         self._timer.reached("re_form")
 
     def nobody_has_progress(self) -> bool | None:
@@ -277,11 +266,7 @@ class CoordinatorP2P(Coordinator):
 
     def why_failed(self, error: Exception) -> Exception:
         """Another rank may have done something else in the step, which has cut this one's collective."""
-        parted = None if self._courses is None else self._courses.parted
-        if parted is None or not is_retryable(error) or error is parted:
-            return error
-        parted.__cause__ = error
-        return parted
+        return error if self._courses is None else self._courses.cause_of(error)
 
     def step_committed(self) -> None:
         """Count the step: the worker with the most is the source after a failure."""
@@ -451,6 +436,7 @@ class CoordinatorP2P(Coordinator):
         log.warning("drained; %s", others)  # lines of the log say after which step of the state
         self.rank, self.world_size = -1, 0
         self._hang_up()
+        last_group.be_absent(self._groups, self.rank, self.world_size, "this worker has left the run")
 
     def _on_round(self, round_: Round) -> None:
         """On the agent's thread: if the group of this worker is no more, wake whoever waits in it."""
@@ -495,3 +481,14 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = self.rendezvous.wait_closed()
         if self.stop_training:
             self._hang_up()
+            self._form_last_group()
+
+    def _form_last_group(self) -> None:
+        """After the run: what `torch.distributed` is asked for by the rest of the script; see `last_group`."""
+        joined = self.rendezvous.joined
+        if joined is NO_ROUND or self.store is None:  # a handler may have no rounds
+            return
+        is_in_it = self.rank >= 0 and joined.number == self.rendezvous.round.number
+        last_group.form_if_all_come(
+            self._groups, self.store, self.rank, self.world_size, self.process_group_timeout, is_in_it=is_in_it
+        )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.errors import is_retryable
 from torchelastic.group.step_course import (
     END,
     SKIP,
@@ -90,6 +91,14 @@ class CourseAgreement:
     def enter(self, course: StepCourse) -> None:
         """See `step_course.Agreement`."""
         self._course = course
+
+    def cause_of(self, error: Exception) -> Exception:
+        """Why a step has failed on this rank, whose error may come from the group being given up."""
+        parted = self.parted
+        if parted is None or not is_retryable(error) or error is parted:
+            return error
+        parted.__cause__ = error
+        return parted
 
     def end(self) -> None:
         """This worker leaves the group: nothing is given up any more."""

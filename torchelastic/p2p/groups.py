@@ -61,13 +61,30 @@ class ProcessGroups:
         self._is_aborted = False
         self._world: dist.ProcessGroup | None = None
         self._formation: Formation | None = None
+        self._kind: type[dist.ProcessGroup] = AbortableGroup
         # to have a say in how every group of this process is made, the user's too; idempotent
         process_groups.replace_maker_of_groups("torchelastic_watches", _watched)
 
-    def form(self, store: Store, rank: int, world_size: int) -> None:
-        """Make the default group and the one for control collectives. Raises RuntimeError if a peer does not come."""
+    def form(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        kind: type[dist.ProcessGroup] = AbortableGroup,
+        connects: bool = True,
+    ) -> None:
+        """Make the default group and the one for control collectives. Raises RuntimeError if a peer does not come.
+
+        Args:
+            store: of the group.
+            rank: of this process.
+            world_size: of the group.
+            kind: of the default group, where that is gloo's alone.
+            connects: whether NCCL connects its ranks now, and not with the first collective.
+        """
         global _in_use
-        _in_use = self
+        _in_use, self._kind = self, kind
         self._sockets.clear()
         communicators.begin()
         _set_what_torch_does_about_a_failure()
@@ -81,6 +98,7 @@ class ProcessGroups:
             assert self._world is not None
             require_fit(self._world)
         finally:
+            self._kind = AbortableGroup
             # torch puts one more layer around it each time, and each prints its "[rankN]: " before every line
             sys.excepthook = excepthook
             self.is_forming = False
@@ -88,7 +106,8 @@ class ProcessGroups:
             self.control = dist.group.WORLD
         else:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
-            self.connect_communicator(dist.group.WORLD)
+            if connects:
+                self.connect_communicator(dist.group.WORLD)
         if world_size > 1 and self._knows_gloo_sockets and not len(self._sockets):
             self._knows_gloo_sockets = False
             log.info(
@@ -192,7 +211,7 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
             if _in_use is not None and _in_use.are_present:
                 stack.enter_context(_in_use.making_group())
                 if _is_gloo_alone(backend):
-                    stack.enter_context(_groups_are(AbortableGroup))
+                    stack.enter_context(_groups_are(_in_use._kind))
                 kwargs |= communicators.made_lazily(backend, kwargs.get("backend_options"))
             made = original(*args, **kwargs)
         if _in_use is not None and not _in_use.is_forming and _in_use.are_present:

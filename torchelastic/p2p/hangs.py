@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 #: The first steps of a round are not measured and have the whole time-out: they compile, and warm up.
 WARM_UP_STEPS = 2
@@ -18,6 +19,8 @@ STALL_SHARE = 0.5
 SAMPLE_FRACTION = 0.25
 #: Who uses more than this share of a processor computes and does not wait.
 MAX_WAITING_CPU = 0.2
+#: What reads and writes more than so many bytes a second works; an idle service of a logger does less.
+MAX_WAITING_BYTES_S = 64 * 2**10
 #: Of collectives, in milliseconds, where the user has not chosen one (0.1's); one that was chosen is never exceeded.
 DEFAULT_TIMEOUT_MS = 10000
 #: Where the time-out of collectives ends a step while a rank works, that rank is waited for at least so long.
@@ -94,6 +97,7 @@ class ThreadSample:
         io_bytes: how much it has read and written so far.
         queued_s: for how long it has been ready to compute, while others had the processors.
         may_spin: whether its process uses a GPU, for which a thread waits with a busy processor.
+        children: of each process below its own, the processor time that it has used and what it has read and written.
     """
 
     at_s: float
@@ -103,6 +107,7 @@ class ThreadSample:
     io_bytes: int = 0
     queued_s: float = 0.0
     may_spin: bool = False
+    children: Mapping[int, tuple[float, int]] = field(default_factory=dict)
 
 
 def unchanged_since_s(earlier_s: float | None, earlier: ThreadSample | None, later: ThreadSample) -> float:
@@ -123,7 +128,7 @@ def has_worked(earlier: ThreadSample | None, later: ThreadSample) -> bool:
     """Whether the thread has worked between two samples: its stack has changed, or it has computed, read or written.
 
     In a collective a changed stack means nothing: waiting may be done in a loop. On a host that does too much at once,
-    a thread of the user's that waits for its turn works too.
+    a thread of the user's that waits for its turn works too; so does one that waits for a process that works.
 
     Args:
         earlier: the sample before; None: there was none in this step.
@@ -136,7 +141,18 @@ def has_worked(earlier: ThreadSample | None, later: ThreadSample) -> bool:
     wanted_s = later.cpu_s - earlier.cpu_s + (later.queued_s - earlier.queued_s if is_users else 0.0)
     computed_s = 0.0 if later.may_spin else wanted_s
     has_computed = computed_s > MAX_WAITING_CPU * (later.at_s - earlier.at_s)
-    return has_moved or has_computed or later.io_bytes > earlier.io_bytes
+    has_helpers = is_users and children_work(earlier, later)
+    return has_moved or has_computed or has_helpers or later.io_bytes > earlier.io_bytes
+
+
+def children_work(earlier: ThreadSample, later: ThreadSample) -> bool:
+    """Whether a process below the worker's has worked between two samples, by more than what a service does idly."""
+    passed_s = later.at_s - earlier.at_s
+    for pid, (cpu_s, io_bytes) in later.children.items():
+        before_s, before_bytes = earlier.children.get(pid, (cpu_s, io_bytes))
+        if cpu_s - before_s > MAX_WAITING_CPU * passed_s or io_bytes - before_bytes > MAX_WAITING_BYTES_S * passed_s:
+            return True
+    return False
 
 
 def idle_bound_s(bound_s: float) -> float:
@@ -174,6 +190,7 @@ class Suspicion:
         idle_s: for how long nobody is known to have worked: of the others if this worker waits in a collective, else
             this worker itself.
         times_out_itself: whether a collective ends after `timeout_s` by itself, as gloo's do. NCCL's are ended here.
+        has_not_worked: this worker has not been seen at work in this step.
     """
 
     step_s: float
@@ -184,6 +201,7 @@ class Suspicion:
     is_warm: bool
     idle_s: float = math.inf
     times_out_itself: bool = True
+    has_not_worked: bool = False
 
     @property
     def is_excused(self) -> bool:
@@ -193,6 +211,12 @@ class Suspicion:
         """
         is_in_time = self.step_s < self.timeout_s or self.place is Place.COLLECTIVE
         return is_in_time and self.step_s >= self.bound_s and self.idle_s < idle_bound_s(self.bound_s)
+
+    @property
+    def is_guessed_soon(self) -> bool:
+        """Whether a worker in its own code, of which no work is seen, is about to be taken for a hang."""
+        is_late = self.is_warm and self.step_s >= STALL_SHARE * self.bound_s and self.unchanged_s > 0.0
+        return self.place is Place.USER_CODE and is_late and self.has_not_worked
 
     @property
     def has_timed_out(self) -> bool:

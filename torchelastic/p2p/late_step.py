@@ -25,6 +25,7 @@ class LateStep:
         self._unchanged_since_s: float | None = None
         self._worked_s: float | None = None
         self._done = Act.NOTHING
+        self._has_guessed = False
 
     def add(self, sample: ThreadSample) -> None:
         """Take in the newest sample."""
@@ -41,6 +42,11 @@ class LateStep:
     def idle_s(self, at_s: float) -> float:
         """For how long it has not worked; infinite: it has not been seen at work in this step."""
         return math.inf if self._worked_s is None else at_s - self._worked_s
+
+    def is_first_guess(self) -> bool:
+        """Whether nothing was said of it before; from now on something is."""
+        is_first, self._has_guessed = not self._has_guessed, True
+        return is_first
 
     def goes_further(self, act: Act) -> bool:
         """Whether that is more than what was done about this step so far; from now on it is done."""

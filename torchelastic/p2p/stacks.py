@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 
 import torchelastic
 from torchelastic.p2p.hangs import Place, ThreadSample
+from torchelastic.processes.family import below, stat_fields
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(torchelastic.__file__).parent) + "/"
@@ -100,6 +102,7 @@ def sample_thread(thread_id: int) -> tuple[ThreadSample, str]:
         cpu_s=_cpu_s(thread_id),
         io_bytes=_io_bytes(native_id),
         queued_s=_queued_s(native_id),
+        children=_children() if place_of(lines) is Place.USER_CODE else {},
         may_spin=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch has no types here
     )
     return sample, where(lines)
@@ -124,12 +127,27 @@ def _io_bytes(native_id: int | None) -> int:
 
     Of a write that has not returned the kernel counts at least what it has taken already.
     """
+    return _bytes_of(f"/proc/self/task/{native_id}/io")
+
+
+def _bytes_of(path: str) -> int:
     try:
-        lines = Path(f"/proc/self/task/{native_id}/io").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
         return 0
     counts = dict(line.split(": ", 1) for line in lines)
     return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+
+
+def _children() -> dict[int, tuple[float, int]]:
+    """Of each process below this one: processor time so far, and how much it has read and written."""
+    found = {}
+    for pid in below(os.getpid()):
+        fields = stat_fields(pid)
+        if len(fields) > 12:
+            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            found[pid] = cpu_s, _bytes_of(f"/proc/{pid}/io")
+    return found
 
 
 def _queued_s(native_id: int | None) -> float:

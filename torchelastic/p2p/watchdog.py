@@ -22,6 +22,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.metrics import publish_metric
+from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.p2p import hang_location
 from torchelastic.p2p.busy import BusySigns, publish_slowest
 from torchelastic.p2p.hang_location import HangLocation
@@ -65,6 +66,12 @@ _MAY_BE_MISTAKEN = (
     "rank %d was ended while its process still ran, in %s: if it was only slow, put `with coordinator.slow_section():` "
     "around that; a step may take %.0f s from now on"
 )
+_GUESSED_SOON = (
+    "this worker has been in its own code for %.1f s, in %s, and nothing is seen of work (processor time, reads and "
+    "writes, processes that it has started): after %.1f s the others take that for a hang, a guess by the steps so far,"
+    " and it is ended unless it comes back soon; if it only waits, put `with coordinator.slow_section():` around that, "
+    "or give CoordinatorP2P a process_group_timeout (in milliseconds), which is kept (said once; the bound is %.1f s)"
+)
 #: What lies between steps and takes no longer is not watched.
 SHORT_PHASE_S = 1.0
 #: Of the phases between steps: members of a round connect to each other.
@@ -79,6 +86,8 @@ class Watchdog:
         timeout_s: of collectives.
         cut: gives the group up, on the watchdog's thread.
         times_out_itself: see `Suspicion`.
+        keeps_timeout: whether a rank that is in its own code, at work or not, is no hang before the time-out: the user
+            has chosen that, and no policy.
 
     Attributes:
         location: where the last step was aborted, by this watchdog or by an error; None if none was.
@@ -87,7 +96,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, policy: HangPolicy, timeout_s: float, cut: Callable[[], object], *, times_out_itself: bool = True
+        self,
+        policy: HangPolicy,
+        timeout_s: float,
+        cut: Callable[[], object],
+        *,
+        times_out_itself: bool = True,
+        keeps_timeout: bool = False,
     ) -> None:
         self.policy = policy
         self.location: HangLocation | None = None
@@ -95,7 +110,8 @@ class Watchdog:
         self.has_noticed_hang = False
         self._timeouts = Timeouts(policy, timeout_s)
         self._cut = cut
-        self._times_out_itself = times_out_itself
+        self._times_out_itself, self._keeps_timeout = times_out_itself, keeps_timeout
+        self._has_said_guess = False
         self._step = StepClock(time.monotonic)
         # resolved once: called after each step
         self.step_ended = self._step.ended
@@ -329,9 +345,12 @@ class Watchdog:
             is_warm=self._step.is_warm,
             idle_s=self._exchange_signs(late, place, sample, line),
             times_out_itself=self._times_out_itself,
+            has_not_worked=late.idle_s(sample.at_s) == math.inf,
         )
         if suspicion.is_excused:
             self._step.excuse(began_s)
+        if suspicion.is_guessed_soon and not self._is_alone and late.is_first_guess():
+            self._say_guess(suspicion, line)
         act = suspicion.act(self.policy)
         if self._step.began_s == began_s and late.goes_further(act):
             self._do(act, suspicion, line)
@@ -341,8 +360,19 @@ class Watchdog:
         signs = self._signs()
         if signs is not None and (late.works or place is Place.USER_CODE):
             signs.give(self._location(line), works=late.works)
-        others_idle_s = math.inf if signs is None else signs.idle_s()
-        return late.idle_s(sample.at_s) if place is Place.USER_CODE else others_idle_s
+        if place is Place.USER_CODE:
+            return 0.0 if self._keeps_timeout and not self._is_alone else late.idle_s(sample.at_s)
+        if signs is None:
+            return math.inf
+        return signs.quiet_s() if self._keeps_timeout else signs.idle_s()
+
+    def _say_guess(self, suspicion: Suspicion, line: str) -> None:
+        """Before anything is done: what is guessed of this rank, and when it will count as a hang."""
+        after_s = self._timeouts.timeout_s if self._keeps_timeout else suspicion.bound_s
+        this_worker().may_hang(suspicion.step_s, after_s, line)
+        if not self._keeps_timeout and not self._has_said_guess:
+            self._has_said_guess = True
+            log.warning(_GUESSED_SOON, suspicion.step_s, line or "its own code", after_s, suspicion.bound_s)
 
     def _watch_phase(self) -> None:
         present = self._phase

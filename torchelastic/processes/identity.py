@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
+
+from torchelastic.processes.family import stat_fields
 
 #: No process has a larger number: a pid is a C int.
 MAX_PID = 2**31 - 1
@@ -44,6 +48,16 @@ class Process:
         now_ticks = _started_ticks(self.pid)
         # /proc may be mounted so that it hides the processes of other users (hidepid)
         return now_ticks != self.started_ticks and (now_ticks >= 0 or not _is_hidden(self.pid))
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, and never to another process that has got its number; nothing if it has ended."""
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if not self.has_ended:
+                    signal.pidfd_send_signal(descriptor, number)
+            finally:
+                os.close(descriptor)
 
 
 def boot_time_s() -> float:
@@ -104,7 +118,7 @@ def _started_ticks(pid: int) -> int:
     -1 where there is no such process, or only a zombie. See proc(5), /proc/pid/stat: the 22nd field, the 2nd one being
     in parentheses.
     """
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     is_a_zombie = fields[:1] == ["Z"]
     return int(fields[19]) if len(fields) > 19 and not is_a_zombie else -1
 
@@ -116,16 +130,11 @@ def process_started_ns(pid: int) -> int:
     """
     now_ns = time.monotonic_ns()
     try:
-        ticks = int(_stat_fields(pid)[19])
+        ticks = int(stat_fields(pid)[19])
         age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return now_ns
     return now_ns - max(0, age_ns)
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """What follows the name of the process in its /proc/pid/stat; empty: there is no such process."""
-    return _read(_PROC / str(pid) / "stat").rpartition(")")[2].split()
 
 
 def _read(path: Path) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +15,15 @@ import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from torchelastic.processes.death_notice import leave_notice, notice_path
+from torchelastic.processes.identity import Process
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, round_from_dict
 from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for, is_replaced
 
 log = logging.getLogger(__name__)
+
+#: A launcher that is killed closes its connections first, and has ended within this time.
+KILLED_S = 10.0
 
 OnRound = Callable[[Round], None]
 
@@ -37,12 +43,16 @@ class AgentClient:
         socket_path: the agent's Unix socket.
         connect_timeout_s: how long to wait for it to appear.
         on_round: called on the reader's thread with each change of a round that this member is on; must return soon.
+        ends_with_agent: whether this process is to end when the agent's is killed. The kernel ends what that has
+            started, and not what a wrapper script between the two has.
 
     Raises:
         AgentError: nobody listens there in time.
     """
 
-    def __init__(self, socket_path: str, *, connect_timeout_s: float, on_round: OnRound) -> None:
+    def __init__(
+        self, socket_path: str, *, connect_timeout_s: float, on_round: OnRound, ends_with_agent: bool = False
+    ) -> None:
         self._on_round = on_round
         self._changed = threading.Condition()
         self._round = NO_ROUND
@@ -59,6 +69,7 @@ class AgentClient:
         #: how long this worker may go on without a further sign of the store
         self.contact = Contact()
         self._socket = _connect(socket_path, connect_timeout_s)
+        self._ends_with, self._has_closed = _peer_of(self._socket) if ends_with_agent else None, False
         threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
         notice = leave_notice(notice_path(socket_path, os.getpid()))
         try:
@@ -143,6 +154,7 @@ class AgentClient:
 
     def close(self) -> None:
         """Hang up; the agent withdraws the member unless it is done. Idempotent."""
+        self._has_closed = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -187,6 +199,8 @@ class AgentClient:
             self._fail(AgentError("lost", f"a message of the agent of this host could not be taken in: {error!r}"))
         else:
             self._fail(AgentError("lost", "the agent of this host has ended the connection: its output says why"))
+        if self._ends_with is not None and not self._has_closed:
+            _end_after(self._ends_with)
 
     def _take(self, message: wire.Message) -> None:
         op = message["op"]
@@ -218,6 +232,21 @@ class AgentClient:
         with self._changed:
             self._fatal = self._fatal or error
             self._changed.notify_all()
+
+
+def _peer_of(connection: socket.socket) -> Process:
+    """The process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return Process.of(struct.unpack("3i", credentials)[0])
+
+
+def _end_after(agent: Process) -> None:
+    """End this process, as the kernel does a child of the launcher, if the launcher has just been killed."""
+    deadline_s = time.monotonic() + KILLED_S
+    while time.monotonic() < deadline_s:
+        if agent.has_ended:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _connect(path: str, timeout_s: float) -> socket.socket:

@@ -346,7 +346,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 path = start_private_agent(self.url)
                 os.environ.setdefault(wire.SOCKET_VARIABLE, path)  # for the metrics of this process
             self._client = AgentClient(
-                path, connect_timeout_s=self.url.connect_timeout_s + 10.0, on_round=self._notify_callbacks
+                path,
+                connect_timeout_s=self.url.connect_timeout_s + 10.0,
+                on_round=self._notify_callbacks,
+                ends_with_agent=path == self._launchers_socket,
             )
         except AgentError as error:
             raise _as_rendezvous_error(error) from error

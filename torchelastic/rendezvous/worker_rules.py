@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import asdict
 
+from torchelastic.processes.exit_codes import signalled
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import MAX_SECONDS, JoinRequest, Member, Round, RoundState, StateStatus
 from torchelastic.rendezvous.view import is_done
@@ -191,7 +192,7 @@ def after_loss(
     """
     if is_plain_group:
         return AfterLoss.ALL_END
-    may_help = exit_code < 0 or (has_asked and not fails_for_good)
+    may_help = signalled(exit_code) if not has_asked else exit_code < 0 or not fails_for_good
     return AfterLoss.ONE_AGAIN if may_help and not run_is_over and restarts_left > 0 else AfterLoss.NOT_RESTARTED
 
 

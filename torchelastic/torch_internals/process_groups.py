@@ -5,6 +5,7 @@ On the training thread, but for `all_groups` and `backend_of`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,18 @@ def replace_maker_of_groups(mark: str, replaced: Callable[[Callable[..., Any]], 
         function = replaced(original)
         setattr(function, mark, True)
         c10d._new_process_group_helper = function
+
+
+def replace_init(before: Callable[[], object]) -> None:
+    """Have something done each time before a default group is made, by whichever of torch's two names; once for all."""
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        before()
+        original(*args, **kwargs)
+
+    c10d.init_process_group = dist.init_process_group = init_process_group
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:

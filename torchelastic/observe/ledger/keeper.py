@@ -37,9 +37,10 @@ _MOST_STRANGERS = 1024
 
 @dataclass
 class _Watched:
-    """A running worker of this host."""
+    """A running worker of this host; `trainer_pid`: the process that trains, where its own is a wrapper script."""
 
     worker: str
+    trainer_pid: int | None = None
     reader: PageReader | None = None
     counted_ns: int = 0
     fresh: Counted | None = None
@@ -92,6 +93,12 @@ class LedgerKeeper:
             self._watched[pid] = _Watched(worker)
             self._add(Start(at_ns=self._started_ns(pid), worker=worker))
 
+    def trains_in(self, pid: int, trainer_pid: int) -> None:
+        """The counts of the worker with this process are those of another one, which a wrapper script has started."""
+        watched = self._watched.get(pid)
+        if watched is not None and watched.trainer_pid is None:
+            watched.trainer_pid = trainer_pid
+
     def poll(self) -> None:
         """Take in what the workers have published. Call it every second or so: a page holds some 127 events."""
         for pid in self._watched:
@@ -115,6 +122,8 @@ class LedgerKeeper:
         died_ns = self._died_ns.pop(pid, None)
         if watched is None:
             return
+        if watched.trainer_pid is not None:
+            died_ns = self._died_ns.pop(watched.trainer_pid, died_ns)  # its wrapper has ended after it
         self._take(pid, is_last=True)
         del self._watched[pid]
         at_ns = self._clock_ns() if died_ns is None else died_ns
@@ -207,7 +216,7 @@ class LedgerKeeper:
 
     def _reader(self, pid: int, watched: _Watched) -> PageReader | None:
         if watched.reader is None:
-            for path in page_paths(self._socket_path, pid):
+            for path in page_paths(self._socket_path, watched.trainer_pid or pid):
                 try:
                     watched.reader = PageReader(path)
                 except FileNotFoundError:

@@ -204,6 +204,21 @@ class Straggler(LedgerEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MayHang(LedgerEvent):
+    """A worker is in its own code, and nothing shows that it works: a guess, of which nothing has followed yet.
+
+    Attributes:
+        for_s: for how long its step has taken by now.
+        bound_s: after how long it is taken for a hang.
+    """
+
+    kind: ClassVar[str] = "may_hang"
+
+    for_s: float = 0.0
+    bound_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreOutage(LedgerEvent):
     """etcd is unreachable from the host, or reachable again. No account: training goes on.
 
@@ -221,7 +236,8 @@ class StoreOutage(LedgerEvent):
 KINDS: dict[str, type[LedgerEvent]] = {
     kind.kind: kind
     for kind in (
-        Start, Counted, End, Join, Failure, Restore, ReForm, FirstStep, Save, Drain, Skipped, Straggler, StoreOutage,
+        Start, Counted, End, Join, Failure, Restore, ReForm, FirstStep, Save, Drain, Skipped, Straggler, MayHang,
+        StoreOutage,
     )
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from torchelastic.observe.ledger.ledger_events import (
     FirstStep,
     Join,
     LedgerEvent,
+    MayHang,
     ReForm,
     Restore,
     Save,
@@ -32,6 +33,7 @@ from torchelastic.observe.ledger.ledger_events import (
     to_dict,
 )
 from torchelastic.observe.ledger.shared_counts import PageWriter, page_paths
+from torchelastic.processes.family import above
 from torchelastic.processes.identity import process_started_ns
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 #: In the environment of a worker whose agent keeps a ledger: the agent's process and the path of its socket.
 LEDGER_VARIABLE = "TORCHELASTIC_LEDGER"
+#: Set by a worker whose counts an agent sees, for what it starts: the agent's process and its own.
+_PUBLISHED_VARIABLE = "TORCHELASTIC_LEDGER_OF"
 
 
 class Meter(LoopObserver):
@@ -67,9 +71,15 @@ class Meter(LoopObserver):
         return self._page is not None
 
     def publish_to_parent(self) -> None:
-        """From now on the agent that has started this process sees the counts, if one has that keeps a ledger."""
+        """From now on the agent that has started this process sees the counts, if one has that keeps a ledger.
+
+        A wrapper script may stand between the two. A process that a worker has started is no worker.
+        """
         agent_pid, _, socket_path = os.environ.get(LEDGER_VARIABLE, "").partition(":")
-        if agent_pid == str(os.getppid()):  # else it is that of a worker which has started this process
+        to_agent, _, worker_pid = os.environ.get(_PUBLISHED_VARIABLE, "").partition(":")
+        is_workers_child = to_agent == agent_pid and worker_pid != str(os.getpid())
+        if agent_pid.isdecimal() and not is_workers_child and int(agent_pid) in above(os.getpid()):
+            os.environ[_PUBLISHED_VARIABLE] = f"{agent_pid}:{os.getpid()}"
             self.publish(socket_path)
 
     def publish(self, socket_path: str) -> None:
@@ -229,6 +239,11 @@ class Meter(LoopObserver):
     def straggles(self, relative_percent: float) -> None:
         """This worker is slower than the others."""
         self._note(Straggler(at_ns=self._clock_ns(), relative_percent=relative_percent))
+
+    def may_hang(self, for_s: float, bound_s: float, where: str) -> None:
+        """This worker does nothing that is seen as work, in its own code; from any thread."""
+        event = MayHang(at_ns=self._clock_ns(), for_s=round(for_s, 1), bound_s=round(bound_s, 1), cause=short(where))
+        self._note(event)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import mmap
 import os
 import stat
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def remove_left_pages() -> None:
 
 
 class PageWriter:
-    """The worker's side. One thread at a time.
+    """The worker's side. Counts are for one thread, events for any.
 
     Args:
         path: created; must not exist.
@@ -100,6 +101,7 @@ class PageWriter:
         self._memory[: _HEAD.size] = _HEAD.pack(MAGIC, VERSION, pid)
         self._written = 0
         self._events = 0
+        self._noting = threading.Lock()
 
     def write_counts(self, counts: Counters) -> None:
         """Publish the counts."""
@@ -116,11 +118,12 @@ class PageWriter:
         data = _encoded(fields)
         if len(data) > MAX_EVENT_BYTES:
             data = _encoded({**fields, "cause": ""})
-        number = self._events + 1
-        at = _EVENTS_AT + (self._events % EVENT_SLOTS) * EVENT_BYTES
-        checksum = zlib.crc32(data, number & 0xFFFFFFFF)
-        self._memory[at : at + _EVENT_HEAD.size + len(data)] = _EVENT_HEAD.pack(checksum, len(data), number) + data
-        self._events = number
+        with self._noting:
+            number = self._events + 1
+            at = _EVENTS_AT + (self._events % EVENT_SLOTS) * EVENT_BYTES
+            checksum = zlib.crc32(data, number & 0xFFFFFFFF)
+            self._memory[at : at + _EVENT_HEAD.size + len(data)] = _EVENT_HEAD.pack(checksum, len(data), number) + data
+            self._events = number
 
     def close(self) -> None:
         """Let go of the memory; the file stays for the agent. Nothing can be written any more."""

@@ -15,6 +15,7 @@ from torchelastic.observe.ledger.ledger_events import (
     FirstStep,
     Join,
     LedgerEvent,
+    MayHang,
     ReForm,
     Restore,
     Save,
@@ -191,10 +192,11 @@ def _text(event: LedgerEvent) -> str:
             return f"step {event.step} is skipped" + (f", {event.samples} samples" if event.samples else "")
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
-        case StoreOutage() if event.is_over:
-            return f"etcd is back after {duration(event.away_ns)}"
+        case MayHang():
+            return f"may hang: idle {event.for_s:.0f} s of {event.bound_s:.0f} s, a guess"
         case StoreOutage():
-            return "etcd is unreachable, training goes on as long as no worker is lost"
+            away = "etcd is unreachable, training goes on as long as no worker is lost"
+            return f"etcd is back after {duration(event.away_ns)}" if event.is_over else away
     return ""
 
 

@@ -18,7 +18,10 @@ from torchelastic.rendezvous.records import NO_ROUND, RoundState
 from torchelastic.text import age_text, printable
 
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
-_EVENTS = {"failure": "red", "end": "yellow", "store_outage": "red", "skipped": "yellow", "straggler": "yellow"}
+_EVENTS = {
+    "failure": "red", "end": "yellow", "store_outage": "red", "skipped": "yellow", "straggler": "yellow",
+    "may_hang": "yellow",
+}  # fmt: skip
 #: Lines of events that are there before all workers are, and from how many lines on for both.
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6
 #: With fewer lines for workers and events than that, only what is most needed is shown above and below them.
