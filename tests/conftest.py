@@ -137,8 +137,11 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """No test leaves variables behind: those that come after it in this process would depend on it."""
+    """No test leaves variables or a group behind: those that come after it in this process would depend on it."""
     yield
+    last_group = sys.modules.get("torchelastic.p2p.last_group")
+    if last_group is not None:
+        last_group.end_last_group()  # as the end of a script does
     kept = {name: value for name, value in os.environ.items() if name == "PYTEST_CURRENT_TEST"}
     variables = item.config.stash[_VARIABLES]
     os.environ.clear()

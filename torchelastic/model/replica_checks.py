@@ -20,7 +20,7 @@ from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.model.transfer import all_gathered, message_device
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
 
 
 class ComparesReplicas:

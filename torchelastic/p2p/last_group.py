@@ -305,12 +305,12 @@ def _stays(groups: ProcessGroups) -> None:
     """Keep the present group until the process ends, or the script makes one of its own."""
     global _last
     if _last is None:
-        atexit.register(_end)
-        replace_init(_end)
+        atexit.register(end_last_group)
+        replace_init(end_last_group)
     _last = groups
 
 
-def _end() -> None:
+def end_last_group() -> None:
     """Nobody waits for this process any more, nor it for anybody. Not where the script has made a group of its own."""
     if _last is not None and not _last.is_forming and _last.are_present:
         _last.destroy()

@@ -78,7 +78,7 @@ class Meter(LoopObserver):
         agent_pid, _, socket_path = os.environ.get(LEDGER_VARIABLE, "").partition(":")
         to_agent, _, worker_pid = os.environ.get(_PUBLISHED_VARIABLE, "").partition(":")
         is_workers_child = to_agent == agent_pid and worker_pid != str(os.getpid())
-        if agent_pid.isdecimal() and not is_workers_child and int(agent_pid) in above(os.getpid()):
+        if agent_pid.isdecimal() and not is_workers_child and int(agent_pid) in (os.getppid(), *above(os.getpid())):
             os.environ[_PUBLISHED_VARIABLE] = f"{agent_pid}:{os.getpid()}"
             self.publish(socket_path)
 
