@@ -64,6 +64,8 @@ def main() -> None:
             except MemoryError:
                 state.optimizer.zero_grad()
                 return
+            if is_here("evaluate"):
+                state.model(inputs)  # on one rank, and with gradients, which nobody wants
             if is_here("skip"):
                 state.skip_step("no number")
             if not options.logical_shards:

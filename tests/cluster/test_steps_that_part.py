@@ -17,7 +17,7 @@ from torchelastic.testing.faults import Fault
 STEPS = SAMPLES // GLOBAL_BATCH
 #: What a rank does instead, and what is said of it.
 PARTINGS = {
-    "return": "rank 1 ended the step without a backward pass, where rank 0 went forward through the model",
+    "return": "rank 1 ended the step without a backward pass, where rank 0 averaged gradients",
     "catch": "rank 1 ended the step without a backward pass, where rank 0 averaged gradients",
     "draw again": "rank 1 drew 2 batches, and rank 0 1 batch",
     "no optimizer": "rank 1 left out optimizer.step(), which rank 0 called",
@@ -79,12 +79,14 @@ def skips(job: Job) -> list[str]:
 def test_what_one_rank_does_otherwise_is_undone_and_named_and_what_it_skips_is_skipped_by_all(tmp_path: Path) -> None:
     faults = [part(what, step=2 + 3 * number) for number, what in enumerate(PARTINGS)]
     faults += [part("skip", rank=0, step=14, times=2), part("skip", rank=None, step=17, times=2)]
+    faults += [part("evaluate", rank=0, step=0), part("evaluate", rank=0, step=1)]  # sends nothing: no difference
     job = run(tmp_path / "job", faults)
     assert_ends_there(job, skipped=frozenset({14, 17}))
     said = job.output()
     for number, what in enumerate(PARTINGS.values()):
         assert f"DifferError: step {3 + 3 * number}: {what}. A step has to do the same on every rank" in said, said
     assert len(skips(job)) == 2, said
+    assert not re.search(r"DifferError: step [12]: ", said)
     assert "SIGABRT" not in said
 
 

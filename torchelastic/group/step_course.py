@@ -1,9 +1,9 @@
 """What each rank does in a train step, compared before a step in which one of them does something else can count.
 
-A step is a row of points: a forward pass whose gradients will be reduced, the reduction, the end. (Where a model is
-sharded: the forward pass, the backward pass, of which the reduction is a part, what precedes the optimizers, the end.)
-At each point stands what the rank has done so far in this step: batches drawn, reductions begun, optimizer steps. As
-long as every point is the one of the step before, a rank asks nobody: its peers take part in the same reductions, so
+A step is a row of points: a forward pass, where it sends buffers, the reduction of gradients, the end. (Where a model
+is sharded: the forward pass, the backward pass, of which the reduction is a part, what precedes the optimizers, the
+end.) At each point stands what the rank has done so far in this step: batches drawn, reductions begun, optimizer steps.
+As long as every point is the one of the step before, a rank asks nobody: its peers take part in the same reductions, so
 they are at the same point. At any other one it asks all ranks, before it takes part in a reduction or commits: whether
 it is theirs too. So a rank that returns early, leaves out its optimizer or draws twice is found in that very step, and
 two reductions that belong to different steps never meet.

@@ -84,7 +84,7 @@ class Reduction:
         ends_early: whether the backward pass ends with the first bucket that has failed; if not, it goes on, and
             `take` has this rank's gradients.
         has_gone_on: whether gradients were reduced since an optimizer last began in this step.
-        at: called on the way into a forward pass whose gradients will be reduced, and into a reduction.
+        at: called on the way into what all ranks do together: a forward pass that sends buffers, and a reduction.
     """
 
     def __init__(self, module: torch.nn.Module, sampler: Any, counts: LossCounts | None = None) -> None:
@@ -98,7 +98,7 @@ class Reduction:
         self._kept: KeptSums | None = None
         self._begun = self._done = 0
         self._wrapped: list[tuple[str, torch.nn.Parameter]] = []
-        self._is_expected = False
+        self._is_expected = self._has_buffers = False
         self._usual: int | None = None
         self._skipped: SkippedError | None = None  # in this step nothing is reduced any more
         self._most = 0  # reductions in any step
@@ -143,12 +143,14 @@ class Reduction:
     def watch(self, wrapped: DistributedDataParallel) -> None:
         """Note whether a step calls the wrapper of the present group, so that a backward pass has to be reduced."""
         self._wrapped = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
+        self._has_buffers = any(True for _ in self._module.buffers())
         wrapped.register_forward_pre_hook(self._forward_begins)
 
     def _forward_begins(self, wrapped: torch.nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
             self._is_expected = True
-            self.at(FORWARD)
+            if self._has_buffers:  # which are sent; else nothing is, and one rank may evaluate by itself
+                self.at(FORWARD)
 
     def bring(self, kept: KeptSums | None) -> None:
         """Add these to what this rank contributes, until the next call."""
