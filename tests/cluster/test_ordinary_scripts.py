@@ -48,7 +48,8 @@ def test_evaluate_on_rank_0_while_the_others_wait(at_terminal: AtTerminal) -> No
     assert shell.end() == 0, shell.said
     assert len(said_by_workers(shell, r"loss \d\.\d\d")) == 2
     assert said_by_workers(shell, r"trained \d+") == ["trained 16"] * 2
-    assert not re.search(r"WARNING|ERROR|Warning|hang", shell.said), "a slow evaluation is no failure"
+    assert shell.said.count("WARNING") == shell.said.count("this worker has been in its own code") <= 1, shell.said
+    assert not re.search(r"ERROR|failure|aborted|undone", shell.said), "a slow evaluation is no failure"
 
 
 def test_log_to_tensorboard(at_terminal: AtTerminal, host_folder: Path) -> None:
