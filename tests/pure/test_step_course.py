@@ -9,10 +9,10 @@ from torchelastic.group.step_course import (
     FORWARD,
     REDUCTION,
     SKIP,
-    Answer,
     OthersDifferError,
     Passed,
     Point,
+    PointAnswer,
     Skip,
     SkippedError,
     StepCourse,
@@ -33,19 +33,19 @@ RETURNS = Point(END, 1, 0, (0,))
 @pytest.mark.parametrize(
     ("asked", "place", "point", "present", "before", "said"),
     [
-        (5, 1, RETURNS, Passed(5, USUAL[:2]), None, Answer.OTHER),  # it waits in its reduction
-        (5, 1, RETURNS, Passed(5, USUAL[:1]), None, Answer.OPEN),  # it is on its way there
-        (5, 1, RETURNS, Passed(4, USUAL), None, Answer.OPEN),  # it is a step behind
-        (5, 1, USUAL[1], Passed(5, USUAL[:2]), None, Answer.SAME),
-        (5, 2, RETURNS, Passed(6, ()), Passed(5, USUAL), Answer.OTHER),  # it has committed
-        (5, 2, USUAL[2], Passed(6, ()), Passed(5, USUAL), Answer.SAME),
-        (5, 3, RETURNS, Passed(6, ()), Passed(5, USUAL), Answer.OTHER),  # with fewer points
-        (5, 0, RETURNS, Passed(6, ()), None, Answer.OTHER),
-        (5, 0, RETURNS, Passed(9, ()), Passed(8, USUAL), Answer.OTHER),
+        (5, 1, RETURNS, Passed(5, USUAL[:2]), None, PointAnswer.OTHER),  # it waits in its reduction
+        (5, 1, RETURNS, Passed(5, USUAL[:1]), None, PointAnswer.OPEN),  # it is on its way there
+        (5, 1, RETURNS, Passed(4, USUAL), None, PointAnswer.OPEN),  # it is a step behind
+        (5, 1, USUAL[1], Passed(5, USUAL[:2]), None, PointAnswer.SAME),
+        (5, 2, RETURNS, Passed(6, ()), Passed(5, USUAL), PointAnswer.OTHER),  # it has committed
+        (5, 2, USUAL[2], Passed(6, ()), Passed(5, USUAL), PointAnswer.SAME),
+        (5, 3, RETURNS, Passed(6, ()), Passed(5, USUAL), PointAnswer.OTHER),  # with fewer points
+        (5, 0, RETURNS, Passed(6, ()), None, PointAnswer.OTHER),
+        (5, 0, RETURNS, Passed(9, ()), Passed(8, USUAL), PointAnswer.OTHER),
     ],
 )
 def test_a_rank_that_has_passed_a_point_says_how(
-    asked: int, place: int, point: Point, present: Passed, before: Passed | None, said: Answer
+    asked: int, place: int, point: Point, present: Passed, before: Passed | None, said: PointAnswer
 ) -> None:
     assert answer(asked, place, point, present, before) is said
 

@@ -71,7 +71,7 @@ class Skip:
         return f"step {self.step + 1} is skipped by rank {self.rank}: {self.reason}"
 
 
-class Answer(Enum):
+class PointAnswer(Enum):
     """What another rank's point is to a rank that is asked."""
 
     SAME = "it was at the same point, and has gone on"
@@ -79,7 +79,7 @@ class Answer(Enum):
     OPEN = "it is not there yet, or waits there"
 
 
-def answer(asked: int, index: int, point: Point, present: Passed, before: Passed | None) -> Answer:
+def answer(asked: int, index: int, point: Point, present: Passed, before: Passed | None) -> PointAnswer:
     """What a rank that is asked has to say. Pure.
 
     Args:
@@ -91,12 +91,12 @@ def answer(asked: int, index: int, point: Point, present: Passed, before: Passed
     """
     passed = present if asked >= present.step else before
     if asked > present.step:
-        return Answer.OPEN
+        return PointAnswer.OPEN
     if passed is None or passed.step != asked:
-        return Answer.OTHER
+        return PointAnswer.OTHER
     if index < len(passed.points):
-        return Answer.SAME if passed.points[index] == point else Answer.OTHER
-    return Answer.OPEN if passed is present else Answer.OTHER
+        return PointAnswer.SAME if passed.points[index] == point else PointAnswer.OTHER
+    return PointAnswer.OPEN if passed is present else PointAnswer.OTHER
 
 
 def difference(points: Mapping[int, Point], strange: int = -1) -> str:
@@ -204,7 +204,7 @@ class Agreement(Protocol):
     """How the ranks of a group ask each other; `p2p.course_agreement` has the real one."""
 
     def enter(self, course: StepCourse) -> None:
-        """Answer for this course from now on."""
+        """PointAnswer for this course from now on."""
 
     def is_asked(self, step: int, index: int) -> bool:
         """Whether another rank is known to wait for an answer at this point. Costs next to nothing."""

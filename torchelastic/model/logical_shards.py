@@ -30,14 +30,14 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Flat = dict[torch.dtype, torch.Tensor]
 
 
-class Part(NamedTuple):
+class Summand(NamedTuple):
     """What is known of some shards: the sum of their tensors, and of their losses' counts."""
 
     flat: Flat
     tally: Tally
 
 
-Nodes = dict[Node, Part]
+Nodes = dict[Node, Summand]
 
 
 class LogicalShards:
@@ -121,7 +121,7 @@ class LogicalShards:
             yield part
             tally = self._counts.tally_of_shard()
             factor = size / samples if tally.plain else self._counts.scale if tally.count else 0.0
-            node = Part(self._flat(size / samples, factor), tally)
+            node = Summand(self._flat(size / samples, factor), tally)
             tree_sum.put(self._nodes, (0, shard), node, self.shards, _added)
         self._sum_up(empty)
         torch.manual_seed(shard_seed(seed, step, self.shards))  # for what else the step draws
@@ -236,7 +236,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 def sum_over_ranks(
     nodes: Nodes, leaves: int, empty: Collection[int], sizes: dict[torch.dtype, int], device: torch.device
-) -> Part:
+) -> Summand:
     """Sum what all ranks hold along the tree; called on every rank of the default group, if there is one.
 
     Every rank receives every other one's nodes: at most 2 log2(leaves) times the gradient from each, about one to two
@@ -281,7 +281,7 @@ def sum_over_ranks(
             whole = tree_sum.total(known, leaves, _sum_of_known)
             if whole is not None:
                 result[dtype][start:stop] = whole
-    return Part(result, tally)
+    return Summand(result, tally)
 
 
 def _gather_names(
@@ -328,7 +328,7 @@ def _sum_of_known(left: Any, right: Any) -> Any:
     return left.add_(right)
 
 
-def _added(left: Part, right: Part) -> Part:
+def _added(left: Summand, right: Summand) -> Summand:
     for dtype, flat in left.flat.items():
         flat.add_(right.flat[dtype])
-    return Part(left.flat, left.tally.plus(right.tally))
+    return Summand(left.flat, left.tally.plus(right.tally))

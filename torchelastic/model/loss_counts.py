@@ -91,7 +91,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierGradients:
     """Gradients of a window of which some were divided before the last call: by another count.
 
     Attributes:
@@ -103,7 +103,7 @@ class Earlier:
     count: float = 0.0
 
     @classmethod
-    def of(cls, parameters: Iterable[torch.nn.Parameter], count: float) -> Earlier:
+    def of(cls, parameters: Iterable[torch.nn.Parameter], count: float) -> EarlierGradients:
         """Take them off the parameters."""
         found = tuple((one, one.grad) for one in parameters if one.grad is not None)
         for parameter, _ in found:
@@ -154,7 +154,7 @@ class LossCounts:
         """An optimizer has begun, or a logical shard begins."""
         self.scale, self.own, self.total = 1.0, 0.0, 0.0
         self.is_divided = self._is_counted = self._is_plain = False
-        self._earlier = Earlier()
+        self._earlier = EarlierGradients()
         self._wrong = ""
         self.error: UnfitError | None = None
 
@@ -256,13 +256,13 @@ class LossCounts:
     def set_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """A call begins: what an earlier one of this window has divided already is no part of what it divides."""
         if self.is_divided:
-            self._earlier = Earlier.of(parameters, self.total)
+            self._earlier = EarlierGradients.of(parameters, self.total)
             self.scale, self.own, self.total, self.is_divided = 1.0, 0.0, 0.0, False
 
     def put_together(self) -> None:
         """The gradients of a call are divided: add those that were set aside."""
         self.total += self._earlier.put_together(self.total)
-        self._earlier = Earlier()
+        self._earlier = EarlierGradients()
 
     def tally(self, kept: Tally | None = None) -> Tally:
         """What this rank contributes to the divisor of the reduction that begins.
@@ -312,7 +312,7 @@ class LossCounts:
         self.begin_window()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hooks": [], "_earlier": Earlier()}  # of this process's parameters
+        return {**self.__dict__, "_hooks": [], "_earlier": EarlierGradients()}  # of this process's parameters
 
 
 def power_of_two(count: float) -> float:

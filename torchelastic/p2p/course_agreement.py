@@ -20,9 +20,9 @@ from torchelastic.errors import is_retryable
 from torchelastic.group.step_course import (
     END,
     SKIP,
-    Answer,
     OthersDifferError,
     Point,
+    PointAnswer,
     Skip,
     StepCourse,
     answer,
@@ -40,7 +40,7 @@ _ASKED = "course/asked"
 _ALL = "all"
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A rank waits for the others at a point of a step."""
 
     step: int
@@ -83,7 +83,7 @@ class CourseAgreement:
         self.parted: RuntimeError | None = None
         self._course: StepCourse | None = None
         self._heard = 0
-        self._asked: dict[tuple[int, int], list[_Asked]] = {}
+        self._asked: dict[tuple[int, int], list[_Question]] = {}
         self._lock = threading.Lock()
         self._answered: set[tuple[int, int]] = set()
         self._has_ended = False
@@ -111,7 +111,7 @@ class CourseAgreement:
 
     def ask(self, step: int, index: int, point: Point, reason: str = "") -> Skip | None:
         """See `step_course.Agreement`."""
-        mine = _Asked(step, index, self._rank, point, reason)
+        mine = _Question(step, index, self._rank, point, reason)
         self._raise_if_parted()
         self._answer(self._store, mine)
         number = self._store.add(_ASKED, 1)
@@ -125,7 +125,7 @@ class CourseAgreement:
         return _agreed(step, self._rank, [_asked(each) for each in answers])
 
     def look(self, store: Store) -> None:
-        """Answer for the training thread what it cannot answer any more.
+        """PointAnswer for the training thread what it cannot answer any more.
 
         Args:
             store: a connection of the thread's own.
@@ -143,13 +143,13 @@ class CourseAgreement:
                 self._asked.pop((one.step, one.place), None)
                 continue
             said = answer(one.step, one.place, one.point, course.passed, course.before)
-            if said is Answer.SAME:
+            if said is PointAnswer.SAME:
                 self._answer(store, one._replace(rank=self._rank))
-            elif said is Answer.OTHER:
+            elif said is PointAnswer.OTHER:
                 self._part(store, course, one)
                 return
 
-    def _part(self, store: Store, course: StepCourse, one: _Asked) -> None:
+    def _part(self, store: Store, course: StepCourse, one: _Question) -> None:
         """A rank asks at a point that this one has passed otherwise: none of them can go on in this group."""
         passed = course.passed if one.step == course.passed.step else course.before
         points = passed.points if passed is not None else ()
@@ -165,7 +165,7 @@ class CourseAgreement:
             if not self._has_ended:
                 self._cut()
 
-    def _parted_by(self, asker: _Asked, passer: _Asked, mine: _Asked) -> RuntimeError:
+    def _parted_by(self, asker: _Question, passer: _Question, mine: _Question) -> RuntimeError:
         """The error of this rank, after one has asked at a point that another one has passed otherwise."""
         point = asker.point
         if self._course is not None:
@@ -175,7 +175,7 @@ class CourseAgreement:
         what = difference({asker.rank: point, passer.rank: passer.point}, strange=asker.rank)
         return differ_error(asker.step, what, is_own=mine.point != passer.point)
 
-    def _answer(self, store: Store, mine: _Asked) -> None:
+    def _answer(self, store: Store, mine: _Question) -> None:
         """Say what this rank has at a point, once."""
         with self._lock:
             if (mine.step, mine.place) in self._answered:
@@ -199,7 +199,7 @@ class CourseAgreement:
             raise self.parted
 
 
-def _agreed(step: int, rank: int, answers: list[_Asked]) -> Skip | None:
+def _agreed(step: int, rank: int, answers: list[_Question]) -> Skip | None:
     """What becomes of a step at a point to which all ranks have come; raises RuntimeError if they differ."""
     points = {number: one.point for number, one in enumerate(answers)}
     skips = [one for one in answers if one.point.kind == SKIP]
@@ -211,9 +211,9 @@ def _agreed(step: int, rank: int, answers: list[_Asked]) -> Skip | None:
     return None
 
 
-def _asked(words: Any) -> _Asked:
+def _asked(words: Any) -> _Question:
     step, index, rank, point, reason = json.loads(words) if isinstance(words, bytes) else words
-    return _Asked(int(step), int(index), int(rank), _point(point), str(reason))
+    return _Question(int(step), int(index), int(rank), _point(point), str(reason))
 
 
 def _point(fields: Any) -> Point:
