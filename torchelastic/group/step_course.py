@@ -185,18 +185,20 @@ class SkippedError(Exception):
     """Ends the user's code in a step that is left out."""
 
 
-def differ_error(step: int, what: str, *, is_own: bool) -> RuntimeError:
+def differ_error(step: int, what: str, *, is_own: bool, is_committed: bool = False) -> RuntimeError:
     """The error that undoes a step in which ranks have parted.
 
     Args:
         step: committed steps before it.
         what: from `difference`.
         is_own: whether it is this rank that is strange.
+        is_committed: whether others have ended the step by then.
     """
-    text = (
-        f"step {step + 1}: {what}. A step has to do the same on every rank, so it is undone on all of them and "
-        "repeated; to leave a batch out on purpose call state.skip_step(reason) before backward()"
-    )
+    undone = ", so it is undone on all of them and repeated; to leave a batch out on purpose call "
+    undone += "state.skip_step(reason) before backward()"
+    committed = ". Others have committed it: it counts with what the strange rank had averaged by then, and that rank "
+    committed += "takes their state; put all backward passes of a step but the last under state.no_sync()"
+    text = f"step {step + 1}: {what}. A step has to do the same on every rank{committed if is_committed else undone}"
     return StepsDifferError(text) if is_own else OthersDifferError(text)
 
 

@@ -173,7 +173,8 @@ class CourseAgreement:
         if point.kind == SKIP and mine != asker:
             return OthersDifferError(Skip(asker.step, asker.reason, asker.rank, point.batches).text)
         what = difference({asker.rank: point, passer.rank: passer.point}, strange=asker.rank)
-        return differ_error(asker.step, what, is_own=mine.point != passer.point)
+        is_own, is_committed = mine.point != passer.point, passer.point.kind == END
+        return differ_error(asker.step, what, is_own=is_own, is_committed=is_committed)
 
     def _answer(self, store: Store, mine: _Question) -> None:
         """Say what this rank has at a point, once."""
