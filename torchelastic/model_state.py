@@ -39,6 +39,7 @@ from torchelastic.model.transfer import (
     synchronize,
 )
 from torchelastic.model.weight_undo import SNAPSHOT_MODES, WeightUndo
+from torchelastic.model.withdrawn_steps import EarlierNumbers, standing, text_of
 from torchelastic.model.world_change import WorldWatch
 from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import StateProgress, StateStatus
@@ -101,6 +102,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     step_course: StepCourse
     _ahead: Snapshot | None = None  # what is rolled forward to, where every survivor had completed a step that failed
     _random_when_failed: tuple[int, Generators] | None = None
+    _random_rows: torch.Tensor | None = None  # of a checkpoint that was loaded, until the next sync gives them
 
     def __init__(
         self,
@@ -141,9 +143,9 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._status = StateStatus.INITIAL
         self._awaits_sync = False  # no step comes before the next one, which changes no weight before all have arrived
         self._replaced = 0  # times that this process's state was replaced by another whole one
+        self._earlier_numbers = EarlierNumbers()
         self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._stored = StoredForm(model, self._optimizers, self._own)
-        self._random_rows: torch.Tensor | None = None  # of a checkpoint that was loaded, until the next sync gives them
         self._types_of_extra: set[type] = set()
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
         wrapping.warm_up()
@@ -204,7 +206,9 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._optimizers.begin(is_copied_whole=copies)
         self._gradients.begin_step()
         self.step_course.begin(self.step)
-        return self._capture(self._undo.copy if copies else lambda: None)
+        snapshot = self._capture(self._undo.copy if copies else lambda: None)
+        self._earlier_numbers.keep(snapshot.step, snapshot.random)
+        return snapshot
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
@@ -342,7 +346,9 @@ class ModelState(WithCompanions, ComparesReplicas, State):
                 self._status = StateStatus.COMPLETE
                 self._draws_alike = received["draws_alike"]
                 self._replaced += 1
-                if received["random_rows"] is not None:
+                if self.step_course.goes_back and self._earlier_numbers.put(self.step):
+                    pass  # as this rank has drawn them
+                elif received["random_rows"] is not None:
                     put_rows_of_generators(received["random_rows"], rank)
                 elif received["draws_alike"]:
                     put_drawing_torch(received["drawing"])
@@ -390,18 +396,14 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         """
         gradients, random = self._gradients, digest_of_drawing_torch()
         needs, kind, course = gradients.needs, gradients.kind, digest_of_usual(self.step_course.usual)
-        mine = [
-            int(self._status),
-            self.step,
-            gradients.offer(self.step),
-            gradients.thaws,
-            random,
-            course,
-            *needs,
-            *kind,
-        ]
+        offer, thaws, withdrawn = gradients.offer(self.step), gradients.thaws, self.step_course.withdrawn
+        mine = [int(self._status), self.step, offer, thaws, random, course, withdrawn, *needs, *kind]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
-        progress = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
+        said = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
+        progress = standing(said, [row[6] for row in rows])
+        self.step_course.goes_back = progress != said
+        if self.step_course.goes_back and self.step_course.withdrawn:
+            log.warning("%s", text_of(self.step_course.withdrawn))
         best = max(progress)
         source = progress.index(best)
         drawing = [row[4] for row, one in zip(rows, progress, strict=True) if one == best]
@@ -414,7 +416,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )
-        everyones = Needs(*(max(column) for column in zip(*(row[6 : -len(kind)] for row in rows), strict=True)))
+        everyones = Needs(*(max(column) for column in zip(*(row[7 : -len(kind)] for row in rows), strict=True)))
         return progress, [row[2] for row in rows], [row[3] for row in rows], everyones
 
     def _roll_forward(self) -> None:

@@ -7,6 +7,7 @@ samples is what the sampler has counted when the step committed.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -25,7 +26,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--logical-shards", type=int, default=None)
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--salvage", default="discard")
+    parser.add_argument("--between-halves-s", type=float, default=0.0)
     parser.add_argument("--wait-for", type=int, default=0, help="workers, from step 12 on")
     options = parser.parse_args()
     log, plan = EventLog(options.out), FaultPlan(options.out)
@@ -34,6 +37,8 @@ def main() -> None:
     loader = ElasticLoader(dataset, sampler)
     coordinator = CoordinatorP2P("gloo")
     state = made_state(sampler, options)
+
+    mse_of = torch.nn.functional.mse_loss
 
     def is_here(what: str) -> bool:
         try:
@@ -50,6 +55,8 @@ def main() -> None:
 
     def train_step(state: torchelastic.ModelState) -> None:
         plan.reach("begin", state.step, coordinator.rank)
+        if state.step == 0:
+            torch.manual_seed(coordinator.rank)
         if state.step >= SAMPLES // GLOBAL_BATCH // 2 and coordinator.world_size < options.wait_for:
             raise torchelastic.RetryableException("waits for a newcomer")
         if is_here("stop"):
@@ -60,7 +67,7 @@ def main() -> None:
             if is_here("draw again"):
                 inputs, targets = next(loader)
             try:
-                loss = torch.nn.functional.mse_loss(forward(inputs), targets)
+                loss = mse_of(forward(inputs), targets)
             except MemoryError:
                 state.optimizer.zero_grad()
                 return
@@ -70,6 +77,11 @@ def main() -> None:
                 state.skip_step("no number")
             if not options.logical_shards:
                 state.optimizer.zero_grad()
+            if is_here("halves"):  # as whoever has run out of memory tries again: both are averaged
+                half, loss = loss / 2, loss / 2
+                half.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+                time.sleep(options.between_halves_s)
+                loss = mse_of(state.model(inputs), targets) / 2
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         if is_here("skip late"):
             state.skip_step("too late")
@@ -89,7 +101,7 @@ def main() -> None:
 
 
 def made_state(sampler: ElasticBatchSampler, options: argparse.Namespace) -> torchelastic.ModelState:
-    model = make_model(SEED, dropout=0.0)
+    model = make_model(SEED, dropout=options.dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return torchelastic.ModelState(
         model, optimizer, sampler=sampler, logical_shards=options.logical_shards, salvage=options.salvage

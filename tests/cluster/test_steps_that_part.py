@@ -118,6 +118,38 @@ def test_a_newcomer_gets_the_state_of_all_after_one_has_parted(tmp_path: Path, w
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("step", [5, STEPS - 1])
+@pytest.mark.parametrize("between_halves_s", [0.0, 1.5])
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_step_that_others_have_committed_with_half_of_a_ranks_gradients_does_not_count(
+    tmp_path: Path, step: int, between_halves_s: float, nproc: int
+) -> None:
+    job = run(tmp_path / "job", [part("halves", step=step)], nproc=nproc, between_halves_s=between_halves_s)
+    assert_ends_there(job, finishers=nproc)
+    repeated = [event for event in job.of("trained") if event["step"] == step]
+    assert len({event["round"] for event in repeated}) == 2, "nobody had committed it, so nothing was shown"
+    said = "others had committed it with a part of this rank's gradients"
+    assert f"step {step + 1} is taken back on all ranks and repeated: {said}" in job.output()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("salvage", ["discard", "recompute"])
+def test_so_it_does_where_a_worker_that_has_committed_it_is_killed(tmp_path: Path, salvage: str) -> None:
+    kill = Fault("kill", "begin", rank=0, step=6)
+    job = run(tmp_path / "job", [part("halves", step=5), kill], nproc=3, between_halves_s=1.5, salvage=salvage)
+    assert_ends_there(job, finishers=len(job.of("finished")))
+
+
+@pytest.mark.long
+def test_a_step_that_is_taken_back_draws_each_ranks_random_numbers_again(tmp_path: Path) -> None:
+    ends = [
+        run(tmp_path / name, faults, dropout=0.3).final_weights()[0]
+        for name, faults in (("undisturbed", []), ("halves", [part("halves", step=5)]))
+    ]
+    assert torch.equal(*ends)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("salvage", ["discard", "recompute"])
 def test_with_logical_shards_too(tmp_path: Path, salvage: str) -> None:
     faults = [part("return", step=3), part("no optimizer", step=6), part("skip", rank=0, step=9, times=2)]

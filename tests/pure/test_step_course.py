@@ -21,6 +21,10 @@ from torchelastic.group.step_course import (
     difference,
     strange_ranks,
 )
+from torchelastic.model.withdrawn_steps import standing
+from torchelastic.rendezvous.records import StateProgress, StateStatus
+
+PARTIAL, INITIAL, UNCOMMITTED, COMPLETE = StateStatus
 
 USUAL = (
     Point(FORWARD, 1, 0, (0,)),
@@ -165,3 +169,46 @@ def test_a_worker_alone_asks_nobody_and_skips_by_itself() -> None:
     step.course.begin(1)
     step.course.wish_skip("no number", rank=0)
     assert step.course.agree_to_skip().reason == "no number"
+
+
+def test_a_rank_that_could_not_average_the_rest_of_its_gradients_withdraws_what_others_have_committed() -> None:
+    peers = Peers()
+    step = Step(peers)
+    step.run(0)
+    step.course.begin(1)
+    step.batches, step.reductions, step.steps = 1, 0, 0
+    step.course.pass_(FORWARD)
+    peers.result = OthersDifferError("it has ended the step")
+    with pytest.raises(OthersDifferError):
+        step.course.pass_(END)
+    assert step.course.withdrawn == 0, "nothing was averaged"
+    step.course.enter(peers)
+    step.course.begin(1)
+    peers.result = None
+    step.course.pass_(FORWARD)
+    step.course.pass_(REDUCTION)
+    step.reductions, peers.result = 1, OthersDifferError("it has ended the step")
+    with pytest.raises(OthersDifferError):
+        step.course.pass_(FORWARD)
+    step.course.begin(1)  # as each attempt to form a group does
+    assert step.course.withdrawn == 2
+    step.course.enter(peers)
+    assert step.course.withdrawn == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "withdrawn", "source"),
+    [
+        (((COMPLETE, 5), (COMPLETE, 4)), (0, 5), 1),
+        (((COMPLETE, 5), (COMPLETE, 4)), (0, 0), 0),
+        (((UNCOMMITTED, 4), (COMPLETE, 4)), (0, 5), 1),  # the weights are those after it
+        (((COMPLETE, 4), (COMPLETE, 4)), (0, 5), 0),  # nobody has committed it
+        (((COMPLETE, 5), (PARTIAL, 4)), (0, 5), 0),  # what was before it is lost
+        (((COMPLETE, 5), (INITIAL, 0), (COMPLETE, 4)), (0, 0, 5), 2),
+    ],
+)
+def test_the_source_is_who_holds_the_state_before_a_step_that_is_withdrawn(
+    said: tuple[tuple[StateStatus, int], ...], withdrawn: tuple[int, ...], source: int
+) -> None:
+    progress = standing([StateProgress.of(*one) for one in said], withdrawn)
+    assert progress.index(max(progress)) == source

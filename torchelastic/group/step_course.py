@@ -185,20 +185,20 @@ class SkippedError(Exception):
     """Ends the user's code in a step that is left out."""
 
 
-def differ_error(step: int, what: str, *, is_own: bool, is_committed: bool = False) -> RuntimeError:
+def differ_error(step: int, what: str, *, is_own: bool, is_in_parts: bool = False) -> RuntimeError:
     """The error that undoes a step in which ranks have parted.
 
     Args:
         step: committed steps before it.
         what: from `difference`.
         is_own: whether it is this rank that is strange.
-        is_committed: whether others have ended the step by then.
+        is_in_parts: whether the strange rank has more gradients to average, when the others have ended the step.
     """
-    undone = ", so it is undone on all of them and repeated; to leave a batch out on purpose call "
-    undone += "state.skip_step(reason) before backward()"
-    committed = ". Others have committed it: it counts with what the strange rank had averaged by then, and that rank "
-    committed += "takes their state; put all backward passes of a step but the last under state.no_sync()"
-    text = f"step {step + 1}: {what}. A step has to do the same on every rank{committed if is_committed else undone}"
+    undone = ", so it is undone on all of them and repeated; "
+    remedy = "to leave a batch out on purpose call state.skip_step(reason) before backward()"
+    if is_in_parts:
+        remedy = "put all backward passes of a step but the last under state.no_sync()"
+    text = f"step {step + 1}: {what}. A step has to do the same on every rank{undone}{remedy}"
     return StepsDifferError(text) if is_own else OthersDifferError(text)
 
 
@@ -240,6 +240,9 @@ class StepCourse:
         before: of the last one that was committed in this group; None: none was.
         skip: the step under way is to be left out; None: it is not.
         is_common: whether all ranks of the group that is being synchronized are known to have the same usual course.
+        withdrawn: the number of a step that must not count where others have committed it, since they had only a part
+            of this rank's gradients; 0: there is none.
+        goes_back: whether the sync that has ended went back behind such a step.
     """
 
     def __init__(
@@ -254,7 +257,8 @@ class StepCourse:
         self.passed = Passed(0, ())
         self.before: Passed | None = None
         self.skip: Skip | None = None
-        self.is_common = False
+        self.is_common = self.goes_back = False
+        self.withdrawn = 0
         self._is_wished = False
         self._points: list[Point] = []
         self._usual: Sequence[Point] = ()
@@ -266,7 +270,7 @@ class StepCourse:
         Args:
             agreement: of the group; None: this worker is alone in it, or the coordinator has none.
         """
-        self._agreement, self.before, self.skip = agreement, None, None
+        self._agreement, self.before, self.skip, self.withdrawn = agreement, None, None, 0
         if not self.is_common:
             self._usual = ()  # so that the first step asks at each point
         self.is_common = False
@@ -299,7 +303,12 @@ class StepCourse:
         points.append(point)  # first: from here on it is the answer to whoever asks
         if index < len(usual) and usual[index] == point and not agreement.is_asked(self.passed.step, index):
             return
-        skip = agreement.ask(self.passed.step, index, point)
+        try:
+            skip = agreement.ask(self.passed.step, index, point)
+        except RuntimeError:
+            if kind != END and point.reductions:  # the others may have taken what it has averaged for the whole
+                self.withdrawn = self.passed.step + 1
+            raise
         if skip is not None:
             self.skip = skip
             raise SkippedError(skip.reason)

@@ -244,7 +244,8 @@ class CoordinatorP2P(Coordinator):
             if joined.step > self._committed_steps and joined.state_status is StateStatus.COMPLETE:
                 self._last_trained = self._last_joined  # others have committed a step in it
             steps = max(self._committed_steps, joined.step)
-            self._committed_steps = getattr(state, "step", steps) if state.loads_parts else steps  # may have gone back
+            may_go_back = state.loads_parts or (state.step_course is not None and state.step_course.goes_back)
+            self._committed_steps = getattr(state, "step", steps) if may_go_back else steps
             self._state_status = StateStatus.COMPLETE
             self._timer.reached("sync")
             self._watchdog.begin(self.rank, self.world_size, self._committed_steps)

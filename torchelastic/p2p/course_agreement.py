@@ -173,8 +173,11 @@ class CourseAgreement:
         if point.kind == SKIP and mine != asker:
             return OthersDifferError(Skip(asker.step, asker.reason, asker.rank, point.batches).text)
         what = difference({asker.rank: point, passer.rank: passer.point}, strange=asker.rank)
-        is_own, is_committed = mine.point != passer.point, passer.point.kind == END
-        return differ_error(asker.step, what, is_own=is_own, is_committed=is_committed)
+        is_own, is_in_parts = (
+            mine.point != passer.point,
+            passer.point.kind == END != point.kind and point.reductions > 0,
+        )
+        return differ_error(asker.step, what, is_own=is_own, is_in_parts=is_in_parts)
 
     def _answer(self, store: Store, mine: _Question) -> None:
         """Say what this rank has at a point, once."""
