@@ -311,6 +311,10 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         units = self._units_of(samples, rank, world_size)
         return units if self._logical_shards is None else self._places_of_units(samples, units)
 
+    def largest_share(self, samples: int) -> int:
+        """How many samples of a global batch of so many the rank has that has most."""
+        return max(len(self._places(samples, rank, self._world_size)) for rank in range(self._world_size))
+
     def _to_load(self, batch: tuple[int, ...], rank: int, world_size: int) -> tuple[int, ...]:
         """This rank's share; where there are fewer samples than ranks, those without any copy rank 0's."""
         places = self._places(len(batch), rank, world_size) or self._places(len(batch), 0, world_size)

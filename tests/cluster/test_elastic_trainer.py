@@ -1,0 +1,141 @@
+"""A Trainer's run that loses workers, or gets them back, ends where an undisturbed one ends, in the same processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cluster.harness import Job
+from torchelastic.testing.faults import Fault
+
+pytest.importorskip(
+    "transformers", reason="the adapter for Transformers is needed: pip install 'torchelastic[transformers]'"
+)
+
+STEPS = 4 * 4
+PHASES = ("forward", "backward", "optimizer", "log", "evaluate", "save", "epoch")
+#: Steps at which each of these happens; a phase of a train step is named by the steps before it.
+AT = {"forward": 5, "backward": 6, "optimizer": 7, "log": 6, "evaluate": 8, "save": 8, "epoch": 8}
+
+
+class TrainerJob(Job):
+    module = "tests.cluster.trainer_job"
+
+
+def run(folder: Path, faults: list[Fault], *launcher: str, nproc: int = 3, **options: object) -> TrainerJob:
+    job = TrainerJob(folder, faults, **options)
+    try:
+        job.start("--standalone", *launcher, nproc=nproc)
+        assert job.wait() == [0], job.output()[-6000:]
+    finally:
+        job.stop()
+    assert job.plan.struck() == list(range(len(faults))), f"not every fault struck:\n{job.output()[-3000:]}"
+    return job
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return run(tmp_path_factory.mktemp("undisturbed"), [])
+
+
+def assert_like(job: Job, other: Job, *, finishers: int = 3) -> None:
+    """Weights, steps, learning rates, logged numbers, samples: as if nothing had happened."""
+    finals = job.final_weights()
+    assert len(finals) == finishers, job.output()[-3000:]
+    assert all(torch.equal(finals[0], one) for one in finals[1:]), "workers end with different weights"
+    torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
+    assert {event["step"] for event in job.of("finished")} == {event["step"] for event in other.of("finished")}
+    assert_logged_alike(job, other)
+    for pid in {event["pid"] for event in job.of("step")}:
+        told = [event["step"] for event in job.of("step") if event["pid"] == pid]
+        assert told == list(range(told[0], told[-1] + 1)), "a callback was told of a step twice, or of one not at all"
+    assert samples_of(job) == samples_of(other)
+
+
+def assert_logged_alike(job: Job, other: Job) -> None:
+    def logged(of: Job) -> dict[tuple[int, str], list[float]]:
+        found: dict[tuple[int, str], list[float]] = {}
+        for event in of.of("log"):
+            for name in ("loss", "grad_norm", "learning_rate"):
+                if name in event:
+                    found.setdefault((event["step"], name), []).append(event[name])
+        return found
+
+    here, there = logged(job), logged(other)
+    assert here.keys() == there.keys()
+    for what, values in here.items():  # losses are float32, whatever the model is
+        assert values == pytest.approx([there[what][0]] * len(values), rel=1e-6), what
+
+
+def samples_of(job: Job) -> list[Counter[str]]:
+    """Of each step: what was trained in the group that tried it last, and so has committed it."""
+    found = []
+    for step in sorted({event["step"] for event in job.of("trained")}):
+        tries = [event for event in job.of("trained") if event["step"] == step]
+        last = max(event["round"] for event in tries)
+        found.append(Counter(str(row) for event in tries if event["round"] == last for row in event["samples"]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_is_killed_wherever_it_is(tmp_path: Path, undisturbed: Job, phase: str, rank: int) -> None:
+    job = run(
+        tmp_path / "job", [Fault("kill", phase, rank=rank, step=AT[phase])], "--max-restarts=0", "--min-workers=1"
+    )
+    assert_like(job, undisturbed, finishers=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["backward", "evaluate", "save"])
+def test_a_newcomer_takes_part_in_whatever_the_others_do(tmp_path: Path, undisturbed: Job, phase: str) -> None:
+    faults = [Fault("kill", phase, rank=1, step=AT[phase])]
+    job = run(tmp_path / "job", faults, wait_for=3, step_s=0.05)
+    assert_like(job, undisturbed)
+    assert len({event["pid"] for event in job.of("finished")}) == 3
+
+
+@pytest.mark.long
+def test_losses_that_are_means_over_samples_count_each_sample_alike(tmp_path: Path) -> None:
+    ends = [run(tmp_path / "three", [], classified=True)]
+    kill = Fault("kill", "backward", rank=1, step=3)
+    ends += [run(tmp_path / "two", [kill], "--max-restarts=0", "--min-workers=1", classified=True)]
+    assert_like(ends[1], ends[0], finishers=2)
+
+
+@pytest.mark.long
+def test_a_hung_worker_is_left_behind(tmp_path: Path, undisturbed: Job) -> None:
+    job = run(tmp_path / "job", [Fault("hang", "backward", rank=2, step=6)], "--max-restarts=0", "--min-workers=1")
+    assert_like(job, undisturbed, finishers=2)
+
+
+@pytest.mark.long
+def test_the_best_metric_and_the_patience_of_early_stopping_are_undone_with_an_evaluation(tmp_path: Path) -> None:
+    kill = Fault("kill", "save", rank=2, step=8)  # behind an evaluation, in the same step
+    ends = [
+        run(tmp_path / name, faults, *launcher, patience=1)
+        for name, faults, launcher in (
+            ("undisturbed", [], ()),
+            ("killed", [kill], ("--max-restarts=0", "--min-workers=1")),
+        )
+    ]
+    results = [{(event["step"], event["best"] is None) for event in job.of("finished")} for job in ends]
+    assert results[0] == results[1]
+
+
+@pytest.mark.long
+def test_all_at_once_go_on_from_the_trainers_own_checkpoint(tmp_path: Path, undisturbed: Job) -> None:
+    faults = [Fault("kill", "backward", worker=worker, step=10) for worker in range(3)]
+    job = run(tmp_path / "job", faults, resume=True)
+    assert_like_in_the_end(job, undisturbed)
+
+
+def assert_like_in_the_end(job: Job, other: Job) -> None:
+    finals = job.final_weights()
+    assert len(finals) == 3, job.output()[-3000:]
+    torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
+    assert {event["step"] for event in job.of("finished")} == {STEPS}

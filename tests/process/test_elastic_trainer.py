@@ -1,0 +1,73 @@
+"""What an ElasticTrainer refuses before it trains, and what it does alone, in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the adapter for Transformers: pip install 'torchelastic[transformers]'")
+
+SCRIPT = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+import torch
+{before}
+from torchelastic.adapters.elastic_trainer import ElasticTrainer
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+torch.set_num_threads(1)
+sizes = dict(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+rows = torch.randint(16, (20, 6), generator=torch.Generator().manual_seed(3))
+data = [{{"input_ids": row, "labels": row}} for row in rows]
+options = dict(max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True)
+arguments = TrainingArguments({folder!r}, **(options | dict({options})))
+trainer = ElasticTrainer(GPT2LMHeadModel(GPT2Config(**sizes)), arguments, train_dataset={data}, eval_dataset=data)
+trainer.train()
+assert arguments.gradient_accumulation_steps == options.get("gradient_accumulation_steps", 1)
+print("trained", trainer.state.global_step, trainer.state.epoch, round(trainer.evaluate()["eval_loss"], 1))
+"""
+
+
+def ran(folder: Path, options: str = "", *, before: str = "", data: str = "data") -> subprocess.CompletedProcess[str]:
+    text = SCRIPT.format(folder=str(folder), options=options, before=before, data=data)
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_alone_it_is_a_trainer(tmp_path: Path) -> None:
+    done = ran(tmp_path)
+    assert "trained 3 0.6 2." in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("auto_find_batch_size=True", "auto_find_batch_size"),
+        ("torch_compile=True", "torch_compile"),
+        ("eval_on_start=True", "eval_on_start"),
+        ("average_tokens_across_devices=False", "average_tokens_across_devices=False"),
+        ("train_sampling_strategy='group_by_length'", "a sampler that groups by length"),
+        ("accelerator_config={'dispatch_batches': True}", "dispatch_batches"),
+    ],
+)
+def test_what_would_not_be_kept_is_refused_by_name(tmp_path: Path, options: str, named: str) -> None:
+    done = ran(tmp_path, options)
+    assert done.returncode == 1
+    assert f"UnfitError: ElasticTrainer cannot go on in the running process with {named}" in done.stderr
+
+
+@pytest.mark.long
+def test_a_group_that_was_formed_before_is_refused(tmp_path: Path) -> None:
+    before = "torch.distributed.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)"
+    done = ran(tmp_path, before=before)
+    assert "UnfitError: a process group was formed before ElasticTrainer was imported" in done.stderr
+
+
+@pytest.mark.long
+def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
+    data = "type('Rows', (torch.utils.data.IterableDataset,), {'__iter__': lambda self: iter(data)})()"
+    done = ran(tmp_path, data=data)
+    assert "UnfitError: train_dataset is an IterableDataset" in done.stderr

@@ -1,0 +1,61 @@
+"""What of a `Trainer` cannot recover in the running process, said before it trains."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+import transformers
+
+from torchelastic.errors import UnfitError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+#: The arguments of the one method that is entered again, as far as they are used.
+_OF_RUN_EPOCH = {"model", "epoch", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"}
+_RESTART = "train it with MemoryCheckpointCallback (docs/transformers.md), which restarts all workers after a loss"
+
+
+def refuse_version() -> None:
+    """Raise UnfitError for a transformers whose loop is another one."""
+    run_epoch = getattr(transformers.Trainer, "_run_epoch", None)
+    has_all = run_epoch is not None and set(inspect.signature(run_epoch).parameters) >= _OF_RUN_EPOCH
+    if not has_all or not hasattr(transformers.trainer, "skip_first_batches"):
+        raise UnfitError(
+            f"transformers {transformers.__version__} has another training loop than ElasticTrainer knows (that of "
+            f"5.23): install transformers==5.23.0, or {_RESTART}"
+        )
+
+
+def refuse(trainer: Trainer, trial: object) -> None:
+    """Raise UnfitError for what would not be kept: names it, and says what to do."""
+    args: Any = trainer.args
+    wrong = {
+        "fsdp": bool(args.fsdp),
+        "deepspeed": bool(args.deepspeed),
+        "a parallelism_config": getattr(args, "parallelism_config", None) is not None,
+        "a model that is sharded or spread over devices": trainer.is_model_parallel
+        or getattr(trainer, "is_distributed_loading_by_transformers", False),
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "torch_compile": args.torch_compile,
+        "eval_on_start": args.eval_on_start,
+        "dispatch_batches": bool(args.accelerator_config.dispatch_batches),
+        "a sampler that groups by length": getattr(args, "train_sampling_strategy", "random") != "random"
+        or getattr(args, "group_by_length", False),
+        "average_tokens_across_devices=False": not args.average_tokens_across_devices,
+        f"optim={args.optim!s}": "lomo" in str(args.optim).lower(),
+        "a hyperparameter search": trial is not None,
+    }
+    for what, is_given in wrong.items():
+        if is_given:
+            raise UnfitError(
+                f"ElasticTrainer cannot go on in the running process with {what}: leave it out, or {_RESTART}"
+            )
+    if dist.is_initialized():
+        raise UnfitError(
+            "a process group was formed before ElasticTrainer was imported, and newcomers would have to take part in "
+            "that: import torchelastic.adapters.elastic_trainer at the top of the script, before TrainingArguments or "
+            "an Accelerator are made, and call no collective before train()"
+        )

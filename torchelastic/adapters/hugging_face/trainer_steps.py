@@ -1,0 +1,255 @@
+"""The steps of a `Trainer`, driven from its own loop: begun before a batch is drawn, committed behind the optimizer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from torchelastic.adapters.hugging_face.one_process import tell_of_group
+from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch
+from torchelastic.adapters.hugging_face.trainer_progress import TrainerProgress
+from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
+from torchelastic.model_state import ModelState
+from torchelastic.p2p import CoordinatorP2P
+from torchelastic.step import Step
+from torchelastic.train_loop import steps
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class EnterAgainError(Exception):
+    """Leaves the Trainer's loop over an epoch, which is entered again where the run is now."""
+
+
+class TrainerSteps:
+    """The steps of one `train()`; used on the training thread.
+
+    Args:
+        trainer: whose they are.
+        coordinator: finds the other workers.
+        batches: in place of the Trainer's DataLoader.
+        module: what is trained, as Accelerate has prepared it.
+        optimizer: torch's own.
+        scheduler: of the Trainer.
+        checkpoint: saves beside the Trainer's own checkpoints; None: nothing does.
+
+    Attributes:
+        state: of the training.
+        is_over: whether the run has ended.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        coordinator: CoordinatorP2P,
+        batches: EpochBatches,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        checkpoint: CheckpointManager | None,
+    ) -> None:
+        self._trainer, self._coordinator, self.batches = trainer, coordinator, batches
+        self.progress = TrainerProgress(trainer)
+        extra: dict[str, Any] = {"trainer": self.progress}
+        self.progress.give(extra)
+        if trainer.accelerator.scaler is not None:
+            extra["scaler"] = trainer.accelerator.scaler
+        self.state = ModelState(
+            module, optimizer, scheduler=scheduler, sampler=batches.sampler, extra=extra, ddp=_options_of_ddp(trainer)
+        )
+        self.is_over = False
+        self._steps: Iterator[Step] | None = None
+        self._checkpoint = checkpoint
+        self._step: Step | None = None  # begun, and neither committed nor undone
+        self._world = (-1, 0)
+        self._part = MicroBatch(None, 0)
+        self._counted: tuple[float, float] | None = None
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins, unless one has begun that nothing was done in; in a new group, where one is wanted.
+
+        The Trainer's progress may be another one then.
+
+        Raises:
+            EnterAgainError: the run has ended meanwhile, on the other workers.
+        """
+        if self._step is not None:
+            return
+        if self._steps is None:
+            self._steps = iter(steps(self._coordinator, self.state, checkpoint=self._checkpoint))
+        self.progress.give(self.state.extra)
+        step = next(self._steps, None)
+        self.progress.take(self.state.extra)
+        self._follow_group()
+        if step is None:
+            self.is_over = True
+            self._trainer.control.should_training_stop = True
+            raise EnterAgainError
+        self._step = step.__enter__()
+
+    def commit(self) -> bool:
+        """The step counts; false: it must not, and was undone."""
+        step, self._step = self._step, None
+        assert step is not None
+        self.progress.give(self.state.extra)
+        step.__exit__(None, None, None)
+        self.progress.take(self.state.extra)
+        return step.committed
+
+    def undo(self, error: BaseException) -> bool:
+        """The step has failed; false: its error is to be raised, or no step has begun."""
+        step, self._step = self._step, None
+        if step is None or not step.__exit__(type(error), error, error.__traceback__):
+            return False
+        self.progress.take(self.state.extra)
+        return True
+
+    def finish(self) -> None:
+        """End the run, for everybody, when what each rank has counted for itself is summed up."""
+        while not self.is_over:
+            try:
+                self.begin()
+                assert self._step is not None
+                self._trainer.store_flos()
+                self._step.stop_training()
+            except EnterAgainError:
+                return
+            except BaseException as error:
+                if not self.undo(error):
+                    raise
+            else:
+                self.is_over = self.commit()
+        self._follow_group()
+
+    def close(self) -> None:
+        """This worker trains no further, whatever the reason."""
+        if self._steps is not None:
+            self._steps.close()  # type: ignore[attr-defined]  # it is a generator
+        self.batches.close()
+
+    def slow_section(self) -> AbstractContextManager[None]:
+        """Around an evaluation, or a save, which may take minutes."""
+        return self._coordinator.slow_section()
+
+    def _follow_group(self) -> None:
+        """What the libraries keep of the group, as it is now."""
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        if (rank, world_size) == self._world:
+            return
+        self._world = (rank, world_size)
+        trainer = self._trainer
+        tell_of_group(rank, world_size)
+        if rank < 0:
+            log.warning("the other workers had finished when this one came: it has the state that it began with")
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        trainer.__dict__.pop("_eval_dataloaders", None)  # they have the shares of another group
+        if trainer.state.is_world_process_zero:
+            for callback in trainer.callback_handler.callbacks:
+                if getattr(callback, "training_bar", self) is None:  # it was made where rank 0 was before
+                    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def count(self, items: Sequence[Any], loss_of: Callable[[float], float]) -> torch.Tensor | None:
+        """What the losses of the step are divided by, over all ranks; None: each is a mean over its samples.
+
+        Args:
+            items: of each micro batch: how many labels count in it; None: it is not by labels.
+            loss_of: the loss of the first one, if this is what it is divided by.
+        """
+        self._counted = None
+        if self.progress.divides_by_items is None:
+            self.progress.divides_by_items = self._divides(items, loss_of)
+        if not self.progress.divides_by_items:
+            return None
+        total = self._summed(torch.tensor(float(sum(items)), dtype=torch.float64))
+        self._counted = (float(total), 1.0 / max(1, self._trainer.accelerator.num_processes))
+        return total.to(torch.float32)
+
+    def _divides(self, items: Sequence[Any], loss_of: Callable[[float], float]) -> bool | None:
+        """Whether losses are divided by a count: not all models that take one use it. The same on all ranks."""
+        if any(one is None for one in items):
+            return False
+        once, twice = loss_of(1.0), loss_of(2.0)
+        is_seen = math.isfinite(once) and once != 0.0
+        found = torch.tensor([is_seen and once == twice, is_seen and once != twice], dtype=torch.float64)
+        as_means, by_items = (bool(value) for value in self._summed(found))
+        if as_means:
+            log.warning(
+                "the loss of %s is a mean, whatever num_items_in_batch it is given, so each sample counts alike, and "
+                "not each label", type(self._trainer.model).__name__,
+            )  # fmt: skip
+            return False
+        return True if by_items else None
+
+    def take_part(self, part: MicroBatch, items: torch.Tensor | int | None) -> None:
+        """The next backward pass is of this micro batch."""
+        self._part, self._items = part, items
+
+    def backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """In place of `Accelerator.backward`: each sample, or each label, of a global batch counts alike."""
+        part, counted = self._part, self._counted
+        count = float(self._items or 0) if counted is not None else part.samples
+        if not part.samples:
+            count = 0
+        loss_sum = loss * (counted[0] * counted[1] if counted is not None else count)
+        scaler = self._trainer.accelerator.scaler
+        self.state.backward(loss_sum if scaler is None else scaler.scale(loss_sum), count)
+
+    def reported(self, losses: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """The mean loss of the global batch, the same on all ranks.
+
+        Args:
+            losses: of each micro batch, and its samples.
+        """
+        share = self.batches.sampler.pending[-1]
+        if self._counted is not None:
+            own = sum(loss.double() for loss, samples in losses if samples) * self._counted[1]
+        else:
+            own = sum(loss.double() * samples for loss, samples in losses) / share.global_samples
+        own = torch.as_tensor(own, dtype=torch.float64, device=losses[0][0].device)
+        return self._summed(own).to(losses[0][0].dtype)
+
+    @staticmethod
+    def _summed(value: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(value)
+        return value
+
+
+def _options_of_ddp(trainer: Trainer) -> dict[str, Any]:
+    """As Accelerate would have given them to DDP; of sizes only what the user has chosen."""
+    args, handler = trainer.args, trainer.accelerator.ddp_handler
+    chosen = {"bucket_cap_mb": args.ddp_bucket_cap_mb, "broadcast_buffers": args.ddp_broadcast_buffers}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    flags = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+    return chosen | {name: True for name in flags if getattr(handler, name, False)}
+
+
+class CommitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """The first of the Trainer's callbacks: a step counts before any other one sees its end."""
+
+    def __init__(self, of_run: TrainerSteps) -> None:
+        self._steps = of_run
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Behind optimizer, scheduler and counters. Raises EnterAgainError: the step was undone."""
+        if not self._steps.commit():
+            raise EnterAgainError
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """No other callback has seen it either."""
+        self._steps.progress.epochs_ended += 1
