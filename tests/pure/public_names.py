@@ -33,6 +33,7 @@ PUBLIC_MODULES = (
     "torchelastic.checkpoint.shards",
     "torchelastic.adapters.lightning",
     "torchelastic.adapters.transformers",
+    "torchelastic.adapters.elastic_trainer",
     "torchelastic.adapters.accelerate",
     "torchelastic.adapters.megatron",
     "torchelastic.adapters.nemo",

@@ -58,7 +58,7 @@ FLOORS: dict[str, int] = {
     "loop_failures": 4,
     "train_loop": 5,
     "p2p": 4,
-    "adapters": 5,
+    "adapters": 6,
     "observe.page": 5,
     "observe.report": 5,
     "observe": 5,  # the package alone, which imports nothing

@@ -21,7 +21,7 @@ except ImportError as error:
 
 from torchelastic.adapters.hugging_face.one_process import stay_alone
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch, MicroBatches
-from torchelastic.adapters.hugging_face.trainer_refusals import refuse, refuse_version
+from torchelastic.adapters.hugging_face.trainer_requirements import require_known_version, require_supported
 from torchelastic.adapters.hugging_face.trainer_steps import CommitCallback, EnterAgainError, TrainerSteps
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.p2p import CoordinatorP2P
@@ -68,8 +68,8 @@ class ElasticTrainerMixin:
                 trained.
             RuntimeError: what `torchelastic.train` raises.
         """
-        refuse_version()
-        refuse(self, trial)  # type: ignore[arg-type]
+        require_known_version()
+        require_supported(self, trial)  # type: ignore[arg-type]
         trainer: Any = self
         args = trainer.args
         self._coordinator = CoordinatorP2P("nccl" if args.device.type == "cuda" else "gloo")

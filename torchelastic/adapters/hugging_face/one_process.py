@@ -53,7 +53,7 @@ def _hidden(names: tuple[str, ...]) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def tell_of_group(rank: int, world_size: int) -> None:
+def report_group(rank: int, world_size: int) -> None:
     """The group has been formed: on each rank, on the training thread.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from torchelastic.adapters.hugging_face.one_process import tell_of_group
+from torchelastic.adapters.hugging_face.one_process import report_group
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch
 from torchelastic.adapters.hugging_face.trainer_progress import TrainerProgress
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
@@ -150,7 +150,7 @@ class TrainerSteps:
             return
         self._world = (rank, world_size)
         trainer = self._trainer
-        tell_of_group(rank, world_size)
+        report_group(rank, world_size)
         if rank < 0:
             log.warning("the other workers had finished when this one came: it has the state that it began with")
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()

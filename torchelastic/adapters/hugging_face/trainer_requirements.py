@@ -18,7 +18,7 @@ _OF_RUN_EPOCH = {"model", "epoch", "resume_from_checkpoint", "epochs_trained", "
 _RESTART = "train it with MemoryCheckpointCallback (docs/transformers.md), which restarts all workers after a loss"
 
 
-def refuse_version() -> None:
+def require_known_version() -> None:
     """Raise UnfitError for a transformers whose loop is another one."""
     run_epoch = getattr(transformers.Trainer, "_run_epoch", None)
     has_all = run_epoch is not None and set(inspect.signature(run_epoch).parameters) >= _OF_RUN_EPOCH
@@ -29,7 +29,7 @@ def refuse_version() -> None:
         )
 
 
-def refuse(trainer: Trainer, trial: object) -> None:
+def require_supported(trainer: Trainer, trial: object) -> None:
     """Raise UnfitError for what would not be kept: names it, and says what to do."""
     args: Any = trainer.args
     wrong = {
