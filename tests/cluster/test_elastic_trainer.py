@@ -139,3 +139,31 @@ def assert_like_in_the_end(job: Job, other: Job) -> None:
     assert len(finals) == 3, job.output()[-3000:]
     torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
     assert {event["step"] for event in job.of("finished")} == {STEPS}
+
+
+class SftJob(Job):
+    module = "tests.cluster.sft_job"
+
+
+@pytest.mark.slow
+def test_trl_sft_with_two_kills(tmp_path: Path) -> None:
+    reason = (
+        "trl is not installed; elsewhere: pip install trl, pytest -m slow tests/cluster/test_elastic_trainer.py -k trl"
+    )
+    pytest.importorskip("trl", reason=reason)
+    faults = [Fault("kill", "backward", rank=1, step=step) for step in (2, 5)]
+    jobs = []
+    for name, planned in (("undisturbed", []), ("killed", faults)):
+        job = SftJob(tmp_path / name, planned)
+        try:
+            job.start("--standalone", "--max-restarts=0", "--min-workers=1", nproc=3)
+            assert job.wait() == [0], job.output()[-6000:]
+        finally:
+            job.stop()
+        jobs.append(job)
+    assert jobs[1].plan.struck() == [0, 1]
+    [first, *others] = [event["losses"] for job in jobs for event in job.of("finished")]
+    assert len(first) == 4
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5)
+    torch.testing.assert_close(jobs[1].final_weights()[0], jobs[0].final_weights()[0], rtol=1e-3, atol=1e-3)

@@ -25,14 +25,18 @@ data = [{{"input_ids": row, "labels": row}} for row in rows]
 options = dict(max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True)
 arguments = TrainingArguments({folder!r}, **(options | dict({options})))
 trainer = ElasticTrainer(GPT2LMHeadModel(GPT2Config(**sizes)), arguments, train_dataset={data}, eval_dataset=data)
+{change}
 trainer.train()
 assert arguments.gradient_accumulation_steps == options.get("gradient_accumulation_steps", 1)
 print("trained", trainer.state.global_step, trainer.state.epoch, round(trainer.evaluate()["eval_loss"], 1))
+{after}
 """
 
 
-def ran(folder: Path, options: str = "", *, before: str = "", data: str = "data") -> subprocess.CompletedProcess[str]:
-    text = SCRIPT.format(folder=str(folder), options=options, before=before, data=data)
+def ran(
+    folder: Path, options: str = "", *, before: str = "", data: str = "data", change: str = "", after: str = ""
+) -> subprocess.CompletedProcess[str]:
+    text = SCRIPT.format(folder=str(folder), options=options, before=before, data=data, change=change, after=after)
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -71,3 +75,21 @@ def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
     data = "type('Rows', (torch.utils.data.IterableDataset,), {'__iter__': lambda self: iter(data)})()"
     done = ran(tmp_path, data=data)
     assert "UnfitError: train_dataset is an IterableDataset" in done.stderr
+
+
+@pytest.mark.long
+def test_a_second_training_and_half_precision(tmp_path: Path) -> None:
+    done = ran(tmp_path, "bf16=True, num_train_epochs=1, max_steps=-1", after="trainer.train(); print('again')")
+    assert "trained 5 1.0 2." in done.stdout, done.stderr[-3000:]
+    assert "again" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.long
+def test_an_epoch_that_a_callback_ends_is_refused(tmp_path: Path) -> None:
+    ends = (
+        "type('Ends', (TrainerCallback,), {'on_step_end': lambda _, a, s, c, **k: setattr(c, 'should_epoch_stop', 1)})"
+    )
+    done = ran(
+        tmp_path, "max_steps=8", change=f"from transformers import TrainerCallback; trainer.add_callback({ends})"
+    )
+    assert "UnfitError: a callback has set control.should_epoch_stop" in done.stderr

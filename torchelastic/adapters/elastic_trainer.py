@@ -6,6 +6,7 @@ process; torchelastic does, at the first step.
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +23,7 @@ except ImportError as error:
 from torchelastic.adapters.hugging_face.one_process import stay_alone
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch, MicroBatches
 from torchelastic.adapters.hugging_face.trainer_requirements import require_known_version, require_supported
-from torchelastic.adapters.hugging_face.trainer_steps import CommitCallback, EnterAgainError, TrainerSteps
+from torchelastic.adapters.hugging_face.trainer_steps import EnterAgainError, TrainerSteps
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.p2p import CoordinatorP2P
 
@@ -47,14 +48,15 @@ class ElasticTrainerMixin:
 
     Attributes:
         elastic_global_batch_size: samples of a step; None: as above.
-        elastic_checkpoint: saves beside the Trainer's own checkpoints (`torchelastic.TieredCheckpointManager` in
-            memory, say), for the case that all workers are lost at once; None: nothing does.
+        elastic_checkpoint: saves beside the Trainer's own checkpoints, in memory say, for the case that all workers are
+            lost at once (`torchelastic.checkpoint.TieredCheckpointManager`); None: nothing does.
     """
 
     elastic_global_batch_size: int | None = None
     elastic_checkpoint: CheckpointManager | None = None
     _coordinator: CoordinatorP2P | None = None
     _elastic: TrainerSteps | None = None
+    _has_trained = False  # in this process, which has the group of its last training then
     _accumulation = 1
     _started = 0.0
     _items: list[Any]
@@ -69,7 +71,8 @@ class ElasticTrainerMixin:
             RuntimeError: what `torchelastic.train` raises.
         """
         require_known_version()
-        require_supported(self, trial)  # type: ignore[arg-type]
+        require_supported(self, trial, may_have_group=ElasticTrainerMixin._has_trained)  # type: ignore[arg-type]
+        ElasticTrainerMixin._has_trained = True
         trainer: Any = self
         args = trainer.args
         self._coordinator = CoordinatorP2P("nccl" if args.device.type == "cuda" else "gloo")
@@ -80,6 +83,7 @@ class ElasticTrainerMixin:
             args.gradient_accumulation_steps = self._accumulation
             if self._elastic is not None:
                 self._elastic.close()
+            self._elastic = self._coordinator = None
 
     # --- set up -------------------------------------------------------------------------------------------------------
 
@@ -130,8 +134,6 @@ class ElasticTrainerMixin:
         self._elastic.progress.epochs_ended = trainer.state.global_step // len(batches)
         self._numbers_of = resume_from_checkpoint
         batches.go_to(trainer.state.global_step)
-        trainer.accelerator.backward = self._elastic.backward
-        trainer.callback_handler.callbacks[:0] = [CommitCallback(self._elastic)]
         return self._elastic.state.model, batches
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class ElasticTrainerMixin:
         trainer.model.eval()
         items = torch.tensor(count, device=trainer.args.device)
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            prepared = trainer._prepare_inputs(dict(inputs))
+            prepared = trainer._prepare_inputs(copy.copy(inputs))  # labels may be taken out of it
             loss = trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
         trainer.model.train()
         return float(loss)

@@ -29,7 +29,7 @@ def require_known_version() -> None:
         )
 
 
-def require_supported(trainer: Trainer, trial: object) -> None:
+def require_supported(trainer: Trainer, trial: object, *, may_have_group: bool) -> None:
     """Raise UnfitError for what would not be kept: names it, and says what to do."""
     args: Any = trainer.args
     wrong = {
@@ -53,7 +53,7 @@ def require_supported(trainer: Trainer, trial: object) -> None:
             raise UnfitError(
                 f"ElasticTrainer cannot go on in the running process with {what}: leave it out, or {_RESTART}"
             )
-    if dist.is_initialized():
+    if dist.is_initialized() and not may_have_group:
         raise UnfitError(
             "a process group was formed before ElasticTrainer was imported, and newcomers would have to take part in "
             "that: import torchelastic.adapters.elastic_trainer at the top of the script, before TrainingArguments or "

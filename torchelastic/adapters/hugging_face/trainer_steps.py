@@ -16,6 +16,7 @@ from torchelastic.adapters.hugging_face.one_process import report_group
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch
 from torchelastic.adapters.hugging_face.trainer_progress import TrainerProgress
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
+from torchelastic.errors import UnfitError
 from torchelastic.model_state import ModelState
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.step import Step
@@ -74,6 +75,9 @@ class TrainerSteps:
         self._world = (-1, 0)
         self._part = MicroBatch(None, 0)
         self._counted: tuple[float, float] | None = None
+        self._callback = CommitCallback(self)
+        trainer.callback_handler.callbacks[:0] = [self._callback]
+        trainer.accelerator.backward = self.backward
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +138,10 @@ class TrainerSteps:
         self._follow_group()
 
     def close(self) -> None:
-        """This worker trains no further, whatever the reason."""
+        """This worker trains no further, whatever the reason; the Trainer is as it was before."""
+        callbacks = self._trainer.callback_handler.callbacks
+        callbacks[:] = [one for one in callbacks if one is not self._callback]
+        vars(self._trainer.accelerator).pop("backward", None)
         if self._steps is not None:
             self._steps.close()  # type: ignore[attr-defined]  # it is a generator
         self.batches.close()
@@ -250,6 +257,12 @@ class CommitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if not self._steps.commit():
             raise EnterAgainError
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """No other callback has seen it either."""
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """No other callback has seen it either. Raises UnfitError: a callback has ended it before its data did."""
+        del args
+        if state.global_step % len(self._steps.batches) and not control.should_training_stop:
+            raise UnfitError(
+                "a callback has set control.should_epoch_stop in the middle of an epoch, and ElasticTrainer goes on "
+                "with the rest of its data: end the training (should_training_stop), or take more epochs of fewer data"
+            )
         self._steps.progress.epochs_ended += 1
