@@ -274,6 +274,24 @@ def save_what_outgrows_its_slot_where_memory_is_full(folder: str) -> Any:
     return result
 
 
+def save_where_one_rank_has_no_memory(folder: str) -> Any:
+    """The folder of its host is on a tmpfs that is too small; there is a disk, too."""
+    peers = join()
+    manager = TieredCheckpointManager(make_tiers("hosts disk", folder), run_id="test", patience_s=60.0)
+    waits = []
+    for step in (1, 2, 3):
+        manager.save_step(make_state(7, step), step, peers)
+        waits.append(not manager.wait(10.0))
+    result = {
+        "waits": waits,
+        "failures": list(manager.failures),
+        "steps": {tier.name: steps_in(tier) for tier in manager.tiers},
+        "restored": manager.restore(make_state(1, 1), peers),
+    }
+    close(manager)
+    return result
+
+
 class SlowPrune(DiskTier):
     """Removes nothing on rank 1 before a file is there."""
 

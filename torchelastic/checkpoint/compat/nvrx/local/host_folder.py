@@ -86,7 +86,7 @@ class HostFolder(MemoryTier):
 
     def stage(self, header: Header) -> Stage:
         """See `MemoryTier`."""
-        self._disk.make_folder(self._root)  # somebody may have removed it, with all that was in it
+        self._hold_again()
         return super().stage(header)
 
     def begin(self, shard: ShardId, stage: Stage, write: ShardWrite) -> None:
