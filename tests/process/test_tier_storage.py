@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.process.s3_server import NEEDS_S3, bucket
+from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
 from torchelastic.checkpoint.engine import durable_copies
 from torchelastic.checkpoint.engine.restore import fetch
@@ -256,6 +258,24 @@ def test_a_durable_shard_that_was_changed_is_found_when_it_is_opened_or_read(pla
     (entry,) = tier.inventory()
     assert not entry.is_committed
     assert "the manifest is damaged" in (entry.damage or "")
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_folder_that_is_too_small_for_a_download_is_named_with_the_remedy(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    (saved,) = group_of("file", place, 1)
+    save([saved], name_at(1))
+    with small_tmpfs(tmp_path / "small", 4096) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        tier = DurableTier(saved.where, download_folder=folder if is_given else None)
+        with (
+            pytest.raises(CheckpointError, match=r"(?s)download_folder=.*TMPDIR") as raised,
+            tier.open(name_at(1), 0) as shard,
+        ):
+            shard.verify()
+    assert str(folder) in str(raised.value)
+    assert re.search(r"No space left on device after .* of .*B: give DurableTier", str(raised.value))
 
 
 def test_what_is_removed_from_durable_storage_loses_its_manifest_first(

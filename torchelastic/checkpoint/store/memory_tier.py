@@ -6,14 +6,13 @@ import logging
 import os
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, is_full
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.store.folder_tier import FolderTier
-from torchelastic.checkpoint.store.host_memory.room import is_full
 from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.reading import is_whole
 from torchelastic.checkpoint.store.received_shards import ReceivedShards

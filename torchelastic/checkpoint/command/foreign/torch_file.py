@@ -83,7 +83,7 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
 
 
 def write(path: Path, tree: Any) -> None:
-    """Writes a state, whose tensors may get other memory; those that are one object stay one, and share what they did."""
+    """Writes a state, whose tensors may get other memory: those that are one object, or share memory, go on so."""
     _cut_memory(tree)
     with explained("write the file", path), path.open("wb") as file:
         try:

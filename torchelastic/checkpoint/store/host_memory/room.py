@@ -17,14 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, explained, is_full
 from torchelastic.processes.control_groups import CGROUP_ROOT, SELF_CGROUP, control_groups, text_of
 from torchelastic.text import bytes_text
 
 #: What is left to everybody else on this host: a step allocates too, and so do data loaders.
 DEFAULT_MARGIN_BYTES = 256 * 2**20
-#: What the system answers where a file gets no more room.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,6 @@ def require_tmpfs_room(needed_bytes: int, folder: Path) -> None:
     """To try what cannot succeed takes all that is left there for a moment. Raises: CheckpointError (`is_full`)."""
     if why_no_room(needed_bytes, measure(folder), margin_bytes=0) is not None:
         raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
-def is_full(error: CheckpointError) -> bool:
-    """Whether a file system refused because it has no room (left)."""
-    return error.errno in _FULL
 
 
 def shortage(error: CheckpointError, needed_bytes: int, folder: Path) -> CheckpointError:
