@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec.asyn  # type: ignore[import-untyped]
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.partial import PartialCopy, Ranges
@@ -87,12 +87,26 @@ class DurableTier(Tier):
         self._download_folder = download_folder
         self._kinds: dict[str, Kind] = {}
         self._manifest: Manifest | None = None
+        self._storage_options = dict(storage_options or {})
+        self._opened_files, self._root = self._open_files()
+
+    def _open_files(self) -> tuple[Any, str]:
+        self._pid = os.getpid()
         try:
-            self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
+            files, root = fsspec.url_to_fs(self._url, **self._storage_options)
         except ValueError as error:
-            raise ValueError(f"{self.where} is no URL for fsspec: {without_secrets(error, url)}") from None
+            raise ValueError(f"{self.where} is no URL for fsspec: {without_secrets(error, self._url)}") from None
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             raise self._error("reach the storage", error) from None
+        return files, str(root)
+
+    @property
+    def _files(self) -> Any:
+        """The protocol's file system. Its thread and connections are not in a child of fork, which makes its own."""
+        if self._pid != os.getpid():
+            getattr(fsspec.asyn, "reset_lock", lambda: None)()  # newer ones do so themselves
+            self._opened_files, self._root = self._open_files()
+        return self._opened_files
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
