@@ -20,9 +20,10 @@ from tests.waiting import wait_until
 from torchelastic.checkpoint import EverySteps, TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.disk import Disk
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
+from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.group.peers import Alone
 from torchelastic.p2p.group_peers import GroupPeers
 
@@ -290,6 +291,22 @@ def save_where_one_rank_has_no_memory(folder: str) -> Any:
     }
     close(manager)
     return result
+
+
+def save_locally_where_one_host_has_no_room(folder: str) -> Any:
+    """Each rank is a host of its own; there is durable storage, too."""
+    rank, root = dist.get_rank(), Path(folder) / f"host-{dist.get_rank()}"
+    tier = DurableTier(f"file://{folder}/durable")
+    manager = LocalCheckpointManager(root / "job", durable=tier, timeout_s=30.0)
+    for step in (1, 2):
+        manager.save(BasicTensorAwareStateDict({"w": torch.full((20_000,), step + rank / 2)}), step)
+        manager.wait_for_durable(30)
+        dist.barrier()
+    latest = manager.find_latest()
+    (loaded, _), here = manager.load(), sorted(path.name for path in root.glob("job/step-*/shard*"))
+    result = {"failures": list(manager.failures), "latest": latest, "own": float(loaded.to_tree()["w"][0])}
+    manager.close()
+    return {**result, "here": [name for name in here if f"-{rank:05d}-of" not in name]}
 
 
 class SlowPrune(DiskTier):

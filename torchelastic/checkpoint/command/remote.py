@@ -160,7 +160,7 @@ def _require_room(folder: Path, sizes_bytes: list[int | None]) -> None:
 
 def _copy(files: Any, name: str, size_bytes: int | None, target: Path, *, heads_only: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if _is_whole(size_bytes, name, heads_only):
+    if size_bytes is None or _is_whole(size_bytes, name, heads_only):
         files.get_file(name, str(target))
         return
     head = files.cat_file(name, 0, PREAMBLE_BYTES)

@@ -104,7 +104,7 @@ def _cut_memory(tree: Any) -> None:
             views.setdefault(leaf.untyped_storage().data_ptr(), {})[id(leaf)] = leaf
         else:
             with torch.no_grad():
-                leaf.set_(torch.UntypedStorage(0), 0, leaf.shape, leaf.stride())
+                leaf.set_(torch.empty(0).untyped_storage(), 0, leaf.shape, leaf.stride())
     for tensors in views.values():
         _cut_one(sorted(tensors.values(), key=lambda tensor: _shown(tensor)[0]))
 
@@ -123,7 +123,7 @@ def _cut_one(tensors: list[torch.Tensor]) -> None:
     if sum(end - begin for begin, end, _ in groups) >= storage.nbytes():
         return
     for begin, end, inside in groups:
-        shown = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,)).clone().untyped_storage()
+        shown = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)).clone().untyped_storage()
         for tensor in inside:
             offset = tensor.storage_offset() - begin // tensor.element_size()
             with torch.no_grad():
@@ -134,4 +134,4 @@ def _shown(tensor: torch.Tensor) -> tuple[int, int]:
     """From which byte to which of its memory a tensor reaches."""
     begin = tensor.storage_offset() * tensor.element_size()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach + 1) * tensor.element_size()
+    return int(begin), int(begin + (reach + 1) * tensor.element_size())

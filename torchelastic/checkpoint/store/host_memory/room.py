@@ -74,9 +74,10 @@ def why_no_room(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGI
     if min(needed_bytes, free.tmpfs_bytes or 0, free.ram_bytes, margin_bytes) < 0:
         raise ValueError(f"bytes cannot be negative: needed {needed_bytes}, {free}, margin {margin_bytes}")
     tmpfs = "no limit" if free.tmpfs_bytes is None else bytes_text(free.tmpfs_bytes)
+    stays = f" ({bytes_text(margin_bytes)} of them stay)" if margin_bytes else ""
     numbers = (
         f"it has to allocate {bytes_text(needed_bytes)}; there are {tmpfs} on the tmpfs, and "
-        f"{bytes_text(free.ram_bytes)} of memory ({bytes_text(margin_bytes)} of them stay)"
+        f"{bytes_text(free.ram_bytes)} of memory{stays}"
     )
     if free.tmpfs_bytes is not None and needed_bytes > free.tmpfs_bytes:
         return NotSaved(
