@@ -15,6 +15,7 @@ from tests.process import tiered_work as work
 from tests.process.local_ranks import Crew, succeeded
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import BCPState, DiskTier, DurableTier, KeepLast, MemoryTier, TieredCheckpointManager
+from torchelastic.checkpoint.engine import stages
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format import pool
 from torchelastic.checkpoint.format.slot import Slot
@@ -185,6 +186,23 @@ def test_where_there_is_no_memory_either_the_error_says_both(
     with pytest.raises(CheckpointError, match=r"(?s)on the tmpfs.*beside the tmpfs there is no memory.*memory limit"):
         manager.save_step(make_state(), 1, PEERS)
     assert manager.wait(30)
+    manager.close()
+
+
+def test_a_slot_that_would_exceed_the_limit_of_the_container_is_not_made(
+    tmp_path: Path, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.Stages.__init__, "__defaults__", (lambda: 3 * MIB,))
+    memory, disk, durable = tiers()
+    manager = TieredCheckpointManager([memory, disk, durable], run_id="test")
+    save(manager, make_state(), 1)
+    state = make_state(mib=1)
+    for step in (2, 3):
+        save(manager, state, step)
+    assert [work.steps_in(tier) for tier in (memory, disk, durable)] == [[3], [3, 2, 1], [3, 2, 1]]
+    failure = manager.failures[0]
+    assert "there is no memory for a shard: it has to allocate 4.0" in failure
+    assert "raise the memory limit of the container" in failure
     manager.close()
 
 

@@ -380,7 +380,8 @@ class Finisher:
 
     def _abort(self, save: TieredSave, tier: Tier) -> None:
         """Remove what is left of a save that this tier will not have."""
-        if tier not in save.uncommitted or (tier.is_shared and save.agreement.context.rank != 0):
+        is_unused = tier is self._stages.tier and save.staged.refused is not None
+        if is_unused or tier not in save.uncommitted or (tier.is_shared and save.agreement.context.rank != 0):
             return  # of a shared tier: the others may still be writing there
         try:
             with as_exception():

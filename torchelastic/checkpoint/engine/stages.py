@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.pool import SlotPool
 from torchelastic.checkpoint.format.stage import Stage, capacity_for
-from torchelastic.checkpoint.store.host_memory.room import require_tmpfs_room, shortage
+from torchelastic.checkpoint.store.host_memory.room import (
+    Free,
+    cgroup_available_bytes,
+    require_tmpfs_room,
+    shortage,
+    why_no_room,
+)
 from torchelastic.checkpoint.store.host_memory.spare_memory import SpareMemory
 from torchelastic.checkpoint.store.tier import Tier
 
@@ -41,14 +48,16 @@ class Stages:
 
     Args:
         tiers: of the manager.
+        limit_bytes: how much more the control groups of this process allow; None: they have no limit.
 
     Attributes:
         tier: the one whose slots are published as they are; None: none of them has such.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], limit_bytes: Callable[[], int | None] = cgroup_available_bytes) -> None:
         pools = [(tier, pool) for tier in tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
         self._spare = SpareMemory()
+        self._limit_bytes = limit_bytes
         self.tier: Tier | None = pools[0][0] if pools else None
         self._pool = pools[0][1] if pools else self._spare.pool
         self._has_others = len(tiers) > 1
@@ -109,16 +118,23 @@ class Stages:
     def _from_pool(self, take: Callable[[Header], Taken], header: Header) -> Taken:
         folder = self._pool.folder
         try:
-            if self._refused is not None and folder is not None and not self._pool.is_warm(header):
+            if folder is not None and not self._pool.is_warm(header):
                 self._pool.release_free_memory()  # as `take` does
-                if folder.exists():
-                    require_tmpfs_room(capacity_for(header), folder)
+                self._require_room(capacity_for(header), folder)
             taken = take(header)
         except CheckpointError as error:
             self._refused = self._explained(error, header)
             raise self._refused from error
         self._refused = None
         return taken
+
+    def _require_room(self, needed_bytes: int, folder: Path) -> None:
+        """Before a new slot is made: a file on tmpfs that exceeds the limit of a container is no error, but a kill."""
+        if self._refused is not None and folder.exists():
+            require_tmpfs_room(needed_bytes, folder)
+        limit_bytes = self._limit_bytes()
+        if limit_bytes is not None and (why := why_no_room(needed_bytes, Free(None, limit_bytes), 0)) is not None:
+            raise CheckpointError(f"there is no memory for a shard: {why.because}")
 
     def _explained(self, error: CheckpointError, header: Header) -> CheckpointError:
         folder = self._pool.folder
