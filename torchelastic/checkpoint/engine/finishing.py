@@ -257,12 +257,12 @@ class Finisher:
             self._background.release()
 
     def _release_stage(self, save: TieredSave) -> None:
-        stage, pool = save.staged.stage, save.staged.pool
+        stage = save.staged.stage
         if stage.has_room_for(save.header):
-            pool.release(stage)
+            self._stages.release(save.staged)
         else:  # it was outgrown, and would be by the saves that follow
             stage.slot.release_at_once()
-            pool.release_memory(stage)
+            save.staged.pool.release_memory(stage)
 
     def _keep_warm(self, save: TieredSave) -> None:
         if not self._background.is_full:

@@ -44,7 +44,7 @@ class Staged:
 
 
 class Stages:
-    """The stages of one manager. `take` is called on the training thread, the rest in the background.
+    """The stages of one manager. `take` is called on the training thread, the rest beside it too.
 
     Args:
         tiers: of the manager.
@@ -111,21 +111,28 @@ class Stages:
             staged.pool.release_memory(staged.stage)
             staged.stage, staged.pool, staged.refused = larger, self._spare.pool, why
 
+    def release(self, staged: Staged) -> None:
+        """What is in a stage that was not published is needed no more. From any thread."""
+        is_kept = staged.refused is None or self._refused is not None
+        (staged.pool.release if is_kept else staged.pool.release_memory)(staged.stage)
+
     def close(self) -> None:
         """Gives back what is the manager's own."""
         self._spare.pool.close()
 
     def _from_pool(self, take: Callable[[Header], Taken], header: Header) -> Taken:
         folder = self._pool.folder
+        is_new = folder is not None and not self._pool.is_warm(header)
         try:
-            if folder is not None and not self._pool.is_warm(header):
+            if folder is not None and is_new:
                 self._pool.release_free_memory()  # as `take` does
                 self._require_room(capacity_for(header), folder)
             taken = take(header)
         except CheckpointError as error:
             self._refused = self._explained(error, header)
             raise self._refused from error
-        self._refused = None
+        if is_new:
+            self._refused = None
         return taken
 
     def _require_room(self, needed_bytes: int, folder: Path) -> None:

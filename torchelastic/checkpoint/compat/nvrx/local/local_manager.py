@@ -210,7 +210,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         self._dropped.detach()
         self._checked = None
-        let_go(self._server, self._folder, self._copies)
+        let_go(*(spare for spare, _ in self._spare.values()), self._server, self._folder, self._copies)
+        self._spare.clear()
         self._server = self._folder = self._epoch = None
         super().close()
 

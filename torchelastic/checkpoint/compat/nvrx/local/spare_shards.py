@@ -28,6 +28,7 @@ class SpareShard:
 
     def __init__(self, shard: ShardId, staged: Staged, header: Header, stages: Stages) -> None:
         self._staged: Staged | None = staged
+        self._stages = stages
 
         def seal() -> SealedShard:
             stages.seal(staged, header)
@@ -50,7 +51,7 @@ class SpareShard:
         staged, self._staged = self._staged, None
         if staged is not None:
             wait([self._sealed])  # it is written to until then
-            staged.pool.release(staged.stage)
+            self._stages.release(staged)
 
     def __enter__(self) -> SpareShard:
         return self
