@@ -19,7 +19,7 @@ from torchelastic.checkpoint.engine import stages
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format import pool
 from torchelastic.checkpoint.format.slot import Slot
-from torchelastic.checkpoint.store import Tier
+from torchelastic.checkpoint.store import Tier, fence
 from torchelastic.checkpoint.store.host_memory import spare_memory
 from torchelastic.group.peers import Alone
 
@@ -37,6 +37,12 @@ def shm(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs that is too small for a state."""
     with small_tmpfs(tmp_path / "shm", TMPFS_MIB * MIB) as folder:
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run is refused at once."""
+    monkeypatch.setattr(fence, "ENTER_TIMEOUT_S", 0.1)
 
 
 @pytest.fixture
