@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.process.command_checkpoints import Capture, lines_of, run
+from tests.process.small_tmpfs import small_tmpfs
 from tests.waiting import wait_until
 from torchelastic.checkpoint import DurableTier, KeepAll
 from torchelastic.checkpoint.command import remote
@@ -34,9 +36,9 @@ def url(tmp_path: Path) -> Iterator[str]:
     files.rm("/bucket", recursive=True)
 
 
-def test_checkpoints_at_a_url_are_listed_by_their_headers(
-    url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are downloaded whole."""
     whole: list[str] = []
     kind = type(fsspec.filesystem("memory"))
     fetch = kind.get_file
@@ -46,6 +48,10 @@ def test_checkpoints_at_a_url_are_listed_by_their_headers(
         return fetch(self, name, *rest, **options)
 
     monkeypatch.setattr(kind, "get_file", get_file)
+    return whole
+
+
+def test_checkpoints_at_a_url_are_listed_by_their_headers(url: str, capsys: Capture, whole: list[str]) -> None:
     code, out, err = run(capsys, "ls", url)
     assert (code, err) == (0, "")
     assert [line.split()[1:3] for line in out.splitlines()[1:]] == [["2", "1"], ["1", "1"]]
@@ -55,6 +61,30 @@ def test_checkpoints_at_a_url_are_listed_by_their_headers(
     newest = lines_of(capsys, "ls", url)[0]
     assert newest["path"].startswith(f"{url}/step-000000002.")
     assert newest["size_bytes"] > 4 * LENGTH
+
+
+def test_one_at_a_url_is_shown_by_its_headers(url: str, capsys: Capture, whole: list[str]) -> None:
+    code, out, err = run(capsys, "show", url, "--tensors", "--values")
+    assert (code, err) == (0, "")
+    assert f"[{LENGTH}]" in out
+    assert "weights: tensor weights" in out
+    assert whole
+    assert not any(name.endswith(".shard") for name in whole)
+
+
+@pytest.mark.parametrize("verb", ["verify", "convert"])
+def test_a_temporary_folder_that_is_too_small_is_named_with_what_is_needed(
+    url: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, whole: list[str], verb: str
+) -> None:
+    more = [tmp_path / "one.pt", "--to", "torch"] if verb == "convert" else []
+    with small_tmpfs(tmp_path / "tmp", 2**20) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        code, _, err = run(capsys, verb, url, *more)
+        assert run(capsys, "ls", url)[0] == 0
+    assert code == 2
+    for words in (str(folder), "MiB, and 1", "are free", "TMPDIR"):
+        assert words in err, err
+    assert not any(name.endswith(".shard") for name in whole), "nothing is downloaded that does not fit"
 
 
 def test_it_is_said_that_storage_does_not_answer(url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,27 @@ def test_views_of_one_memory_keep_their_values(tmp_path: Path, to: str) -> None:
     assert_same(load_tree(tmp_path / "u"), state)
 
 
+def test_a_file_of_torch_holds_no_more_than_the_part_and_what_shared_memory_still_does(tmp_path: Path) -> None:
+    memory, pairs = torch.arange(2.0**20), torch.randn(2**16, dtype=torch.complex64)
+    head = {
+        "few": memory[7:17],
+        "overlapping": memory[12:32].view(4, 5).t(),
+        "one": torch.nn.Parameter(memory[2**19 : 2**19 + 1]),
+        "conjugated": pairs[3:5].conj(),
+        "nothing": memory[5:5],
+        "whole": torch.ones(3),
+    }
+    head["same"] = head["few"]
+    torch.save({"all": memory, "head": head}, tmp_path / "s")
+    convert(tmp_path / "s", tmp_path / "t", "torch", "--part", "head")
+    back = torch.load(tmp_path / "t", weights_only=True)
+    assert_same(back, head)
+    assert (tmp_path / "t").stat().st_size < 2**14
+    assert back["same"] is back["few"]
+    back["few"][8] = -1.0
+    assert back["overlapping"][3, 0] == -1.0, "one memory, as before"
+
+
 def test_dcp_loads_into_a_model_and_adam(tmp_path: Path) -> None:
     model, optimizer = trained()
     save_tree(tmp_path / "s", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})

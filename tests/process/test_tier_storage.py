@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import faulthandler
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +17,11 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 from fsspec import AbstractFileSystem
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.process.s3_server import NEEDS_S3, bucket
+from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
 from torchelastic.checkpoint.engine import durable_copies
 from torchelastic.checkpoint.engine.restore import fetch
@@ -258,6 +262,24 @@ def test_a_durable_shard_that_was_changed_is_found_when_it_is_opened_or_read(pla
     assert "the manifest is damaged" in (entry.damage or "")
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_folder_that_is_too_small_for_a_download_is_named_with_the_remedy(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    (saved,) = group_of("file", place, 1)
+    save([saved], name_at(1))
+    with small_tmpfs(tmp_path / "small", 4096) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        tier = DurableTier(saved.where, download_folder=folder if is_given else None)
+        with (
+            pytest.raises(CheckpointError, match=r"(?s)download_folder=.*TMPDIR") as raised,
+            tier.open(name_at(1), 0) as shard,
+        ):
+            shard.verify()
+    assert str(folder) in str(raised.value)
+    assert re.search(r"No space left on device after .* of .*B: give DurableTier", str(raised.value))
+
+
 def test_what_is_removed_from_durable_storage_loses_its_manifest_first(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +324,47 @@ def test_storage_that_is_silent_when_a_job_begins_is_not_waited_for(
     assert copies.known_epoch("run") > 1_000_000_000
     assert "is silent for 0.1 s" in caplog.text
     answers.set()
+
+
+class Far(AsyncFileSystemWrapper):  # type: ignore[misc]
+    """Files of this host behind a thread of fsspec's own, as all storage that is reached over a network."""
+
+    protocol = "far"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(LocalFileSystem(auto_mkdir=True), asynchronous=False, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("far://")
+
+    def open(self, path: str, *rest: Any, **options: Any) -> Any:
+        self.exists(path)  # on that thread
+        return self.sync_fs.open(path, *rest, **options)
+
+
+@pytest.mark.parametrize("is_used_before", [False, True])
+def test_a_durable_tier_that_was_made_before_a_fork_works_in_the_child_and_in_the_parent(
+    place: Path, is_used_before: bool
+) -> None:
+    fsspec.register_implementation("far", Far, clobber=True)
+    tier, steps = DurableTier(f"far://{place}", KeepLast(9)), [1, 2, 3] if is_used_before else [2, 3]
+    if is_used_before:
+        save([tier], name_at(1))
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            faulthandler.dump_traceback_later(30, exit=True)
+            save([tier], name_at(2))
+            with tier.open(name_at(2), 0) as shard:
+                shard.verify()
+            status = 7
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    save([tier], name_at(3))
+    assert [entry.name.step for entry in tier.inventory()] == steps[::-1]
 
 
 def test_no_secret_of_a_url_is_shown() -> None:

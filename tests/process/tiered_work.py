@@ -20,9 +20,10 @@ from tests.waiting import wait_until
 from torchelastic.checkpoint import EverySteps, TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.disk import Disk
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
+from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.group.peers import Alone
 from torchelastic.p2p.group_peers import GroupPeers
 
@@ -272,6 +273,40 @@ def save_what_outgrows_its_slot_where_memory_is_full(folder: str) -> Any:
     result = {"waits": waits, "failures": list(manager.failures), "complete": steps_of(manager)}
     close(manager)
     return result
+
+
+def save_where_one_rank_has_no_memory(folder: str) -> Any:
+    """The folder of its host is on a tmpfs that is too small; there is a disk, too."""
+    peers = join()
+    manager = TieredCheckpointManager(make_tiers("hosts disk", folder), run_id="test", patience_s=60.0)
+    waits = []
+    for step in (1, 2, 3):
+        manager.save_step(make_state(7, step), step, peers)
+        waits.append(not manager.wait(10.0))
+    result = {
+        "waits": waits,
+        "failures": list(manager.failures),
+        "steps": {tier.name: steps_in(tier) for tier in manager.tiers},
+        "restored": manager.restore(make_state(1, 1), peers),
+    }
+    close(manager)
+    return result
+
+
+def save_locally_where_one_host_has_no_room(folder: str) -> Any:
+    """Each rank is a host of its own; there is durable storage, too."""
+    rank, root = dist.get_rank(), Path(folder) / f"host-{dist.get_rank()}"
+    tier = DurableTier(f"file://{folder}/durable")
+    manager = LocalCheckpointManager(root / "job", durable=tier, timeout_s=30.0)
+    for step in (1, 2):
+        manager.save(BasicTensorAwareStateDict({"w": torch.full((20_000,), step + rank / 2)}), step)
+        manager.wait_for_durable(30)
+        dist.barrier()
+    latest = manager.find_latest()
+    (loaded, _), here = manager.load(), sorted(path.name for path in root.glob("job/step-*/shard*"))
+    result = {"failures": list(manager.failures), "latest": latest, "own": float(loaded.to_tree()["w"][0])}
+    manager.close()
+    return {**result, "here": [name for name in here if f"-{rank:05d}-of" not in name]}
 
 
 class SlowPrune(DiskTier):

@@ -20,6 +20,8 @@ _REMEDIES = {
     errno.EPERM: "make it accessible to this user, or choose another checkpoint_dir",
     errno.EROFS: "it is mounted read-only; remount it, or choose another checkpoint_dir",
 }
+#: What the system answers where there is no more room.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 class CheckpointError(OSError):
@@ -53,6 +55,11 @@ def torch_reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = next((line for line in lines if "Unsupported" in line or "WeightsUnpickler error" in line), None)
     return (named or (lines[0] if lines else type(error).__name__))[:200]
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a file system, or the system, has no room (left)."""
+    return error.errno in _FULL
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def _ls(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.showing import show
 
-    with _files_at(options.path, "newest") as path:
+    with _files_at(options.path, "list") as path:
         return show(path, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
 
 

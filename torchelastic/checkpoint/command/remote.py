@@ -6,6 +6,7 @@ of the same length.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -21,10 +22,10 @@ import tenacity
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
 from torchelastic.checkpoint.command.screen import shown_as
-from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.errors import CorruptCheckpointError, is_full
 from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.console import complain
-from torchelastic.text import without_credentials, without_secrets
+from torchelastic.text import bytes_text, without_credentials, without_secrets
 
 #: What is no longer is downloaded whole.
 _SMALL_BYTES = 2**20
@@ -86,6 +87,13 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             raise _NothingThereError(
                 f"{where} holds nothing: give the place of checkpoints, or of one of them"
             ) from None
+        except OSError as error:
+            if not is_full(error):
+                raise CheckpointCommandError(f"could not read {where}: {without_secrets(error, url)}") from None
+            raise CheckpointCommandError(
+                f"there is no room for a copy of {where} while it is read, in {Path(folder).parent}: "
+                f"{without_secrets(error, url)}; set TMPDIR to a folder on a larger file system"
+            ) from None
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             raise CheckpointCommandError(f"could not read {where}: {without_secrets(error, url)}") from None
         with shown_as(str(target), where.rstrip("/")):
@@ -113,6 +121,9 @@ def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> None:
     files.invalidate_cache()
     files.ls(root)  # `find` would take what does not answer for nothing
     found = files.find(root, detail=True)
+    _require_room(
+        target.parent, [item["size"] for name, item in found.items() if _is_whole(item["size"], name, heads_only)]
+    )
     kept, removed = set[str](), set[str]()
     for name, item in found.items():
         below = os.path.relpath(str(name), root)
@@ -136,9 +147,20 @@ def _copy_all(files: Any, root: str, target: Path, *, heads_only: bool) -> None:
         raise _RemovedError(root)
 
 
+def _is_whole(size_bytes: int | None, name: str, heads_only: bool) -> bool:
+    return not heads_only or size_bytes is None or size_bytes <= _SMALL_BYTES or not name.endswith(".shard")
+
+
+def _require_room(folder: Path, sizes_bytes: list[int | None]) -> None:
+    """Nothing is downloaded that does not fit. Raises: OSError."""
+    needed_bytes, free_bytes = sum(size or 0 for size in sizes_bytes), shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise OSError(errno.ENOSPC, f"it needs {bytes_text(needed_bytes)}, and {bytes_text(free_bytes)} are free")
+
+
 def _copy(files: Any, name: str, size_bytes: int | None, target: Path, *, heads_only: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if not heads_only or size_bytes is None or size_bytes <= _SMALL_BYTES or target.suffix != ".shard":
+    if size_bytes is None or _is_whole(size_bytes, name, heads_only):
         files.get_file(name, str(target))
         return
     head = files.cat_file(name, 0, PREAMBLE_BYTES)

@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tenacity
 
@@ -45,6 +46,13 @@ SHARDS_S = 600.0
 ANSWER_S = 10.0
 #: It looks for them first after this time, and then ever more rarely.
 _FIRST_LOOK_S, _RAREST_LOOK_S = 0.05, 5.0
+
+
+class Readable(AbstractContextManager[object], Protocol):
+    """A shard that somebody holds: a `ShardReader`, say."""
+
+    def view(self) -> memoryview:
+        """All of its bytes."""
 
 
 class DurableCopies:
@@ -118,7 +126,12 @@ class DurableCopies:
         """Whether this checkpoint is to be copied, by the policy of the tier. On rank 0, if `is_free` on all ranks."""
         return bool(self._schedules.due(step))
 
-    def take(self, shard: ShardId, reader: ShardReader) -> None:
+    @property
+    def tier(self) -> DurableTier:
+        """Where they go."""
+        return self._tier
+
+    def take(self, shard: ShardId, reader: Readable) -> None:
         """Copies a shard; see `enter`.
 
         Args:
@@ -191,7 +204,7 @@ class DurableCopies:
             self._tier.prepare(context)
             self._is_prepared = context
 
-    def _upload(self, shard: ShardId, reader: ShardReader, context: TierContext, replaced: threading.Event) -> None:
+    def _upload(self, shard: ShardId, reader: Readable, context: TierContext, replaced: threading.Event) -> None:
         with reader:
             self._prepare(context, replaced)
             with reader.view() as view:

@@ -19,12 +19,11 @@ from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.elastic_state import Observe
 from torchelastic.checkpoint.engine.replicas import Replicas
 from torchelastic.checkpoint.engine.save_agreement import SaveAgreement, SupersededError
+from torchelastic.checkpoint.engine.stages import Staged, Stages
 from torchelastic.checkpoint.errors import CheckpointError, NotPublishedError, OutOfStepError
 from torchelastic.checkpoint.failures import Failures
 from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header
-from torchelastic.checkpoint.format.pool import SlotPool
-from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext
 from torchelastic.metrics import publish_metric
@@ -42,9 +41,8 @@ class TieredSave:
     Attributes:
         name: which checkpoint it is.
         header: of the shard; its checksums still to come.
-        stage: holds the bytes.
-        copy: of them; from a GPU it may still be running.
-        pool: where the stage goes back to.
+        staged: where it is built.
+        copy: of the bytes; from a GPU it may still be running.
         agreement: with the group.
         tiers: on rank 0: the names of those that take part; None on the others.
         began_s: when it began, by the monotonic clock.
@@ -55,15 +53,16 @@ class TieredSave:
         waiting: of those, the ones that have not begun: whoever takes a name out does it, or gives it up.
         abandoned: the tiers in which it will not be published, as far as is known.
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
-        failure: the first reason for which a tier that takes part does not have it; None: all of them have it.
-        ended: when all of this is over; raises `failure`.
+        failure: the first reason for which a tier that takes part does not have it, but for the memory tier.
+        failure_in_memory: the same of that one; counts where no other tier has it.
+        is_somewhere: whether any tier has it.
+        ended: when all of this is over; raises the failure that counts.
     """
 
     name: SaveId
     header: Header
-    stage: Stage
+    staged: Staged
     copy: PendingCopy
-    pool: SlotPool
     agreement: SaveAgreement
     tiers: list[str] | None
     began_s: float
@@ -75,6 +74,8 @@ class TieredSave:
     uncommitted: list[Tier] = field(default_factory=list)
     is_stage_published: bool = False
     failure: Exception | None = None
+    failure_in_memory: Exception | None = None
+    is_somewhere: bool = False
     ended: Future[None] = field(default_factory=Future)
 
     def failed(self, error: Exception) -> None:
@@ -91,10 +92,11 @@ class TieredSave:
 
     def end(self) -> None:
         """Nothing more is done for it."""
-        if self.failure is None:
+        failure = self.failure or (None if self.is_somewhere else self.failure_in_memory)
+        if failure is None:
             self.ended.set_result(None)
         else:
-            self.ended.set_exception(self.failure)
+            self.ended.set_exception(failure)
 
 
 @contextmanager
@@ -113,6 +115,7 @@ class Finisher:
 
     Args:
         tiers: in the order in which they are written.
+        stages: in which saves are built.
         failures: hear of what went wrong.
         background: finishes saves in its thread; on it `prepare` and `skip` are called.
         monotonic: a clock in seconds that never goes back.
@@ -122,13 +125,14 @@ class Finisher:
     def __init__(
         self,
         tiers: Sequence[Tier],
+        stages: Stages,
         failures: Failures,
         background: Background,
         monotonic: Callable[[], float] = time.monotonic,
         replicas: Replicas | None = None,
     ) -> None:
-        pools = [isinstance(getattr(tier, "pool", None), SlotPool) for tier in tiers]
-        first = 1 + (pools.index(True) if True in pools else 0)
+        first = 1 + (tiers.index(stages.tier) if stages.tier is not None else 0)
+        self._stages = stages
         self._first, self._later = tuple(tiers[:first]), tuple(tiers[first:])
         self._failures = failures
         self._background = background
@@ -176,7 +180,7 @@ class Finisher:
         try:
             shard = self._seal(save)
             self._failures.succeeded(_SEALING)
-            save.pool.pin(save.stage)
+            save.staged.pool.pin(save.staged.stage)
             chosen = save.agreement.choose_tiers(save.name, save.tiers)
             save.later = frozenset(tier.name for tier in self._later if tier.name in chosen)
             for older in self._unfinished[: self._unfinished.index(save)]:  # else many would wait for a slow tier
@@ -194,7 +198,7 @@ class Finisher:
         if not save.later:
             self._end(save)
             return
-        if save.is_stage_published:
+        if save.is_stage_published or save.staged.refused is not None:
             self._keep_warm(save)
         save.waiting.update(save.later)
         for tier in self._later:
@@ -223,7 +227,10 @@ class Finisher:
 
     def _failed(self, save: TieredSave, tier: Tier, error: Exception) -> None:
         if not isinstance(error, SupersededError):
-            save.failed(error)
+            if tier is self._stages.tier:
+                save.failure_in_memory = error
+            else:
+                save.failed(error)
             self._failures.add(f"{save.name} in the {tier.name} tier", error, place=tier.name)
         elif save.agreement.context.rank == 0 and tier.name not in self._behind:
             self._behind.add(tier.name)
@@ -239,7 +246,7 @@ class Finisher:
         try:
             for tier in self._first:  # not before: the memory of what is abandoned may be used by the next save at once
                 self._abort(save, tier)
-            save.pool.unpin(save.stage)
+            save.staged.pool.unpin(save.staged.stage)
             if not save.is_stage_published:
                 self._release_stage(save)
             self._say_done(save.name, save.agreement)
@@ -250,16 +257,17 @@ class Finisher:
             self._background.release()
 
     def _release_stage(self, save: TieredSave) -> None:
-        if save.stage.has_room_for(save.header):
-            save.pool.release(save.stage)
+        stage = save.staged.stage
+        if stage.has_room_for(save.header):
+            self._stages.release(save.staged)
         else:  # it was outgrown, and would be by the saves that follow
-            save.stage.slot.release_at_once()
-            save.pool.release_memory(save.stage)
+            stage.slot.release_at_once()
+            save.staged.pool.release_memory(stage)
 
     def _keep_warm(self, save: TieredSave) -> None:
         if not self._background.is_full:
             try:
-                save.pool.keep_warm(save.header)
+                self._stages.keep_warm(save.header)
                 self._failures.succeeded(_MEMORY)
             except CheckpointError as error:
                 self._failures.add("taking memory for the next save", error, place=_MEMORY)
@@ -285,9 +293,9 @@ class Finisher:
 
     def _seal(self, save: TieredSave) -> SealedShard:
         save.copy.wait()
-        save.stage = save.pool.seal(save.stage, save.header)
-        context = save.agreement.context
-        return SealedShard(save.name, context.rank, context.world_size, save.stage.shard, save.stage)
+        self._stages.seal(save.staged, save.header)
+        context, stage = save.agreement.context, save.staged.stage
+        return SealedShard(save.name, context.rank, context.world_size, stage.shard, stage)
 
     def _publish(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         """One tier. A failure is that of this tier: the others go on."""
@@ -296,6 +304,7 @@ class Finisher:
         except Exception as error:  # noqa: BLE001 - reported; training goes on
             self._failed(save, tier, error)
             return
+        save.is_somewhere = True
         self._behind.discard(tier.name)
         self._failures.succeeded(tier.name)
         durable_s = self._monotonic() - save.began_s
@@ -340,6 +349,8 @@ class Finisher:
     def _put(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
         try:
+            if tier is self._stages.tier and save.staged.refused is not None:
+                raise save.staged.refused
             with as_exception():
                 record = tier.put(shard)
             self._replicate(save, tier, shard)
@@ -353,8 +364,8 @@ class Finisher:
             raise
         finally:
             if not save.is_stage_published:
-                path = save.stage.slot.path
-                save.is_stage_published = path is not None and path.parent != save.pool.folder
+                path = save.staged.stage.slot.path
+                save.is_stage_published = path is not None and path.parent != save.staged.pool.folder
         agreement.stored(name, tier.name, record)
 
     def _replicate(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
@@ -369,7 +380,8 @@ class Finisher:
 
     def _abort(self, save: TieredSave, tier: Tier) -> None:
         """Remove what is left of a save that this tier will not have."""
-        if tier not in save.uncommitted or (tier.is_shared and save.agreement.context.rank != 0):
+        is_unused = tier is self._stages.tier and save.staged.refused is not None
+        if is_unused or tier not in save.uncommitted or (tier.is_shared and save.agreement.context.rank != 0):
             return  # of a shared tier: the others may still be writing there
         try:
             with as_exception():

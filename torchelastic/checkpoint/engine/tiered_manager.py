@@ -21,6 +21,7 @@ from torchelastic.checkpoint.engine.read_rules import PartsWhereTheyAre, ReadRul
 from torchelastic.checkpoint.engine.replicas import replicas_of
 from torchelastic.checkpoint.engine.save_agreement import SaveAgreement
 from torchelastic.checkpoint.engine.schedule import TierSchedules
+from torchelastic.checkpoint.engine.stages import Staged, Stages
 from torchelastic.checkpoint.engine.streams import (
     STREAMS,
     TREE,
@@ -35,8 +36,6 @@ from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
-from torchelastic.checkpoint.format.pool import SlotPool
-from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.format.tree import flatten
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.store.kinds import Kind
@@ -119,12 +118,11 @@ class TieredCheckpointManager(CheckpointManager):
         self._patience_s, self._grace_s = patience_s, grace_s
         self._slot_wait_s, self._end_wait_s = slot_wait_s, end_wait_s
         self._monotonic = monotonic
-        pools = [pool for tier in self.tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
-        self._pool = pools[0] if pools else SlotPool(None)
+        self._stages = Stages(self.tiers)
         # each place behind the first may be at work on one save and keep another one waiting; and one more comes
         self._background = Background(max(2, 2 * len(self.tiers) - 1), monotonic=monotonic)
         self._replicas = replicas_of(self.tiers, replicas, host)
-        self._finisher = Finisher(self.tiers, self.failures, self._background, monotonic, self._replicas)
+        self._finisher = Finisher(self.tiers, self._stages, self.failures, self._background, monotonic, self._replicas)
         self._schedules = TierSchedules({tier.name: tier.every for tier in self.tiers}, monotonic)
         self._layouts: dict[bool | None, RecurringLayout] = {}
         self._epoch: int | None = None
@@ -133,7 +131,7 @@ class TieredCheckpointManager(CheckpointManager):
         self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
         threads = (self._background, *self._finisher.threads.values())
-        self._dropped = let_go_when_dropped(self, *threads, self._replicas, *self.tiers, self._pool)
+        self._dropped = let_go_when_dropped(self, *threads, self._replicas, *self.tiers, self._stages)
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -296,10 +294,11 @@ class TieredCheckpointManager(CheckpointManager):
             metrics: for the manifest.
 
         Returns:
-            Done when the save is over on this rank; raises why a tier that takes part does not have it.
+            Done when the save is over on this rank; raises why a tier that takes part does not have it. The memory tier
+            only counts where no other one has it.
 
         Raises:
-            CheckpointError: there is no memory or no room for the shard, or all slots stay busy.
+            CheckpointError: there is no memory for the shard, in the memory tier or beside it, or all slots stay busy.
         """
         began_s = self._monotonic()
         # Every rank counts on, so all give this save the same name without a message. Rank 0 alone chooses the tiers;
@@ -308,7 +307,7 @@ class TieredCheckpointManager(CheckpointManager):
         tiers = self._schedules.due(step, everywhere=everywhere) if peers.rank == 0 else None
         # All that the training waits for: a slot, memory, and the start of the copy out of the state's tensors.
         try:
-            header, stage, copy = self._copied(lay_out, name, peers)
+            header, staged, copy = self._copied(lay_out, name, peers)
         except BaseException as error:
             # the others would wait for this rank's shard: they are told in the background, as it takes messages
             why = f"rank {peers.rank}: {type(error).__name__}: {error}"
@@ -318,9 +317,7 @@ class TieredCheckpointManager(CheckpointManager):
         stall_s = self._monotonic() - began_s
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
         # From here in the background: checksums, then each tier stores the shard, and publishes once all ranks have.
-        save = TieredSave(
-            name, header, stage, copy, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {}
-        )
+        save = TieredSave(name, header, staged, copy, agreement, tiers, began_s, stall_s, observe, metrics or {})
         self._finisher.begin(save)
         return save.ended
 
@@ -362,31 +359,31 @@ class TieredCheckpointManager(CheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage, PendingCopy]:
+    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Staged, PendingCopy]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._background.reserve(name, self._slot_wait_s)
         try:
             header, sources = lay_out(ShardId(name, peers.rank, peers.world_size).stated)
-            stage = self._stage_for(header)
+            staged = self._stage_for(header)
             try:
-                copy = stage.copy_beside(sources, just_laid_out=True)
+                copy = staged.stage.copy_beside(sources, just_laid_out=True)
                 copy.hold()
             except BaseException:
-                self._pool.release(stage)
+                staged.pool.release(staged.stage)
                 raise
         except BaseException:
             self._background.release()
             raise
-        return header, stage, copy
+        return header, staged, copy
 
-    def _stage_for(self, header: Header) -> Stage:
+    def _stage_for(self, header: Header) -> Staged:
         """Memory for a share; kept ready by the background, but for the first one and where the state has changed."""
         if not self._are_prepared.wait(self._slot_wait_s):
             raise CheckpointError(
                 f"the tiers are not prepared after {self._slot_wait_s:g} s: does one of these not answer: "
                 f"{self._places}?"
             )
-        return self._pool.take(header)
+        return self._stages.take(header)
 
     # --- in the background --------------------------------------------------------------------------------------------
 

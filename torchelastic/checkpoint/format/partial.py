@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained, is_full
 from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.text import bytes_text
 
 #: Where parts of a shard begin and end, in bytes, ascending.
 Ranges = Sequence[tuple[int, int]]
@@ -32,6 +33,7 @@ class PartialCopy:
     Args:
         fetch: asks for bytes of the shard, from wherever it is.
         folder: on whose file system it is; None: in memory.
+        remedy: what whoever reads can do where that has no room.
 
     Attributes:
         descriptor: of the file, for reading and writing; whoever reads it closes it.
@@ -41,8 +43,10 @@ class PartialCopy:
         CheckpointError: it cannot be created.
     """
 
-    def __init__(self, fetch: Fetch, folder: Path | None = None) -> None:
+    def __init__(self, fetch: Fetch, folder: Path | None = None, remedy: str = "free some of it") -> None:
         self._fetch = fetch
+        self._remedy = remedy
+        self._wanted_bytes = FIRST_BYTES
         self._place = Path("memory") if folder is None else folder
         self._here: list[tuple[int, int]] = []  # ascending; no two overlap
         with explained("make room for a copy of a shard", self._place):
@@ -70,6 +74,7 @@ class PartialCopy:
             CheckpointError: it cannot be had, or there is no room for it.
         """
         missing = [part for begin, end in _joined(ranges) for part in _missing(begin, end, self._here)]
+        self._wanted_bytes = sum(end - begin for begin, end in (*self._here, *missing))
         for request in _requests(missing):
             came, wanted_bytes = self._fetch(request), sum(end - begin for begin, end in request)
             if len(came) != wanted_bytes:
@@ -81,11 +86,25 @@ class PartialCopy:
 
     def _keep(self, begin: int, content: bytes | bytearray | memoryview) -> None:
         rest = memoryview(content)
-        with explained("keep a copy of a shard", self._place):
-            while rest:
-                rest = rest[os.pwrite(self.descriptor, rest, begin + len(content) - len(rest)) :]
+        try:
+            with explained("keep a copy of a shard", self._place):
+                while rest:
+                    rest = rest[os.pwrite(self.descriptor, rest, begin + len(content) - len(rest)) :]
+        except CheckpointError as error:
+            if is_full(error):
+                raise self._no_room(error) from error
+            raise
         if content:
             bisect.insort(self._here, (begin, begin + len(content)))
+
+    def _no_room(self, error: CheckpointError) -> CheckpointError:
+        here_bytes = sum(end - begin for begin, end in self._here)
+        return CheckpointError(
+            error.errno,
+            f"there is no room for a copy of a shard while it is read: {os.strerror(error.errno or 0)} after "
+            f"{bytes_text(here_bytes)} of {bytes_text(self._wanted_bytes)}: {self._remedy}",
+            str(self._place),
+        )
 
 
 def _unnamed_file(folder: Path) -> int:

@@ -33,7 +33,8 @@ class SlotPool:
     """Slots on one folder, or in anonymous memory; may be used by several threads.
 
     Args:
-        folder: where the files are, on tmpfs to be fast; None: memory without files, which cannot be published.
+        folder: where the files are, on tmpfs to be fast; made again where somebody has removed it. None: memory without
+            files, which cannot be published.
         at_once: memory that the pool releases goes back to the system at once, see `Slot.release_at_once`.
         disk: what touches files.
     """
@@ -74,6 +75,19 @@ class SlotPool:
         stage = self._warm(header)
         if stage is not None:
             return stage
+        return self._new(header)
+
+    def _new(self, header: Header) -> Stage:
+        try:
+            return self._allocated(header)
+        except CheckpointError as error:
+            if self.folder is None or error.errno != errno.ENOENT:
+                raise
+        log.warning("%s was removed from outside: it is made again", self.folder)
+        self._disk.make_folder(self.folder)
+        return self._allocated(header)
+
+    def _allocated(self, header: Header) -> Stage:
         path = hidden_path(self.folder) if self.folder else None
         return Stage.prepare(Slot(capacity_for(header), path, disk=self._disk), header)
 
@@ -104,9 +118,10 @@ class SlotPool:
 
     def is_warm(self, header: Header) -> bool:
         """Whether `take` needs no more memory than there is for tensors of this layout."""
-        return self.largest_free_bytes() >= capacity_for(header) or any(
-            stage.fits(header) for stage in list(self._free)
-        )
+        if any(stage.fits(header) for stage in list(self._free)):
+            return True
+        free_bytes = self.largest_free_bytes()
+        return free_bytes > 0 and free_bytes >= capacity_for(header)  # which takes its time with a long header
 
     def largest_free_bytes(self) -> int:
         """How large the largest free slot is; 0 if there is none."""
@@ -129,12 +144,15 @@ class SlotPool:
         if stage.has_room_for(header):
             stage.seal(header)
             return stage
-        path = hidden_path(self.folder) if self.folder else None
-        larger = Stage.prepare(Slot(capacity_for(header), path, disk=self._disk), header)
+        larger = self.seal_copy(stage, header)
+        self.release_memory(stage)
+        return larger
+
+    def seal_copy(self, stage: Stage, header: Header) -> Stage:
+        """The same in a new slot; the stage, which may be of another pool, is still held. Raises: as `seal`."""
+        larger = self._new(header)
         larger.copy(stage.places)
         larger.seal(header)
-        with self._lock:
-            self._release_memory(stage)
         return larger
 
     def publish(self, stage: Stage, target: Path) -> None:

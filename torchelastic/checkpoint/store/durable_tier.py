@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec.asyn  # type: ignore[import-untyped]
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.partial import PartialCopy, Ranges
@@ -42,6 +42,7 @@ from torchelastic.text import without_credentials, without_secrets
 #: How much is handed over per call; object stores upload parts of at least 5 MiB.
 PART_BYTES = 16 * 2**20
 
+_LARGER = "a `download_folder=` on a larger file system, or set TMPDIR to one"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"}
 
 
@@ -56,7 +57,8 @@ class DurableTier(Tier):
         name: for logs and metrics.
         storage_options: what the protocol's file system is made with; put credentials here or, better, where its
             package finds them by itself.
-        download_folder: where shards are downloaded to while they are read; None: the system's temporary folder.
+        download_folder: where what is read of shards is downloaded to, one after the other on each rank; None: the
+            system's temporary folder (TMPDIR).
 
     Raises:
         ValueError: the URL is empty or of an unknown protocol.
@@ -85,12 +87,26 @@ class DurableTier(Tier):
         self._download_folder = download_folder
         self._kinds: dict[str, Kind] = {}
         self._manifest: Manifest | None = None
+        self._storage_options = dict(storage_options or {})
+        self._opened_files, self._root = self._open_files()
+
+    def _open_files(self) -> tuple[Any, str]:
+        self._pid = os.getpid()
         try:
-            self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
+            files, root = fsspec.url_to_fs(self._url, **self._storage_options)
         except ValueError as error:
-            raise ValueError(f"{self.where} is no URL for fsspec: {without_secrets(error, url)}") from None
+            raise ValueError(f"{self.where} is no URL for fsspec: {without_secrets(error, self._url)}") from None
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             raise self._error("reach the storage", error) from None
+        return files, str(root)
+
+    @property
+    def _files(self) -> Any:
+        """The protocol's file system. Its thread and connections are not in a child of fork, which makes its own."""
+        if self._pid != os.getpid():
+            getattr(fsspec.asyn, "reset_lock", lambda: None)()  # newer ones do so themselves
+            self._opened_files, self._root = self._open_files()
+        return self._opened_files
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
@@ -173,8 +189,18 @@ class DurableTier(Tier):
             except FileNotFoundError:
                 raise missing from None
 
-        copy = PartialCopy(fetch, Path(self._download_folder or tempfile.gettempdir()))
+        copy = PartialCopy(fetch, self._downloads(), remedy=f"give {type(self).__name__} {_LARGER}")
         return recorded(ShardReader(copy.path, f"{place}/{record.file}", copy), place, record)
+
+    def _downloads(self) -> Path:
+        """Raises CheckpointError where there is no folder for temporary files."""
+        try:
+            return Path(self._download_folder or tempfile.gettempdir())
+        except FileNotFoundError as error:  # it tries to write into each
+            text = (
+                f"there is no temporary folder with room to download a shard to: give {type(self).__name__} {_LARGER}"
+            )
+            raise CheckpointError(f"{text} ({error})") from error
 
     def prune(self) -> list[SaveId]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""

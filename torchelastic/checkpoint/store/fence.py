@@ -216,6 +216,11 @@ class Fence:
             "folder of its own"
         )
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the folder, which nobody has removed since."""
+        return self._owner_lock.is_held
+
     def release(self) -> None:
         """The run is not alive any more, as far as this process goes; doing it again does nothing."""
         self._owner_lock.release()

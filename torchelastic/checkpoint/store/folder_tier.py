@@ -97,11 +97,16 @@ class FolderTier(Tier):
 
     def prepare(self, context: TierContext) -> None:
         """See `Tier`."""
-        self._fence.join(context.epoch, context.run_id)
         self._context = context
+        self._fence.join(context.epoch, context.run_id)
         remove_left_overs(self._root, context.token, self._disk)
         for info in list_checkpoints(self._root):
             remove_hidden_files(info.folder, self._disk)
+
+    def _hold_again(self) -> None:
+        """Somebody may have removed the folder with all that was in it, or it had no room: joins it once more."""
+        if self._context is not None and not self._fence.is_held:
+            self.prepare(self._context)
 
     def commit(self, manifest: Manifest) -> None:
         """See `Tier`: what lies here must be what the manifest says, and this rank's shard must lie here.

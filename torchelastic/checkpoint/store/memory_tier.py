@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
+from torchelastic.checkpoint.errors import CheckpointError, is_full
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.pool import SlotPool
@@ -17,6 +19,8 @@ from torchelastic.checkpoint.store.received_shards import ReceivedShards
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import SealedShard
 from torchelastic.checkpoint.store.writing import make_place, remove_whatever
+
+log = logging.getLogger(__name__)
 
 
 class MemoryTier(FolderTier):
@@ -50,6 +54,16 @@ class MemoryTier(FolderTier):
         self.pool = SlotPool(self._root, disk=disk)
         self.shelf = ReceivedShards(self._root, disk)
 
+    def known_epoch(self, run_id: str) -> int:
+        """See `Tier`. A folder that is full is entered by the first `put` that finds room, and costs no other tier."""
+        try:
+            return super().known_epoch(run_id)
+        except CheckpointError as error:
+            if not is_full(error):
+                raise
+            log.warning("nothing is saved in the %s tier until %s has room: %s", self.name, self._root, error)
+            return self._fence.known_epoch(run_id)
+
     def stage(self, header: Header) -> Stage:
         """A slot to copy tensors of this layout into, after `prepare`. Give it to `put`, or to `pool.release`.
 
@@ -61,6 +75,7 @@ class MemoryTier(FolderTier):
     def put(self, shard: SealedShard) -> ShardRecord:
         """Publishes the stage as it is; copies only what lies in no stage of this tier. See `Tier`."""
         record = shard.record
+        self._hold_again()
         path = self._folder_of(shard.name) / record.file
         if shard.stage is not None and self._is_ours(shard.stage):
             self.pool.publish(shard.stage, path)

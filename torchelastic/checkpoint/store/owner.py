@@ -81,6 +81,11 @@ class OwnerLock:
         self._descriptor = -1
         self._close: Callable[[], object] = lambda: None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has the file open that is there now; nobody else holds the folder alone then."""
+        return is_file_at(self._path, self._descriptor)
+
     def hold(self) -> bool:
         """Holds the folder, until `release` or the end of this process; what is held already stays so.
 
@@ -90,7 +95,7 @@ class OwnerLock:
         Raises:
             CheckpointError: the file cannot be opened or locked.
         """
-        if not is_file_at(self._path, self._descriptor):
+        if not self.is_held:
             self.release()
             with explained("open a lock in the folder of checkpoints", self._path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -109,7 +114,7 @@ class OwnerLock:
             except BlockingIOError:
                 self.release()
                 return False
-        if not is_file_at(self._path, self._descriptor):
+        if not self.is_held:
             self.release()
             return False
         return True

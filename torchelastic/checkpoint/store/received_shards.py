@@ -57,7 +57,6 @@ class ReceivedShards:
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
         """See `ReplicaStore`. What was begun under this name is abandoned."""
         ShardId.parse(object_id)
-        self.disk.make_folder(self.root)  # somebody may have removed it, with all that was in it
         self.abort(object_id)
         stage = self._pool.take(_row_of(size_bytes))
         with self._lock:

@@ -16,10 +16,13 @@ from torchelastic.checkpoint.format.described_objects import KINDS
 from torchelastic.checkpoint.format.structures import places_of
 from torchelastic.checkpoint.format.torch_stream import put_together
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import tree_flatten
 
 _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
 _ZIP = b"PK\x03\x04"
 
+#: Of the largest type; where memory is cut, all types keep their alignment.
+MOST_ITEM_BYTES = 16
 #: Kinds of values that torch.load(weights_only=True) refuses (see `structures.places_of`), as a user knows them.
 _UNLOADABLE = {
     "frozenset": "a frozenset",
@@ -80,10 +83,55 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
 
 
 def write(path: Path, tree: Any) -> None:
-    """Writes a state; tensors that are one object stay one."""
+    """Writes a state, whose tensors may get other memory: those that are one object, or share memory, go on so."""
+    _cut_memory(tree)
     with explained("write the file", path), path.open("wb") as file:
         try:
             torch.save(tree, file)  # given a path, torch refuses names that begin with a dot
         except RuntimeError as error:  # what torch's zip writer makes of a full disk, or of Ctrl-C
             reason = underlying(error)
             raise OSError(torch_reason(error)) if reason is error else reason from None
+
+
+def _cut_memory(tree: Any) -> None:
+    """Lets go of memory that the tensors are views of and do not show: `torch.save` writes all of it."""
+    leaves, _ = tree_flatten(tree)
+    views: dict[int, dict[int, torch.Tensor]] = {}
+    for leaf in leaves:
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
+            continue
+        if leaf.numel():
+            views.setdefault(leaf.untyped_storage().data_ptr(), {})[id(leaf)] = leaf
+        else:
+            with torch.no_grad():
+                leaf.set_(torch.empty(0).untyped_storage(), 0, leaf.shape, leaf.stride())
+    for tensors in views.values():
+        _cut_one(sorted(tensors.values(), key=lambda tensor: _shown(tensor)[0]))
+
+
+def _cut_one(tensors: list[torch.Tensor]) -> None:
+    """Gives views of one memory, sorted by their begin, memory of their own; those that overlap go on doing so."""
+    storage = tensors[0].untyped_storage()
+    groups: list[tuple[int, int, list[torch.Tensor]]] = []
+    for tensor in tensors:
+        begin, end = _shown(tensor)
+        if groups and begin < groups[-1][1]:
+            first, last, inside = groups.pop()
+            groups.append((first, max(last, end), [*inside, tensor]))
+        else:
+            groups.append((begin - begin % MOST_ITEM_BYTES, end, [tensor]))
+    if sum(end - begin for begin, end, _ in groups) >= storage.nbytes():
+        return
+    for begin, end, inside in groups:
+        shown = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)).clone().untyped_storage()
+        for tensor in inside:
+            offset = tensor.storage_offset() - begin // tensor.element_size()
+            with torch.no_grad():
+                tensor.set_(shown, offset, tensor.shape, tensor.stride())
+
+
+def _shown(tensor: torch.Tensor) -> tuple[int, int]:
+    """From which byte to which of its memory a tensor reaches."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(begin), int(begin + (reach + 1) * tensor.element_size())

@@ -9,6 +9,7 @@ kernel.) Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.errors import CheckpointError, explained, is_full
 from torchelastic.processes.control_groups import CGROUP_ROOT, SELF_CGROUP, control_groups, text_of
 from torchelastic.text import bytes_text
 
@@ -73,15 +74,17 @@ def why_no_room(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGI
     if min(needed_bytes, free.tmpfs_bytes or 0, free.ram_bytes, margin_bytes) < 0:
         raise ValueError(f"bytes cannot be negative: needed {needed_bytes}, {free}, margin {margin_bytes}")
     tmpfs = "no limit" if free.tmpfs_bytes is None else bytes_text(free.tmpfs_bytes)
+    stays = f" ({bytes_text(margin_bytes)} of them stay)" if margin_bytes else ""
     numbers = (
         f"it has to allocate {bytes_text(needed_bytes)}; there are {tmpfs} on the tmpfs, and "
-        f"{bytes_text(free.ram_bytes)} of memory ({bytes_text(margin_bytes)} of them stay)"
+        f"{bytes_text(free.ram_bytes)} of memory{stays}"
     )
     if free.tmpfs_bytes is not None and needed_bytes > free.tmpfs_bytes:
         return NotSaved(
             "tmpfs",
-            f"{numbers}: make the tmpfs larger (`mount -o remount,size=...`; `--shm-size` for docker), or remove what "
-            "dead jobs have left there (`torchelastic checkpoint prune --dead`)",
+            f"{numbers}: make the tmpfs larger (`mount -o remount,size=...`; `--shm-size` for docker; `sizeLimit` of a "
+            "volume of Kubernetes with `medium: Memory`), give a folder on a larger one, or remove what dead jobs have "
+            "left there (`torchelastic checkpoint prune --dead`)",
         )
     if needed_bytes and needed_bytes + margin_bytes > free.ram_bytes:
         return NotSaved(
@@ -115,8 +118,42 @@ def measure(
     with explained("ask for the room on a file system", path):
         status = statvfs(path)
     tmpfs_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
+    return Free(tmpfs_bytes, free_ram_bytes(host_available_bytes, cgroup_root, self_cgroup))
+
+
+def free_ram_bytes(
+    host_available_bytes: Callable[[], int] = lambda: int(psutil.virtual_memory().available),
+    cgroup_root: Path = CGROUP_ROOT,
+    self_cgroup: Path = SELF_CGROUP,
+) -> int:
+    """`Free.ram_bytes`; arguments as of `measure`."""
     ram_bytes, limit_bytes = host_available_bytes(), cgroup_available_bytes(cgroup_root, self_cgroup)
-    return Free(tmpfs_bytes, ram_bytes if limit_bytes is None else min(ram_bytes, limit_bytes))
+    return ram_bytes if limit_bytes is None else min(ram_bytes, limit_bytes)
+
+
+def require_tmpfs_room(needed_bytes: int, folder: Path) -> None:
+    """To try what cannot succeed takes all that is left there for a moment. Raises: CheckpointError (`is_full`)."""
+    if why_no_room(needed_bytes, measure(folder), margin_bytes=0) is not None:
+        raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def shortage(error: CheckpointError, needed_bytes: int, folder: Path) -> CheckpointError:
+    """What to say of a slot that was refused: how much it needs, what there is, and the remedy.
+
+    Args:
+        error: the refusal; comes back as it is where it was not for lack of room.
+        needed_bytes: how large the slot was to be.
+        folder: where; asked how much room is left.
+    """
+    if not is_full(error):
+        return error
+    try:
+        why = why_no_room(needed_bytes, measure(folder), margin_bytes=0)
+    except CheckpointError:
+        why = None  # it is gone by now
+    # it has room by now, or is not short of bytes (a quota, too many files)
+    because = why.because if why else f"it has to allocate {bytes_text(needed_bytes)}: {os.strerror(error.errno or 0)}"
+    return CheckpointError(error.errno, f"there is no room for a shard in memory: {because}", str(folder))
 
 
 def held_bytes(folder: Path) -> int:

@@ -107,8 +107,13 @@ class BaseCheckpointManager(ABC):
     def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
         """Takes the snapshot, and returns what is left to be done in the background (without finalize functions)."""
 
-    def _commit(self, save: SaveId, saved_s: float) -> None:  # noqa: B027 - most need not
-        """All ranks have written their parts of a save: makes it count, on all of them or, with an error, on none."""
+    def _commit(self, save: SaveId, saved_s: float) -> bool:  # noqa: ARG002 - most need not
+        """All ranks have written their parts of a save: makes it count, on all of them or, with an error, on none.
+
+        Returns:
+            Whether the hosts have it; else it is on its way to another place, or has failed, which is said there.
+        """
+        return True
 
     @abstractmethod
     def _cleanup(self, save: SaveId) -> None:
@@ -395,14 +400,15 @@ class BaseCheckpointManager(ABC):
             return
         # The ranks exchange what they have written, and each publishes the manifest: it is a checkpoint then.
         try:
-            self._commit(save, saved_s)
+            is_here = self._commit(save, saved_s)
         except OutOfStepError:
             raise  # as where it is written
         except BaseException:
             self._cleanup_failed_save(save)
             raise
-        self._complete.add(save)
-        self.latest_iteration = max(self._complete).step
+        if is_here:
+            self._complete.add(save)
+            self.latest_iteration = max(self._complete).step
         # Saves that were begun before and are still not finalized: most likely their requests were dropped, as a queue
         # finalizes in order. Behind so many newer checkpoints their memory is worth more.
         for older in [older for older in self._pending if older < save]:
@@ -412,7 +418,7 @@ class BaseCheckpointManager(ABC):
                 del self._pending[older]
                 self._cleanup_failed_save(older)
         # Last, since it removes older checkpoints: the new one is there, on all ranks.
-        self._cleanup(save)
+        (self._cleanup if is_here else self._cleanup_failed_save)(save)
 
 
 def _check_wish(save: SaveId, parts: int, rank: int, wish: int | None, world_size: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from torchelastic.checkpoint.compat.nvrx.local.shard_write import ShardWrite
+from torchelastic.checkpoint.engine.stages import Staged, Stages
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.header import Header
@@ -30,6 +31,7 @@ from torchelastic.checkpoint.store.manifest import ShardRecord
 from torchelastic.checkpoint.store.memory_tier import MemoryTier
 from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +49,18 @@ class HostFolder(MemoryTier):
         root: the folder of the session on this host.
         keep: which checkpoints stay.
         disk: what touches files.
+        durable: where checkpoints go besides, so that a folder without room does not cost them.
+
+    Attributes:
+        stages: where shards are built.
 
     Raises:
         CheckpointError: it cannot be created.
     """
 
-    def __init__(self, root: Path, keep: KeepPolicy, disk: Disk) -> None:
+    def __init__(self, root: Path, keep: KeepPolicy, disk: Disk, durable: Tier | None = None) -> None:
         super().__init__(root, keep, name="local", disk=disk)
+        self.stages = Stages([self, durable] if durable is not None else [self])
         self.kind = Kind.LOCAL
         disk.make_folder(root)
         remove_left_overs(root, disk)  # room, also for who only loads
@@ -86,8 +93,12 @@ class HostFolder(MemoryTier):
 
     def stage(self, header: Header) -> Stage:
         """See `MemoryTier`."""
-        self._disk.make_folder(self._root)  # somebody may have removed it, with all that was in it
-        return super().stage(header)
+        return self.take(header).stage
+
+    def take(self, header: Header) -> Staged:
+        """The same; memory beside the folder where that has no room and there is durable storage, too."""
+        self._hold_again()
+        return self.stages.take(header)
 
     def begin(self, shard: ShardId, stage: Stage, write: ShardWrite) -> None:
         """The tensors are copied; now the file is the background's, until `settle` finds that it has its name."""
@@ -184,4 +195,5 @@ class HostFolder(MemoryTier):
             for stage, _ in self._in_flight.values():
                 self._release(stage)
             self._in_flight.clear()
+        self.stages.close()
         super().close()

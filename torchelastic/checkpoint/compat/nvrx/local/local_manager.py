@@ -17,6 +17,7 @@ from torchelastic.checkpoint.compat.nvrx.local.base_manager import BaseCheckpoin
 from torchelastic.checkpoint.compat.nvrx.local.host_folder import HostFolder
 from torchelastic.checkpoint.compat.nvrx.local.names import CkptID, described, header_meta
 from torchelastic.checkpoint.compat.nvrx.local.shard_write import ShardWrite
+from torchelastic.checkpoint.compat.nvrx.local.spare_shards import SpareShard, what_becomes, why_unkept
 from torchelastic.checkpoint.compat.nvrx.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.engine.durable_copies import DurableCopies
 from torchelastic.checkpoint.engine.restore import (
@@ -28,14 +29,15 @@ from torchelastic.checkpoint.engine.restore import (
     read_good_copies,
     shards_of,
 )
+from torchelastic.checkpoint.engine.stages import Staged
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.failures import Failures
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, file_system_of
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.loading import read_into
 from torchelastic.checkpoint.format.mapped_files import can_release
 from torchelastic.checkpoint.format.shard_reader import ShardReader
-from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replicas.receive import Destination
 from torchelastic.checkpoint.replicas.replica_client import Transferred
@@ -71,7 +73,7 @@ _SILENCE_PART = 1 / 4
 class _Prepared:
     """A state with its place in a warm slot; nothing is copied yet."""
 
-    stage: Stage
+    staged: Staged
     header: Header
     sources: list[torch.Tensor]
 
@@ -91,13 +93,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
         repl_strategy: which ranks keep copies of each other's parts; None: nobody does.
         keep: how many complete checkpoints stay, or a policy that says which.
         durable: where checkpoints are copied to in the background, of this session alone; each or, with its `every`,
-            some of them, the next one when the copy before is done. What no host has any more is read there. None:
-            nowhere.
+            some of them, the next one when the copy before is done. What no host has any more is read there. A save
+            that a host has no room for goes there alone, which is an error in the log and in `failures`. None: nowhere.
         timeout_s: for how long a rank that does not come is waited for.
         process_group: see `BaseCheckpointManager`.
         allow_pickles: store and load what is neither plain nor a tensor as pickles, which can run any code.
         replica_host: the address of this host for the others; found out if it is not given.
         disk: what touches files.
+
+    Attributes:
+        failures: of saves that the hosts have no room for, in words; see `Failures`.
 
     Raises:
         CheckpointError: the folder cannot be created.
@@ -132,6 +137,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._entered = 0  # which of the formations has its epoch and round
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._checked: tuple[ShardId, _Tensors] | None = None  # what `find_latest` has read, for the `load` after it
+        self._spare: dict[SaveId, tuple[SpareShard, CheckpointError]] = {}
+        self.failures = Failures()
         self._dropped = let_go_when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
@@ -203,7 +210,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         self._dropped.detach()
         self._checked = None
-        let_go(self._server, self._folder, self._copies)
+        let_go(*(spare for spare, _ in self._spare.values()), self._server, self._folder, self._copies)
+        self._spare.clear()
         self._server = self._folder = self._epoch = None
         super().close()
 
@@ -216,7 +224,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         def open_folder() -> str:
             require_own_folder(self._root, Kind.LOCAL)
-            self._folder = self._folder or HostFolder(self._root, self._keep, self._disk)
+            durable = self._copies.tier if self._copies else None
+            self._folder = self._folder or HostFolder(self._root, self._keep, self._disk, durable)
             return root_id(self._root)
 
         silence_s = min(_SILENCE_PART * self._timeout_s, _MOST_SILENCE_S)
@@ -283,23 +292,26 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._checked = None  # its file may be used again
         self._files.wait_for_turn(self._timeout_s / 2)
         header, sources = encode(state_dict, self._layout)
-        return _Prepared(self._files.stage(header), header, sources)
+        return _Prepared(self._files.take(header), header, sources)
 
     def _release_prepared(self, prepared: Any) -> None:
-        self._files.pool.release(prepared.stage)
+        prepared.staged.pool.release(prepared.staged.stage)
 
     def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
-        stage: Stage = prepared.stage
-        header: Header = prepared.header
+        staged: Staged = prepared.staged
+        stage, header = staged.stage, prepared.header
         header = replace(header, meta={**header.meta, **header_meta(shard, self.session_id)})
         try:
-            if is_async:
+            if is_async or staged.refused is not None:
                 stage.copy(prepared.sources, just_laid_out=True)
             else:
                 header = header.with_checksums(stage.copy_and_hash(prepared.sources, just_laid_out=True))
         except BaseException:
-            self._files.pool.release(stage)
+            self._release_prepared(prepared)
             raise
+        if staged.refused is not None:
+            self._spare[shard.name] = SpareShard(shard, staged, header, self._files.stages), staged.refused
+            return AsyncRequest(None, (), [])
         write = ShardWrite(
             hidden=stage.slot.path or Path(),
             target=self._files.path_of(shard),
@@ -313,33 +325,43 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._files.begin(shard, stage, write)
         return AsyncRequest(ShardWrite.run, (write,), [])
 
-    def _commit(self, save: SaveId, saved_s: float) -> None:
-        files, own = self._files, ShardId(save, self.rank, self.world_size)
+    def _commit(self, save: SaveId, saved_s: float) -> bool:
+        files, copies, own = self._files, self._copies, ShardId(save, self.rank, self.world_size)
         files.settle()
-        copies = self._copies
+        spare, refused = self._spare.get(save, (None, None))
 
-        def answer() -> tuple[tuple[Any, ...], bool]:
-            return astuple(files.record_of(own)), copies is not None and copies.is_free()
+        def answer() -> tuple[tuple[Any, ...], bool, str]:
+            record = files.record_of(own) if spare is None else spare.record()
+            return astuple(record), copies is not None and copies.is_free(), str(refused or "")
 
         parts = self._ranks.run_on_all(f"committing {save}", answer)
-        records = tuple(ShardRecord(*record) for record, _ in parts)
-        manifest = Manifest(save, self.session_id, self.world_size, records, saved_s=saved_s)
-        can_copy = all(is_free for _, is_free in parts)
+        shards = tuple(ShardRecord(*record) for record, *_ in parts)
+        manifest = Manifest(save, self.session_id, self.world_size, shards, saved_s=saved_s)
+        can_copy = all(is_free for _, is_free, _ in parts)
+        unkept = why_unkept({rank: why for rank, (*_, why) in enumerate(parts) if why}, refused)
 
         def publish() -> bool:
-            files.commit(manifest)
+            if unkept is None:
+                files.commit(manifest)
             return copies is not None and can_copy and self.rank == 0 and copies.is_due(save.step)
 
         is_copied, *_ = self._ranks.run_on_all(f"publishing {save}", publish)
+        if unkept is not None:
+            self.failures.add(f"{save}", unkept, place=files.name, then=what_becomes(is_copied))
         if copies is not None and is_copied:
-            copies.take(own, files.open(save, self.rank))
+            copies.take(own, spare or files.open(save, self.rank))
+            self._spare.pop(save, None)  # whoever reads it closes it
             if self.rank == 0:
                 copies.publish(manifest)
+        return unkept is None
 
     def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest, or older and superfluous
         self._files.tidy(set(self._damaged), set(self._pending))
 
     def _cleanup_failed_save(self, save: SaveId) -> None:
+        spare, _ = self._spare.pop(save, (None, None))
+        if spare is not None:
+            spare.close()
         if self._folder is not None:
             self._folder.abort(save)
 
