@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.waiting import wait_until
+from torchelastic.checkpoint.format.abilities import ALL_ABILITIES
 from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators, nccl_facts
 from torchelastic.doctor.examination import Check, Question, checks, run_checks
 from torchelastic.doctor.findings import Finding, Level
@@ -108,7 +109,7 @@ def test_a_folder_is_tried_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     assert facts.failed == ""
     assert facts.bytes_per_s is not None
     assert facts.bytes_per_s > 0
-    assert facts.has_locks
+    assert facts.abilities == ALL_ABILITIES
     assert facts.free_bytes > 0
     assert facts.file_system != ""
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

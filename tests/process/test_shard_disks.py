@@ -15,12 +15,12 @@ import torch
 from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tier_saves import context_of, name_at, restore, save
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.format.disk import is_in_memory
 from torchelastic.checkpoint.format.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.format.slot import Slot
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards import load_tree, save_tree
 from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, Tier
+from torchelastic.file_systems import is_in_memory
 
 SIZE_BYTES = 2**20
 
