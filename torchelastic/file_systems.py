@@ -42,9 +42,10 @@ class Call(enum.Enum):
 
 #: What besides says so, by the manual pages and by what file systems answer.
 _ABSENT_BY = {
-    Call.FLOCK: frozenset({errno.ENOLCK}),
-    # EPERM: link(2) has it for file systems without links; AFS has none from one folder into another (EXDEV)
-    Call.LINK: frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK}),
+    Call.FLOCK: frozenset({errno.ENOLCK, errno.EINVAL}),  # no other call of ours is invalid; GPFS, where it is off
+    # EPERM: link(2) has it for file systems without links; AFS has none from one folder into another (EXDEV), EIO was
+    # seen of SeaweedFS
+    Call.LINK: frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EIO}),
     Call.FSYNC: frozenset({errno.EINVAL}),
     Call.FSYNC_FOLDER: frozenset({errno.EINVAL, errno.EPERM, errno.EACCES, errno.EBADF, errno.EISDIR}),
     Call.RENAME_OVER: frozenset({errno.EPERM, errno.EEXIST, errno.EXDEV, errno.EINVAL}),

@@ -42,6 +42,8 @@ DISPENSABLE = {
     "locks-ENOLCK": no_locks(errno.ENOLCK),
     "locks-EOPNOTSUPP": no_locks(errno.EOPNOTSUPP),
     "locks-524": no_locks(524),
+    "locks-EINVAL": no_locks(errno.EINVAL),
+    "links-EIO": no_links(errno.EIO),
     "links-EPERM": no_links(errno.EPERM),
     "links-EOPNOTSUPP": no_links(errno.EOPNOTSUPP),
     "links-ENOSYS": no_links(errno.ENOSYS),

@@ -24,6 +24,8 @@ def small_tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount a small tmpfs ({done.stderr.strip()}): run `sudo make test`")
-    yield folder
-    while os.path.ismount(folder):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        while os.path.ismount(folder):
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)

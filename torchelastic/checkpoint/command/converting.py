@@ -169,7 +169,7 @@ def _publish_files(hidden: Path, target: Path, disk: Disk) -> None:
 
 def _sync(path: Path, disk: Disk) -> None:
     with explained("write the checkpoint", path):
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # SMB refuses fsync of what is open for reading alone
     try:
         disk.sync(descriptor, path)
     finally:

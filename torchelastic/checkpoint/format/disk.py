@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 HIDDEN = ".tmp-"
 #: How often, and after what pause, a file is created again that was taken for a left-over.
 CREATE_ATTEMPTS, CREATE_PAUSE_S = 50, 0.01
+#: The same of a file that is renamed over one that somebody reads; SMB refuses that, and a manifest is read at once.
+RENAME_ATTEMPTS, RENAME_PAUSE_S = 10, 0.02
+_OPEN_ELSEWHERE = (errno.EACCES, errno.EBUSY, errno.ETXTBSY)
 #: By fsync(2) a file system that orders names by itself says so of a folder: nothing is lacking.
 _ORDERS_NAMES = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -200,6 +203,14 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         """Gives a file or folder another name in one step; a file of that name is replaced."""
         with explained("publish the checkpoint", target, Call.RENAME_OVER):
+            for _ in range(RENAME_ATTEMPTS - 1):
+                try:
+                    source.rename(target)
+                    return
+                except OSError as error:
+                    if error.errno not in _OPEN_ELSEWHERE or not os.path.lexists(target):
+                        raise
+                time.sleep(RENAME_PAUSE_S)
             source.rename(target)
 
     def rename_folder(self, source: Path, target: Path) -> bool:
