@@ -70,7 +70,6 @@ class FaultyDisk(Disk):
     """
 
     def __init__(self, *faults: DiskFault) -> None:
-        super().__init__()
         self._faults = list(faults)
         self.calls: list[str] = []
         self.struck: list[DiskFault] = []

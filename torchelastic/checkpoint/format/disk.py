@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import logging
 import os
 import shutil
@@ -67,8 +68,9 @@ class Disk:
     by all that write with this object.
     """
 
-    def __init__(self) -> None:
-        self._abilities: dict[int, FolderAbilities] = {}  # by device: a folder has as many as its file system
+    @functools.cached_property
+    def _abilities(self) -> dict[int, FolderAbilities]:
+        return {}  # by device: a folder has as many as its file system
 
     def abilities(self, folder: Path) -> FolderAbilities:
         """What the file system of a folder can do, as far as it was found out. Raises: CheckpointError."""
