@@ -61,6 +61,20 @@ def test_another_run_that_is_alive_is_named_and_one_that_was_killed_is_not_in_th
         assert not list(tmp_path.glob("*.lease"))
 
 
+def test_a_run_that_starts_again_and_again_elsewhere_leaves_as_many_leases_as_processes(tmp_path: Path) -> None:
+    for number in range(3):  # each on a host of which nobody can tell here whether it lives
+        lease = tmp_path / f"{OWNER_LOCK_NAME}.{number}-00000000.lease"
+        lease.write_text(json.dumps({"host": "mars", "place": {"boot": "of mars"}, "pid": 1, "started_ticks": 5}))
+    with file_system_without(tmp_path, no_locks()):
+        Fence(tmp_path, Disk()).claim(RUN, "me")
+        with pytest.raises(OwnedError, match="process 1 on mars"):
+            Fence(tmp_path, Disk()).claim("another", "me")
+        fence = Fence(tmp_path, Disk())
+        fence.claim(RUN, "me again")
+        assert len(list(tmp_path.glob("*.lease"))) == 1
+        fence.release()
+
+
 def stand_still_with_the_lock(root: Path) -> object:
 
     def wait(holder: str) -> None:

@@ -112,6 +112,8 @@ class Fence:
             self._require_run(run_id, before)
             epoch = max(before.epoch + 1, self._highest_epoch_in_names() + 1, at_least)
             self._write_anew(epoch, run_id, owner)
+            if before.run_id == run_id:
+                self._owner_lock.replace_others()
         remove_left_overs(self.root, (epoch, 0), self._disk)
         return epoch
 

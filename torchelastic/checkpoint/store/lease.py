@@ -102,6 +102,12 @@ class Lease:
         """Whoever else holds the folder, or may. Raises: CheckpointError."""
         return [holder for holder in self._all() if holder.path != self._path and not holder.has_ended]
 
+    def remove_others(self) -> None:
+        """Removes what all others have left, who are replaced by this process. Raises: CheckpointError."""
+        for holder in self._all():
+            if holder.path != self._path:
+                self._disk.remove(holder.path)
+
     def _all(self) -> list[Holder]:
         with explained("look who uses the folder of checkpoints", self._lock):
             paths = [*self._lock.parent.glob(f"{self._lock.name}.*-*{_SUFFIX}")]

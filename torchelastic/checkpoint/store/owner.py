@@ -130,6 +130,10 @@ class OwnerLock:
         """Who else uses the folder, as far as leases tell; "" if nobody, or by locks alone. Raises: CheckpointError."""
         return " and ".join(map(str, self._lease.others()))
 
+    def replace_others(self) -> None:
+        """All others that hold the folder were replaced: their leases go, also of those that may live."""
+        self._lease.remove_others()
+
     def release(self) -> None:
         """This process does not use the folder any more; doing it again does nothing. Forks keep their share."""
         self._lease.release()

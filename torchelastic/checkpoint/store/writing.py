@@ -156,7 +156,7 @@ def _remove_file_by_file(root: Path, name: str, disk: Disk) -> None:
     else:
         disk.remove(staging / MANIFEST_NAME)  # nobody can publish it any more
         for file in names_in(staging):
-            disk.remove(staging / file)
+            remove_whatever(staging / file, disk)
     if not (target / MANIFEST_NAME).exists():
         disk.remove_folder(target)
     disk.remove_folder(staging)
