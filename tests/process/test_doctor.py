@@ -156,7 +156,7 @@ def test_whatever_the_disk_refuses_is_told(tmp_path: Path, operation: str) -> No
     ids=lambda value: value.verb if isinstance(value, FileSystemFault) else "",
 )
 def test_what_a_file_system_lacks_is_named_with_what_follows(
-    tmp_path: Path, fault: FileSystemFault, level: Level, said: str
+    tmp_path: Path, fault: FileSystemFault, level: Level, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with file_system_without(tmp_path, fault) as refused:
         (finding,) = judge_folder(gather_folder(tmp_path), None)
@@ -166,6 +166,7 @@ def test_what_a_file_system_lacks_is_named_with_what_follows(
     assert "make it writable" not in finding.remedy
     assert (finding.remedy != "") == (level != Level.OK)
     assert list(tmp_path.iterdir()) == [], "nothing is left, whatever was refused"
+    assert not caplog.records, "said once"
 
 
 def as_nobody(act: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from torchelastic.checkpoint.errors import OTHER_FILE_SYSTEM, REMEDIES_BY_CALL, 
 from torchelastic.checkpoint.format.abilities import ALL_ABILITIES, FALLBACKS, FolderAbilities
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.file_systems import file_system_of
+from torchelastic.file_systems import Call, file_system_of
 from torchelastic.text import bytes_text
 
 NAME = "checkpoint folder"
@@ -136,6 +136,13 @@ def _time_text(facts: FolderFacts, needed_bytes: int | None) -> str:
     return f"{bytes_text(needed_bytes)} take about {needed_bytes / facts.bytes_per_s:.0f} s at that speed"
 
 
+class _QuietDisk(Disk):
+    """One that has found out nothing yet; what it finds out is told as a finding."""
+
+    def tell_lack(self, call: Call, folder: Path, error: OSError | None) -> None:
+        pass
+
+
 def gather_folder(path: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.monotonic) -> FolderFacts:
     """Try in a hidden folder what publishing a checkpoint needs, and remove it.
 
@@ -148,7 +155,7 @@ def gather_folder(path: Path, *, disk: Disk | None = None, clock: Callable[[], f
         above = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
         may_be_made = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
         return FolderFacts(str(path), False, os.path.lexists(path), may_be_made)
-    disk = Disk() if disk is None else disk
+    disk = _QuietDisk() if disk is None else disk
     status = os.statvfs(path)
     facts = FolderFacts(
         str(path),
