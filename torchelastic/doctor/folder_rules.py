@@ -139,7 +139,7 @@ def _time_text(facts: FolderFacts, needed_bytes: int | None) -> str:
 class _QuietDisk(Disk):
     """One that has found out nothing yet; what it finds out is told as a finding."""
 
-    def tell_lack(self, call: Call, folder: Path, error: OSError | None) -> None:
+    def report_lack(self, call: Call, folder: Path, error: OSError | None) -> None:
         pass
 
 

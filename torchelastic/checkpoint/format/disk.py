@@ -93,9 +93,9 @@ class Disk:
         if not known.has(call):
             return
         self._abilities[device] = known.without(call)
-        self.tell_lack(call, folder, error)
+        self.report_lack(call, folder, error)
 
-    def tell_lack(self, call: Call, folder: Path, error: OSError | None) -> None:
+    def report_lack(self, call: Call, folder: Path, error: OSError | None) -> None:
         """Says in the log what is lacking, and what follows; called once for each, see `note_lack`."""
         fallback, system = FALLBACKS[call], file_system_of(folder)
         reason = "" if error is None or error.errno is None else f": {reason_of(error.errno)}"
