@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from tests.process.fork_server import living
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.host_memory.dead_jobs import JOB_FILE
 from torchelastic.checkpoint.store.owner import FENCE_NAME
+from torchelastic.file_systems import is_in_memory
 
 #: What is in a container in which nothing was saved.
 EMPTY = [FENCE_NAME, FENCE_LOCK_NAME, JOB_FILE]

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from tests.process.memory_ranks import base_of
 from torchelastic.checkpoint.compat.flashpoint.container import Container
 from torchelastic.checkpoint.compat.flashpoint.ids import is_commit
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.format.shard_writing import HIDDEN
+from torchelastic.checkpoint.format.disk import HIDDEN, REAL_DISK, Disk
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,

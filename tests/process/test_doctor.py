@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from tests.waiting import wait_until
+from torchelastic.checkpoint.format.abilities import ALL_ABILITIES
 from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators, nccl_facts
 from torchelastic.doctor.examination import Check, Question, checks, run_checks
 from torchelastic.doctor.findings import Finding, Level
@@ -39,6 +41,17 @@ from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
+from torchelastic.testing.file_system_faults import (
+    FileSystemFault,
+    file_system_without,
+    no_folder_fsync,
+    no_folder_rename,
+    no_free_space,
+    no_fsync,
+    no_links,
+    no_locks,
+    no_rename_over,
+)
 
 T = TypeVar("T")
 
@@ -108,7 +121,7 @@ def test_a_folder_is_tried_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     assert facts.failed == ""
     assert facts.bytes_per_s is not None
     assert facts.bytes_per_s > 0
-    assert facts.has_locks
+    assert facts.abilities == ALL_ABILITIES
     assert facts.free_bytes > 0
     assert facts.file_system != ""
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -122,6 +135,38 @@ def test_whatever_the_disk_refuses_is_told(tmp_path: Path, operation: str) -> No
     assert finding.level == Level.ERROR
     assert "No space left" in finding.because
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "level", "said"),
+    [
+        (
+            no_locks(524),
+            Level.WARNING,
+            "no locks (flock)",
+        ),
+        (no_folder_rename(errno.EXDEV), Level.WARNING, "no rename of folders"),
+        (no_folder_fsync(errno.EPERM), Level.WARNING, "no fsync of folders"),
+        (no_folder_fsync(errno.EINVAL), Level.OK, "free"),  # it orders names by itself
+        (no_links(errno.EPERM), Level.OK, "no hard links (link)"),
+        (no_free_space(), Level.OK, "room unknown"),
+        (no_fsync(errno.ENOSYS), Level.ERROR, "has no fsync of files"),
+        (no_rename_over(errno.EPERM), Level.ERROR, "may have no rename over an existing file"),
+    ],
+    ids=lambda value: value.verb if isinstance(value, FileSystemFault) else "",
+)
+def test_what_a_file_system_lacks_is_named_with_what_follows(
+    tmp_path: Path, fault: FileSystemFault, level: Level, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with file_system_without(tmp_path, fault) as refused:
+        (finding,) = judge_folder(gather_folder(tmp_path), None)
+    refused.require_struck()
+    assert finding.level == level
+    assert said in f"{finding.what} {finding.because}"
+    assert "make it writable" not in finding.remedy
+    assert (finding.remedy != "") == (level != Level.OK)
+    assert list(tmp_path.iterdir()) == [], "nothing is left, whatever was refused"
+    assert not caplog.records, "said once"
 
 
 def as_nobody(act: Callable[[], Any]) -> Any:

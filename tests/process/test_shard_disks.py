@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,12 +17,14 @@ import torch
 from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tier_saves import context_of, name_at, restore, save
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.format.disk import is_in_memory
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.format.shard_writing import write_whole
 from torchelastic.checkpoint.format.slot import Slot
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards import load_tree, save_tree
 from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, Tier
+from torchelastic.file_systems import is_in_memory
 
 SIZE_BYTES = 2**20
 
@@ -105,3 +109,38 @@ def test_memory_without_a_file_asks_for_huge_pages() -> None:
     )
     flags = next(flags for begin, end, flags in areas if int(begin, 16) <= address < int(end, 16))
     assert "hg" in flags.split()  # a recovery waits for the first touch of a new slot
+
+
+def test_a_file_that_somebody_reads_for_a_moment_is_replaced_a_little_later(tmp_path: Path) -> None:
+    target = tmp_path / "manifest.json"
+    target.write_text("old")
+    readers = iter([errno.EACCES, errno.EBUSY])  # as SMB says it
+    real = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        number = next(readers, None)
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        real(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        write_whole(target, [memoryview(b"new")], Disk())
+    assert target.read_text() == "new"
+    assert next(readers, None) is None, "both were met"
+
+
+def test_left_overs_are_removed_where_only_a_file_open_for_writing_is_locked_for_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".tmp-1-0").write_text("of a writer that was killed")
+    real = fcntl.flock
+
+    def as_on_nfs(descriptor: int, operation: int) -> None:
+        is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and not is_writable:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    assert remove_left_overs(tmp_path) == 1

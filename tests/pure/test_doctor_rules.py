@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchelastic.checkpoint.format.abilities import ALL_ABILITIES
 from torchelastic.doctor.findings import Finding, Level, exit_code
 from torchelastic.doctor.findings_screen import document, lines_of, summary
 from torchelastic.doctor.folder_rules import FolderFacts, judge_folder
@@ -20,6 +21,7 @@ from torchelastic.doctor.host_rules import (
     judge_shared_memory,
 )
 from torchelastic.doctor.versions import VersionFacts, judge_versions
+from torchelastic.file_systems import Call
 from torchelastic.version import NEWEST_TESTED_TORCH
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
@@ -223,7 +225,7 @@ FOLDER = FolderFacts("/mnt/c", file_system="ext4", free_bytes=90 * GIB, size_byt
         (replace(FOLDER, failed="Read-only file system"), None, ERROR, "Read-only file system"),
         (replace(FOLDER, file_system="tmpfs"), None, WARNING, "memory"),
         (replace(FOLDER, file_system="overlay"), None, WARNING, "container"),
-        (replace(FOLDER, has_locks=False), None, WARNING, "-o flock"),
+        (replace(FOLDER, abilities=ALL_ABILITIES.without(Call.FLOCK)), None, WARNING, "-o flock"),
         (replace(FOLDER, free_bytes=GIB - 1), None, WARNING, "less than 1.00 GiB"),
         (replace(FOLDER, free_bytes=100), None, ERROR, "less than 1.00 GiB"),
         (replace(FOLDER, free_files=3), None, WARNING, "3 files"),

@@ -23,6 +23,7 @@ FLOORS: dict[str, int] = {
     "errors": -1,
     "error_text": -1,
     "ended_iterators": -1,
+    "file_systems": -1,
     "torch_internals": 0,
     "processes": 0,
     "lazy_names": 0,

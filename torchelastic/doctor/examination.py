@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from torchelastic.checkpoint.format.disk import file_system_of
 from torchelastic.doctor import (
     accelerators,
     etcd_facts,
@@ -22,6 +21,7 @@ from torchelastic.doctor import (
     versions,
 )
 from torchelastic.doctor.findings import Finding, Level
+from torchelastic.file_systems import file_system_of
 from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import CredentialsError, read_file, resolve
 from torchelastic.rendezvous.url import RendezvousUrl

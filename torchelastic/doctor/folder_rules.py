@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, file_system_of
+from torchelastic.checkpoint.errors import OTHER_FILE_SYSTEM, REMEDIES_BY_CALL, CheckpointError
+from torchelastic.checkpoint.format.abilities import ALL_ABILITIES, FALLBACKS, FolderAbilities
+from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.doctor.findings import Finding, Level
+from torchelastic.file_systems import Call, file_system_of
 from torchelastic.text import bytes_text
 
 NAME = "checkpoint folder"
@@ -40,7 +43,8 @@ class FolderFacts:
         size_bytes: of the file system.
         free_files: how many more files fit; None: not known.
         bytes_per_s: how fast one stream was written and forced to the disk; None: not tried.
-        has_locks: whether files can be locked there (flock).
+        abilities: what its file system can do, as it was tried.
+        is_absent: whether what failed is a call that the file system does not have.
     """
 
     path: str
@@ -53,7 +57,8 @@ class FolderFacts:
     size_bytes: int = 0
     free_files: int | None = None
     bytes_per_s: float | None = None
-    has_locks: bool = True
+    abilities: FolderAbilities = ALL_ABILITIES
+    is_absent: bool = False
 
 
 def judge_folder(facts: FolderFacts, needed_bytes: int | None) -> list[Finding]:
@@ -75,6 +80,8 @@ def judge_folder(facts: FolderFacts, needed_bytes: int | None) -> list[Finding]:
         return [Finding(NAME, Level.ERROR, f"{path} does not exist", because, remedy)]
     if facts.failed:
         remedy = "make it writable for this user, or choose another folder; see the reason"
+        if facts.is_absent:
+            remedy = OTHER_FILE_SYSTEM
         return [Finding(NAME, Level.ERROR, f"no checkpoint can be published in {path}", facts.failed, remedy)]
     found = [*_judge_kind(facts), *_judge_space(facts, needed_bytes)]
     return found or [Finding(NAME, Level.OK, _described(facts), _time_text(facts, needed_bytes))]
@@ -90,14 +97,17 @@ def _judge_kind(facts: FolderFacts) -> list[Finding]:
             "choose a folder on durable storage, or mount one there",
         )
         found.append(Finding(NAME, Level.WARNING, f"{facts.path} does not last", because, remedy))
-    if not facts.has_locks:
-        because = "files cannot be locked there, so left-overs of killed saves are never removed"
-        remedy = "mount it with locks (Lustre: -o flock; NFS: without nolock)"
-        found.append(Finding(NAME, Level.WARNING, f"{facts.path} has no locks", because, remedy))
+    for call, fallback in FALLBACKS.items():
+        if fallback.costs and not facts.abilities.has(call):
+            what, because = f"{facts.path} has no {call.value}", f"so {fallback.instead}"
+            remedy = REMEDIES_BY_CALL.get(call, OTHER_FILE_SYSTEM)
+            found.append(Finding(NAME, Level.WARNING, what, because, remedy))
     return found
 
 
 def _judge_space(facts: FolderFacts, needed_bytes: int | None) -> list[Finding]:
+    if not facts.abilities.has_free_space:
+        return []
     what, remedy = _described(facts), "free space, keep fewer checkpoints (keep=N), or choose another folder"
     if needed_bytes is not None and facts.free_bytes < 2 * needed_bytes:
         level = Level.ERROR if facts.free_bytes < needed_bytes else Level.WARNING
@@ -113,8 +123,11 @@ def _judge_space(facts: FolderFacts, needed_bytes: int | None) -> list[Finding]:
 
 def _described(facts: FolderFacts) -> str:
     speed = "" if facts.bytes_per_s is None else f", {bytes_text(facts.bytes_per_s)}/s in one stream"
-    kind = f" ({facts.file_system})" if facts.file_system else ""
-    return f"{facts.path}{kind}: {bytes_text(facts.free_bytes)} of {bytes_text(facts.size_bytes)} free{speed}"
+    known = ": ".join(filter(None, (facts.file_system, str(facts.abilities))))
+    room = f"{bytes_text(facts.free_bytes)} of {bytes_text(facts.size_bytes)} free"
+    if not facts.abilities.has_free_space:
+        room = "room unknown"
+    return f"{facts.path}{f' ({known})' if known else ''}: {room}{speed}"
 
 
 def _time_text(facts: FolderFacts, needed_bytes: int | None) -> str:
@@ -123,43 +136,54 @@ def _time_text(facts: FolderFacts, needed_bytes: int | None) -> str:
     return f"{bytes_text(needed_bytes)} take about {needed_bytes / facts.bytes_per_s:.0f} s at that speed"
 
 
-def gather_folder(path: Path, *, disk: Disk = REAL_DISK, clock: Callable[[], float] = time.monotonic) -> FolderFacts:
+class _QuietDisk(Disk):
+    """One that has found out nothing yet; what it finds out is told as a finding."""
+
+    def report_lack(self, call: Call, folder: Path, error: OSError | None) -> None:
+        pass
+
+
+def gather_folder(path: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.monotonic) -> FolderFacts:
     """Try in a hidden folder what publishing a checkpoint needs, and remove it.
 
     Args:
         path: the folder; it is not made if it is not there.
-        disk: what writes.
+        disk: what writes; None: a new one, which has found out nothing yet.
         clock: monotonic seconds.
     """
     if not path.is_dir():
         above = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
         may_be_made = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
         return FolderFacts(str(path), False, os.path.lexists(path), may_be_made)
-    kind = file_system_of(path)
+    disk = _QuietDisk() if disk is None else disk
     status = os.statvfs(path)
-    free_bytes, size_bytes = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    free_files = status.f_favail if status.f_files else None
-    failed, bytes_per_s, has_locks = "", None, True
+    facts = FolderFacts(
+        str(path),
+        file_system=file_system_of(path),
+        free_bytes=status.f_bavail * status.f_frsize,
+        size_bytes=status.f_blocks * status.f_frsize,
+        free_files=status.f_favail if status.f_files else None,
+        abilities=replace(ALL_ABILITIES, has_free_space=status.f_blocks > 0),
+    )
     probe = path / f"{PROBE_PREFIX}{secrets.token_hex(8)}"
     try:
         probe.mkdir(mode=0o700)
         try:
             bytes_per_s = _try(probe, disk, clock)
-            has_locks = _has_locks(probe / "lock")
+            return replace(facts, bytes_per_s=bytes_per_s, abilities=_found(probe, disk, facts.abilities))
         finally:
             disk.remove_folder(probe)
     except CheckpointError as error:
-        failed = f"{error.strerror or error}"
+        return replace(facts, failed=f"{error.strerror or error}", is_absent=error.absent is not None)
     except OSError as error:
-        failed = f"could not create a folder: {error.strerror}"
-    return FolderFacts(
-        str(path), True, False, False, failed, kind, free_bytes, size_bytes, free_files, bytes_per_s, has_locks
-    )
+        return replace(facts, failed=f"could not create a folder: {error.strerror}")
 
 
 def _try(probe: Path, disk: Disk, clock: Callable[[], float]) -> float:
-    """Write, force to the disk, rename over another file, publish under a name that must be free."""
-    first, second = probe / "first", probe / "second"
+    """Write, force to the disk, rename over another file, publish under a name that must be free; rename the folder."""
+    below = probe / "below"
+    disk.make_folder(below)
+    first, second = below / "first", below / "second"
     descriptor = disk.create(first)
     try:
         began_s, written = clock(), 0
@@ -173,18 +197,24 @@ def _try(probe: Path, disk: Disk, clock: Callable[[], float]) -> float:
         os.close(descriptor)
     os.close(disk.create(second))
     disk.rename(first, second)
-    disk.publish(second, probe / "published")
-    disk.sync_folder(probe)
+    disk.publish(second, below / "published")
+    disk.sync_folder(below)
+    if not disk.rename_folder(below, probe / "renamed"):
+        disk.rename_files(below, probe / "renamed", last="published")
     return written / max(took_s, 1e-6)
 
 
-def _has_locks(path: Path) -> bool:
-    import fcntl
-
-    from torchelastic.processes.file_locks import lock_file
-
-    with path.open("wb") as file:
-        return lock_file(file.fileno(), fcntl.LOCK_EX)
+def _found(probe: Path, disk: Disk, known: FolderAbilities) -> FolderAbilities:
+    """What the disk has found out, and whether files have modes and names a case."""
+    published = probe / "renamed" / "published"
+    try:
+        mode = stat.S_IMODE(published.stat().st_mode) ^ stat.S_IXUSR
+        published.chmod(mode)
+        has_modes = stat.S_IMODE(published.stat().st_mode) == mode
+    except OSError:
+        has_modes = False
+    has_case = not published.with_name(published.name.upper()).exists()
+    return replace(known, lacking=disk.abilities(probe).lacking, has_modes=has_modes, has_case=has_case)
 
 
 def check(path: Path, needed_bytes: int | None) -> Sequence[Finding]:

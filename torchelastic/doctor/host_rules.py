@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 
 from torchelastic.checkpoint.compat.flashpoint.job import DEFAULT_ROOT, ROOT_VARIABLE
-from torchelastic.checkpoint.format.disk import is_in_memory
 from torchelastic.checkpoint.store.host_memory.dead_jobs import find_dead
 from torchelastic.checkpoint.store.host_memory.room import cgroup_available_bytes
 from torchelastic.doctor.findings import Finding, Level
+from torchelastic.file_systems import is_in_memory
 from torchelastic.processes.control_groups import CGROUP_ROOT, SELF_CGROUP, control_groups, text_of
 from torchelastic.text import bytes_text, shortlist
 

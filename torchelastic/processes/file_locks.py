@@ -5,21 +5,19 @@ The kernel takes a lock away when the last process that has the open file ends, 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: What a file system answers that has no locks, such as Lustre without `-o flock`.
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+from torchelastic.file_systems import Call
 
 
 def lock_file(descriptor: int, operation: int) -> bool:
     """Locks an open file (flock) without waiting; false where the file system has no locks.
 
-    Without them nothing is reused and no left-over is removed, so nothing is lost but memory.
+    Without them (Lustre without `-o flock`) nothing is reused and no left-over is removed: only room is lost.
 
     Raises:
         BlockingIOError: somebody else holds a lock that excludes this one.
@@ -27,7 +25,7 @@ def lock_file(descriptor: int, operation: int) -> bool:
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if Call.FLOCK.is_absent_by(error.errno):
             return False
         raise
     return True
@@ -50,8 +48,7 @@ def lock_of_nobody(path: Path) -> Iterator[bool | None]:
         one has its name by now), or of another user, or the file system has no locks.
     """
     try:
-        # O_NONBLOCK: a pipe that somebody put there must not stop us
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = _open(path)
     except OSError:
         yield None
         return
@@ -63,3 +60,12 @@ def lock_of_nobody(path: Path) -> Iterator[bool | None]:
         yield is_held
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """For writing, if this user may: NFS and SMB lock a file for one alone only so."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that somebody put there must not stop us
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except OSError:
+        return os.open(path, os.O_RDONLY | flags)

@@ -133,7 +133,8 @@ def _publish_file(target: Path, write: Callable[[Path], None], disk: Disk) -> No
         mode = hidden.stat().st_mode  # what the user's umask says, which not every library asks
     try:
         write(hidden)
-        hidden.chmod(mode)
+        if hidden.stat().st_mode != mode:  # FAT has no modes, and refuses
+            hidden.chmod(mode)
         _sync(hidden, disk)
         disk.publish(hidden, target)
     except BaseException:
@@ -148,16 +149,27 @@ def _publish_folder(target: Path, write: Callable[[Path], None], disk: Disk) -> 
         disk.make_folder(hidden)
         write(hidden)
         disk.sync_folder(hidden)
-        disk.rename(hidden, target)  # replaces an empty folder at most
+        if not disk.rename_folder(hidden, target):  # replaces an empty folder at most
+            _publish_files(hidden, target, disk)
     except BaseException:
         disk.remove_folder(hidden)
         raise
     disk.sync_folder(target.parent)
 
 
+def _publish_files(hidden: Path, target: Path, disk: Disk) -> None:
+    """Where folders cannot be renamed: no reader takes a folder of DCP for one without its metadata."""
+    try:
+        disk.rename_files(hidden, target, last=dcp.METADATA_FILE)
+    except BaseException:
+        disk.remove_folder(target)
+        raise
+    disk.remove_folder(hidden)
+
+
 def _sync(path: Path, disk: Disk) -> None:
     with explained("write the checkpoint", path):
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # SMB refuses fsync of what is open for reading alone
     try:
         disk.sync(descriptor, path)
     finally:

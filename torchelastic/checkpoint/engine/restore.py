@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.format.disk import HIDDEN
 from torchelastic.checkpoint.format.partial import Fetch, PartialCopy
 from torchelastic.checkpoint.format.shard_reader import ShardReader
-from torchelastic.checkpoint.format.shard_writing import HIDDEN
 from torchelastic.checkpoint.format.stage import tensors_of
 from torchelastic.checkpoint.replicas.receive import Destination
 from torchelastic.checkpoint.replicas.replica_client import Transferred, pull_into

@@ -14,9 +14,9 @@ import threading
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import HIDDEN, REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
-from torchelastic.checkpoint.format.shard_writing import HIDDEN, hidden_path
+from torchelastic.checkpoint.format.shard_writing import hidden_path
 from torchelastic.checkpoint.format.slot import Slot
 from torchelastic.checkpoint.format.stage import Stage, capacity_for
 from torchelastic.processes.file_locks import lock_of_nobody
@@ -254,7 +254,10 @@ class SlotPool:
         else:
             stage.slot.close()
         if path is not None:
-            self._disk.remove(path)
+            try:
+                self._disk.remove(path)
+            except CheckpointError as error:  # whoever uses the folder next removes what is hidden
+                log.warning("memory of a checkpoint stays taken: %s", error)
 
 
 def _is_gone(slot: Slot) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.format.batches import checksum_of, over_batches
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import HIDDEN, REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import (
     PREAMBLE_BYTES,
     Header,
@@ -25,10 +26,8 @@ from torchelastic.checkpoint.format.header import (
 )
 from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
 from torchelastic.checkpoint.format.tree import Flat, flatten
+from torchelastic.file_systems import Call
 from torchelastic.processes.file_locks import lock_file
-
-#: How hidden files begin; whoever lists a folder passes them over.
-HIDDEN = ".tmp-"
 
 
 def hidden_path(folder: Path) -> Path:
@@ -71,11 +70,11 @@ def write_shard(path: Path, flat: Flat, meta: Mapping[str, Any], *, disk: Disk =
     header = header.with_checksums(
         over_batches(header.entries, lambda batch: [checksum_of(memory_of(sources[index])) for index in batch])
     )
-    with _hidden_file(path.parent, disk) as (descriptor, hidden):
-        _write_all(descriptor, header, sources, hidden, disk)
-        disk.sync(descriptor, hidden)
-        share_lock(descriptor, hidden)
-        disk.publish(hidden, path)
+    with _hidden_file(path.parent, disk) as file:
+        _write_all(file.descriptor, header, sources, file.path, disk)
+        disk.sync(file.descriptor, file.path)
+        share_lock(file.descriptor, file.path)
+        file.give_name(lambda: disk.publish(file.path, path))
     disk.sync_folder(path.parent)
     return header
 
@@ -86,20 +85,50 @@ def write_whole(path: Path, pieces: Sequence[memoryview], disk: Disk) -> None:
     Raises:
         CheckpointError: the disk refuses. Nothing is left behind.
     """
-    with _hidden_file(path.parent, disk) as (descriptor, hidden):
-        disk.write(descriptor, pieces, hidden)
-        disk.sync(descriptor, hidden)
-        disk.rename(hidden, path)
+    with _hidden_file(path.parent, disk) as file:
+        disk.write(file.descriptor, pieces, file.path)
+        disk.sync(file.descriptor, file.path)
+        file.give_name(lambda: disk.rename(file.path, path))
     disk.sync_folder(path.parent)
 
 
+@dataclass(eq=False)
+class _HiddenFile:
+    """A file that has no name yet; open, and locked, as long as its writer lives."""
+
+    path: Path
+    disk: Disk
+    descriptor: int
+
+    def give_name(self, give: Callable[[], None]) -> None:
+        """Calls `give`, which renames it, or links it; again with the file closed, where that cannot be done before."""
+        if self.disk.abilities(self.path.parent).has(Call.RENAME_OPEN):
+            try:
+                give()
+            except CheckpointError as error:
+                if not Call.RENAME_OPEN.is_absent_by(error.errno):
+                    raise
+                self.close()
+                give()
+                self.disk.note_lack(Call.RENAME_OPEN, self.path.parent, error)
+        else:
+            self.close()
+            give()
+
+    def close(self) -> None:
+        """Closes it, again or not."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 @contextmanager
-def _hidden_file(folder: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
+def _hidden_file(folder: Path, disk: Disk) -> Iterator[_HiddenFile]:
     """A new file, which is removed where anything fails before it has its name."""
     hidden = hidden_path(folder)
-    descriptor = disk.create(hidden)
+    file = _HiddenFile(hidden, disk, disk.create(hidden))
     try:
-        yield descriptor, hidden
+        yield file
     except BaseException:
         try:
             disk.remove(hidden)
@@ -107,7 +136,7 @@ def _hidden_file(folder: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
             pass  # the first error is the one to see; the next manager of this folder removes what is hidden
         raise
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 def share_lock(descriptor: int, path: Path) -> None:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import HIDDEN, REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import PAGE_BYTES, align
-from torchelastic.checkpoint.format.shard_writing import HIDDEN, share_lock
+from torchelastic.checkpoint.format.shard_writing import share_lock
+from torchelastic.file_systems import Call
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
 
@@ -95,7 +96,7 @@ class Slot:
     def _allocate(self) -> mmap.mmap:
         if self.path is not None:
             self.disk.allocate(self._file.descriptor, self.capacity_bytes, self.path)
-            with explained("map memory for the checkpoint", self.path):
+            with explained("map memory for the checkpoint", self.path, Call.MMAP):
                 return mmap.mmap(self._file.descriptor, self.capacity_bytes)
         with explained("map memory for the checkpoint", Path("anonymous memory")):
             memory = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

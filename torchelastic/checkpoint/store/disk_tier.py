@@ -12,10 +12,10 @@ from torchelastic.checkpoint.format.pool import remove_left_overs as remove_hidd
 from torchelastic.checkpoint.format.shard_writing import write_whole
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.store.folder_tier import FolderTier
-from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext
-from torchelastic.checkpoint.store.writing import remove_folder, require_stored, write_manifest
+from torchelastic.checkpoint.store.writing import publish_folder, remove_folder, require_stored, write_manifest
 
 #: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
 WRITE_BYTES = 64 * 2**20
@@ -74,7 +74,7 @@ class DiskTier(FolderTier):
         return record
 
     def commit(self, manifest: Manifest) -> None:
-        """See `Tier`; in a shared folder by one rename."""
+        """See `Tier`; in a shared folder by one rename, see `publish_folder`."""
         if not self.is_shared:
             super().commit(manifest)
             return
@@ -91,10 +91,10 @@ class DiskTier(FolderTier):
             write_manifest(staging, manifest, self._disk)
             remove_hidden_files(staging, self._disk)
             self._fence.check(*name.token)
-            # From here the fence may still rise. Whoever raises it takes older staging folders away: the rename fails.
-            self._disk.rename(staging, target)
+            # From here the fence may still rise. Whoever raises it takes older staging folders away: no rename works.
+            publish_folder(self._root, name, self._disk)
         except CheckpointError:
-            if not target.exists():
+            if not (target / MANIFEST_NAME).exists():
                 self._fence.check(*name.token)  # the folder was taken away: say why
             raise
         self._disk.sync_folder(self._root)

@@ -59,7 +59,7 @@ class Fence:
     """The fence of one folder of checkpoints; every process that writes there has one. Used by one thread at a time.
 
     Relies on flock; on a file system that several hosts share, mount it so that locks are passed on (NFS version 4,
-    Lustre with -o flock).
+    Lustre with -o flock). Without locks files say who has the folder, see `lease`.
 
     Args:
         root: the folder; created by `claim`, `join` and `enter`.
@@ -86,7 +86,7 @@ class Fence:
         self._lock_timeout_s = lock_timeout_s
         self._sleep = sleep
         self._monotonic = monotonic
-        self._owner_lock = OwnerLock(root / owner_lock)
+        self._owner_lock = OwnerLock(root / owner_lock, disk)
 
     def claim(self, run_id: str, owner: str, *, at_least: int = 1) -> int:
         """Takes the folder for a new job, and holds it. Called by one process of the job.
@@ -112,6 +112,8 @@ class Fence:
             self._require_run(run_id, before)
             epoch = max(before.epoch + 1, self._highest_epoch_in_names() + 1, at_least)
             self._write_anew(epoch, run_id, owner)
+            if before.run_id == run_id:
+                self._owner_lock.replace_others()
         remove_left_overs(self.root, (epoch, 0), self._disk)
         return epoch
 
@@ -211,9 +213,10 @@ class Fence:
             raise self._owned(before)
 
     def _owned(self, by: FenceState) -> OwnedError:
+        holders = self._owner_lock.holders()
         return OwnedError(
             f"{self.root} belongs to {by}, which is alive: wait until it has ended, or stop it, or give this run a "
-            "folder of its own"
+            f"folder of its own{f'; it is used by {holders}' if holders else ''}"
         )
 
     @property
@@ -276,7 +279,7 @@ class Fence:
 
     def _locked(self) -> AbstractContextManager[None]:
         path = self.root / FENCE_LOCK_NAME
-        return locked(path, self._lock_timeout_s, sleep=self._sleep, monotonic=self._monotonic)
+        return locked(path, self._lock_timeout_s, disk=self._disk, sleep=self._sleep, monotonic=self._monotonic)
 
 
 def _is_others(state: FenceState, run_id: str) -> bool:

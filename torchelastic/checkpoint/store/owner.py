@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.store.lease import Lease, held_alone
+from torchelastic.file_systems import Call
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
 
@@ -70,14 +73,17 @@ class OwnerLock:
 
     The lock belongs to the open file, which a fork shares: the run lives until the process that holds it and all its
     forks (the workers of a data loader, say) have ended or released theirs. The kernel sees to that, however they end.
-    Dropping this object releases it too.
+    Dropping this object releases it too. Where files cannot be locked, a `Lease` beside it has to do.
 
     Args:
         path: of the file, in the folder; created where it is missing.
+        disk: what touches files.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
         self._path = path
+        self._disk = disk
+        self._lease = Lease(path, disk)
         self._descriptor = -1
         self._close: Callable[[], object] = lambda: None
 
@@ -110,8 +116,14 @@ class OwnerLock:
     def _lock(self, operation: int) -> bool:
         with explained("lock the folder of checkpoints", self._path):
             try:
-                lock_file(self._descriptor, operation)
+                is_locked = lock_file(self._descriptor, operation)
             except BlockingIOError:
+                self.release()
+                return False
+        if not is_locked:
+            self._disk.note_lack(Call.FLOCK, self._path.parent)
+            self._lease.hold()
+            if operation == fcntl.LOCK_EX and self._lease.others():
                 self.release()
                 return False
         if not self.is_held:
@@ -119,8 +131,17 @@ class OwnerLock:
             return False
         return True
 
+    def holders(self) -> str:
+        """Who else uses the folder, as far as leases tell; "" if nobody, or by locks alone. Raises: CheckpointError."""
+        return " and ".join(map(str, self._lease.others()))
+
+    def replace_others(self) -> None:
+        """All others that hold the folder were replaced: their leases go, also of those that may live."""
+        self._lease.remove_others()
+
     def release(self) -> None:
         """This process does not use the folder any more; doing it again does nothing. Forks keep their share."""
+        self._lease.release()
         self._close()
         self._descriptor = -1
 
@@ -130,6 +151,7 @@ def locked(
     path: Path,
     timeout_s: float,
     *,
+    disk: Disk = REAL_DISK,
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Iterator[None]:
@@ -138,38 +160,49 @@ def locked(
     Args:
         path: of the file; created where it is missing.
         timeout_s: for how long to wait.
+        disk: what touches files.
         sleep: waits so many seconds.
         monotonic: a clock in seconds that never goes back.
 
     Raises:
         CheckpointError: it cannot be opened, or is not free in time; names who holds it.
     """
+    deadline_s = monotonic() + timeout_s
+
+    def wait(holder: str) -> None:
+        if monotonic() >= deadline_s:
+            raise CheckpointError(
+                f"the lock {path} was not free for {timeout_s:g} s: {holder} holds it, and is stopped or its file "
+                "system hangs; end that process"
+            )
+        sleep(POLL_S)
+
     with explained("open a lock in the folder of checkpoints", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        deadline_s = monotonic() + timeout_s
-        with explained("lock the folder of checkpoints", path):
-            while not _lock_alone(descriptor):
-                if monotonic() >= deadline_s:
-                    holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                    raise CheckpointError(
-                        f"the lock {path} was not free for {timeout_s:g} s: {holder} holds it, and is stopped or its "
-                        "file system hangs; end that process"
-                    )
-                sleep(POLL_S)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
+        if _lock_alone(path, descriptor, wait):
+            yield
+        else:
+            disk.note_lack(Call.FLOCK, path.parent)
+            with held_alone(path, wait, disk):
+                yield
     finally:
         os.close(descriptor)
 
 
-def _lock_alone(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock_alone(path: Path, descriptor: int, wait: Callable[[str], None]) -> bool:
+    """False if files cannot be locked there."""
+    while True:
+        with explained("lock the folder of checkpoints", path):
+            try:
+                if not lock_file(descriptor, fcntl.LOCK_EX):
+                    return False
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return True
+            except BlockingIOError:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        wait(holder)
 
 
 def encode_fence(state: FenceState) -> bytes:

@@ -32,8 +32,14 @@ def list_checkpoints(root: Path, *, kind: Kind | None = None, whole: bool = True
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    names = sorted(filter(None, map(SaveId.find, names_in(root))), reverse=True)
+    there = names_in(root)
+    names = sorted(filter(None, map(SaveId.find, there)), reverse=True)
+    hidden = set(filter(None, map(SaveId.find_staged, there)))
     folders = [(root / name.folder_name, name) for name in names]
+    if hidden:  # published or removed file by file, see `writing.publish_folder`; or killed on the way
+        folders = [
+            (folder, name) for folder, name in folders if name not in hidden or (folder / MANIFEST_NAME).exists()
+        ]
     return [
         _look_at(folder, name, whole=whole) for folder, name in folders if kind is None or not is_foreign(folder, kind)
     ]

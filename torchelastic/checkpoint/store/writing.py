@@ -8,9 +8,9 @@ import secrets
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.format.disk import HIDDEN, REAL_DISK, Disk
 from torchelastic.checkpoint.format.pool import remove_left_overs as remove_hidden_files
-from torchelastic.checkpoint.format.shard_writing import HIDDEN, write_whole
+from torchelastic.checkpoint.format.shard_writing import write_whole
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
 from torchelastic.checkpoint.store.owner import locked
 from torchelastic.checkpoint.store.reading import names_in, record_in, require_same
@@ -77,7 +77,7 @@ def make_place(folder: Path, disk: Disk = REAL_DISK) -> None:
         CheckpointError: the disk refuses.
     """
     if os.path.lexists(folder) and not is_usable(folder):
-        with locked(folder.parent / f"{HIDDEN}place", SETTING_ASIDE_S):
+        with locked(folder.parent / f"{HIDDEN}place", SETTING_ASIDE_S, disk=disk):
             if os.path.lexists(folder) and not is_usable(folder):
                 aside = folder.with_name(f"unusable-{folder.name}-{secrets.token_hex(4)}")
                 disk.rename(folder, aside)
@@ -99,6 +99,26 @@ def remove_whatever(path: Path, disk: Disk = REAL_DISK) -> None:
         disk.remove(path)
 
 
+def publish_folder(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
+    """The hidden folder of a checkpoint, with its manifest, becomes the checkpoint. Called by one rank.
+
+    By one rename; where the file system has none for folders, file by file, the manifest last: without that a reader
+    takes the folder for no checkpoint. The hidden folder stays until then, so that whoever finds both, and no manifest,
+    knows that the checkpoint was not published: see `remove_folder`.
+
+    Raises:
+        CheckpointError: the disk refuses, or the hidden folder was removed by somebody else.
+    """
+    staging, target = root / name.staging_name, root / name.folder_name
+    if disk.rename_folder(staging, target):
+        return
+    disk.rename_files(staging, target, last=MANIFEST_NAME)
+    try:
+        disk.remove_folder(staging)
+    except CheckpointError:
+        pass  # it is published; the next writer removes what is left
+
+
 def remove_folder(root: Path, name: str, disk: Disk = REAL_DISK) -> None:
     """Removes the folder of a checkpoint, or the hidden one in which it is written; it may be gone. Called by any rank.
 
@@ -107,9 +127,36 @@ def remove_folder(root: Path, name: str, disk: Disk = REAL_DISK) -> None:
     """
     gone = root / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
     try:
-        disk.rename(root / name, gone)
+        is_hidden = disk.rename_folder(root / name, gone)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return  # somebody else was faster
         raise
-    disk.remove_folder(gone)
+    if is_hidden:
+        disk.remove_folder(gone)
+    elif (root / name).exists():
+        _remove_file_by_file(root, name, disk)
+
+
+def _remove_file_by_file(root: Path, name: str, disk: Disk) -> None:
+    """Where folders cannot be renamed: first the manifest, which makes a checkpoint; the hidden folder goes last.
+
+    As long as there are both folders, and no manifest in the other, it is known that both are to go; see
+    `publish_folder`.
+    """
+    staged = SaveId.find_staged(name)
+    save = staged or SaveId.find(name)
+    if save is None:
+        disk.remove_folder(root / name)
+        return
+    staging, target = root / save.staging_name, root / save.folder_name
+    if staged is None:
+        disk.make_folder(staging)
+        disk.remove(target / MANIFEST_NAME)
+    else:
+        disk.remove(staging / MANIFEST_NAME)  # nobody can publish it any more
+        for file in names_in(staging):
+            remove_whatever(staging / file, disk)
+    if not (target / MANIFEST_NAME).exists():
+        disk.remove_folder(target)
+    disk.remove_folder(staging)

@@ -27,9 +27,10 @@ from torchelastic.checkpoint.compat.elastic01.staging import (
 )
 from torchelastic.checkpoint.compat.elastic01.verification import find_damage, open_verified
 from torchelastic.checkpoint.errors import CheckpointError, FencedError, explained
-from torchelastic.checkpoint.format.disk import fsync_folder
+from torchelastic.checkpoint.format.disk import REAL_DISK
 from torchelastic.checkpoint.store.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, encode_streams
+from torchelastic.file_systems import Call
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class FileSystemCheckpoint(Checkpoint):
         if self._staging is None:
             raise CheckpointError(f"nothing was written into the checkpoint {self.path}: open a stream before commit()")
         try:
-            with explained("publish the checkpoint", self.path), self._fenced():
+            with explained("publish the checkpoint", self.path, Call.RENAME_FOLDER), self._fenced():
                 self._write_manifest(self._staging)
                 self._publish(self._staging)
         except BaseException:
@@ -150,8 +151,7 @@ class FileSystemCheckpoint(Checkpoint):
             raise
         self._staging = None
         self._status = "committed"
-        with explained("make the published checkpoint durable", self.path):
-            fsync_folder(self._parent)
+        REAL_DISK.sync_folder(self._parent)
         if self._after_commit is not None:
             self._after_commit()
 
@@ -195,8 +195,9 @@ class FileSystemCheckpoint(Checkpoint):
         with (staging / MANIFEST_NAME).open("xb") as file:
             file.write(manifest)
             file.flush()
-            os.fsync(file.fileno())
-        fsync_folder(staging)
+            with explained("write the checkpoint", self.path, Call.FSYNC):
+                os.fsync(file.fileno())
+        REAL_DISK.sync_folder(staging)
 
     def _publish(self, staging: Path) -> None:
         while True:
@@ -330,16 +331,19 @@ def _make_durable_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        fsync_folder(path.parent)
+        REAL_DISK.sync_folder(path.parent)
 
 
 def _write_probe(folder: Path) -> float:
     """Proves that checkpoints can be published in the folder; returns the time by the file system's own clock."""
     probe = make_staging_folder(folder)
     try:
-        (probe / "probe").write_bytes(b"probe")
-        probe = probe.rename(new_staging_path(folder))  # some mounts of object stores cannot do this
-        fsync_folder(folder)
+        with (probe / "probe").open("xb") as file, explained("write a checkpoint", folder, Call.FSYNC):
+            file.write(b"probe")
+            os.fsync(file.fileno())
+        with explained("publish a checkpoint", folder, Call.RENAME_FOLDER):
+            probe = probe.rename(new_staging_path(folder))  # some mounts of object stores cannot do this
+        REAL_DISK.sync_folder(folder)
         return (probe / "probe").stat().st_mtime
     finally:
         remove_folder(probe)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.store.manifest import StreamRecord
+from torchelastic.file_systems import Call
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -108,7 +109,8 @@ class OutputStream(io.BufferedWriter):
                 raise self.failure
             with self._keeping_failure():
                 super().flush()
-                os.fsync(self._file.fileno())
+                with explained("write the checkpoint", self._path, Call.FSYNC):
+                    os.fsync(self._file.fileno())
                 self._record = self._measure()
         finally:
             self._file.close()

@@ -26,6 +26,8 @@ from pathlib import Path
 import psutil
 
 from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.format.disk import HIDDEN
+from torchelastic.file_systems import Call
 from torchelastic.processes.identity import this_place
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 STALE_AFTER_S = 24 * 3600.0
 
 _RUN_PREFIX = ".run-"
+
 # Process numbers can be compared within one scope only: a digest of host, boot and process namespace. The host's name
 # is for people, and identifies nothing: clones and containers share names.
 _NAME = re.compile(r"\.tmp-(?P<pid>\d{1,7})-[0-9a-f]{16}-(?P<scope>[0-9a-f]{12})-(?P<host>.+)")
@@ -53,7 +56,12 @@ def remove_folder(folder: Path) -> bool:
     """
     doomed = new_staging_path(folder.parent)
     try:
-        folder.rename(doomed)
+        try:
+            folder.rename(doomed)
+        except OSError as error:
+            if not folder.name.startswith(HIDDEN) or not Call.RENAME_FOLDER.is_absent_by(error.errno):
+                raise
+            doomed = folder  # nobody looks at it
         if doomed.is_dir():
             shutil.rmtree(doomed)
         else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.format.disk import is_in_memory
+from torchelastic.file_systems import is_in_memory
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.compat.flashpoint.ids import CheckpointContainerId

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.store.host_memory.room import held_bytes
 from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, read_fence
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX
+from torchelastic.file_systems import is_in_memory
 from torchelastic.processes.file_locks import lock_of_nobody
 
 #: The lock of the owner of a container; other folders of checkpoints have another name for theirs.

@@ -12,7 +12,7 @@ from torchelastic.checkpoint.compat.elastic01.staging import delete_stale, new_s
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.calls_queue import AsyncCallsQueue
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.format.disk import fsync_folder, replacing
+from torchelastic.checkpoint.format.disk import REAL_DISK, replacing
 
 
 class TorchAsyncCheckpoint:
@@ -93,4 +93,4 @@ def save_and_rename(state_dict: Any, target: Path, *args: Any, **kwargs: Any) ->
         with replacing(target, staging, "xb") as file:
             delete_stale(target.parent, os.fstat(file.fileno()).st_mtime)
             torch.save(state_dict, file, *args, **kwargs)
-        fsync_folder(target.parent)
+        REAL_DISK.sync_folder(target.parent)

@@ -32,7 +32,7 @@ from torchelastic.checkpoint.engine.restore import (
 from torchelastic.checkpoint.engine.stages import Staged
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.failures import Failures
-from torchelastic.checkpoint.format.disk import REAL_DISK, Disk, file_system_of
+from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.loading import read_into
@@ -48,6 +48,7 @@ from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.restore_plan import ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
+from torchelastic.file_systems import file_system_of
 from torchelastic.processes.dropped import let_go, let_go_when_dropped
 from torchelastic.text import listed
 
