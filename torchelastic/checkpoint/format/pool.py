@@ -231,12 +231,14 @@ class SlotPool:
 
     def _release_memory(self, stage: Stage) -> None:
         path = stage.slot.path
-        if self._at_once:
-            stage.slot.release_at_once()
-        else:
-            stage.slot.close()
-        if path is not None:
-            self._disk.remove(path)
+        try:
+            if path is not None:
+                self._disk.remove(path)  # while it is locked: nobody takes it for a left-over
+        finally:
+            if self._at_once:
+                stage.slot.release_at_once()
+            else:
+                stage.slot.close()
 
 
 def _is_gone(slot: Slot) -> bool:

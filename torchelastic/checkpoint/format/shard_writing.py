@@ -26,6 +26,7 @@ from torchelastic.checkpoint.format.header import (
 from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
 from torchelastic.checkpoint.format.tree import Flat, flatten
 from torchelastic.processes.file_locks import lock_file
+from torchelastic.processes.held_files import HeldFile
 
 #: How hidden files begin; whoever lists a folder passes them over.
 HIDDEN = ".tmp-"
@@ -97,9 +98,9 @@ def write_whole(path: Path, pieces: Sequence[memoryview], disk: Disk) -> None:
 def _hidden_file(folder: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
     """A new file, which is removed where anything fails before it has its name."""
     hidden = hidden_path(folder)
-    descriptor = disk.create(hidden)
+    file = HeldFile(disk.create(hidden))  # else what is forked meanwhile would keep readers of the file out
     try:
-        yield descriptor, hidden
+        yield file.descriptor, hidden
     except BaseException:
         try:
             disk.remove(hidden)
@@ -107,7 +108,7 @@ def _hidden_file(folder: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
             pass  # the first error is the one to see; the next manager of this folder removes what is hidden
         raise
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 def share_lock(descriptor: int, path: Path) -> None:

@@ -89,6 +89,10 @@ class FolderTier(Tier):
         """See `Tier`."""
         require_own_folder(self._root, self.kind)
 
+    def require_free(self, run_id: str) -> None:
+        """See `Tier`."""
+        self._fence.require_free(run_id)
+
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`; a folder of this host, which no job claims, is held from now on."""
         if not self.is_shared:

@@ -17,6 +17,8 @@ from pathlib import Path
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
+from torchelastic.processes.held_files import HeldFile
+from torchelastic.processes.lock_holders import holders_of, holders_text
 
 FENCE_NAME = ".fence.json"
 #: How often whoever waits for a lock tries again.
@@ -68,9 +70,9 @@ class FenceState:
 class OwnerLock:
     """The file that every process of a run keeps locked (flock, shared) while it uses a folder: so the run lives.
 
-    The lock belongs to the open file, which a fork shares: the run lives until the process that holds it and all its
-    forks (the workers of a data loader, say) have ended or released theirs. The kernel sees to that, however they end.
-    Dropping this object releases it too.
+    The run lives until the processes that hold it have ended or released it; the kernel sees to that, however they end.
+    A fork of one of them (a worker of a data loader, say) does not hold it, but may call `hold` for itself. Dropping
+    this object releases it too.
 
     Args:
         path: of the file, in the folder; created where it is missing.
@@ -78,8 +80,12 @@ class OwnerLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = -1
-        self._close: Callable[[], object] = lambda: None
+        self._file = HeldFile(-1)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anybody has used the folder yet."""
+        return os.path.lexists(self._path)
 
     def hold(self) -> bool:
         """Holds the folder, until `release` or the end of this process; what is held already stays so.
@@ -90,12 +96,12 @@ class OwnerLock:
         Raises:
             CheckpointError: the file cannot be opened or locked.
         """
-        if not is_file_at(self._path, self._descriptor):
+        if not is_file_at(self._path, self._file.descriptor):
             self.release()
             with explained("open a lock in the folder of checkpoints", self._path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._descriptor = os.open(self._path, flags, 0o666)
-            self._close = when_dropped(self, os.close, self._descriptor)  # no LOCK_UN: forks keep their share
+                self._file = HeldFile(os.open(self._path, flags, 0o666))
+            when_dropped(self, self._file.close)
         return self._lock(fcntl.LOCK_SH)
 
     def hold_alone(self) -> bool:
@@ -105,19 +111,23 @@ class OwnerLock:
     def _lock(self, operation: int) -> bool:
         with explained("lock the folder of checkpoints", self._path):
             try:
-                lock_file(self._descriptor, operation)
+                lock_file(self._file.descriptor, operation)
             except BlockingIOError:
                 self.release()
                 return False
-        if not is_file_at(self._path, self._descriptor):
+        if not is_file_at(self._path, self._file.descriptor):
             self.release()
             return False
         return True
 
     def release(self) -> None:
-        """This process does not use the folder any more; doing it again does nothing. Forks keep their share."""
-        self._close()
-        self._descriptor = -1
+        """This process does not use the folder any more; doing it again does nothing."""
+        self._file.close()
+
+    def holders_text(self) -> str:
+        """Which processes of this host hold it now, and how to end them; "" where none is seen."""
+        holders = holders_of(self._path)
+        return holders_text(holders) if holders else ""
 
 
 @contextmanager
@@ -140,23 +150,28 @@ def locked(
         CheckpointError: it cannot be opened, or is not free in time; names who holds it.
     """
     with explained("open a lock in the folder of checkpoints", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        file = HeldFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
     try:
         deadline_s = monotonic() + timeout_s
         with explained("lock the folder of checkpoints", path):
-            while not _lock_alone(descriptor):
+            while not _lock_alone(file.descriptor):
                 if monotonic() >= deadline_s:
-                    holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
                     raise CheckpointError(
-                        f"the lock {path} was not free for {timeout_s:g} s: {holder} holds it, and is stopped or its "
-                        "file system hangs; end that process"
+                        f"the lock {path} was not free for {timeout_s:g} s: {_holder(path, file.descriptor)} holds it, "
+                        "and is stopped or its file system hangs; end that process"
                     )
                 sleep(POLL_S)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.ftruncate(file.descriptor, 0)
+            os.pwrite(file.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
-        os.close(descriptor)
+        file.close()
+
+
+def _holder(path: Path, descriptor: int) -> str:
+    """Who holds a lock: who is seen here, else what its file says, which may be of another host."""
+    here = " and ".join(map(str, holders_of(path)))
+    return here or os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
 
 
 def _lock_alone(descriptor: int) -> bool:
