@@ -3,7 +3,7 @@
     <folder for temporary files>/<prefix>k3x9_q2a/.lock    locked (flock) as long as that process lives
 
 A process that is killed removes nothing. So whoever makes the next folder with the same prefix removes those that
-nobody holds any more.
+nobody holds any more; one whose children have left something running stays until that has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torchelastic.processes.file_locks import lock_file, lock_of_nobody
 from torchelastic.processes.held_files import HeldFile
+from torchelastic.processes.left_running import left_running
 
 LOCK = ".lock"
 #: An empty folder may be one whose process is just about to lock it; one of this age belongs to none that lives.
@@ -78,7 +79,7 @@ def _remove_if_dead(folder: Path) -> None:
     if status.st_uid != os.geteuid():
         return
     with lock_of_nobody(folder / LOCK) as is_left_over:
-        if is_left_over:
+        if is_left_over and not left_running(folder):
             shutil.rmtree(folder, ignore_errors=True)
         elif is_left_over is None and time.time() - status.st_mtime > _UNLOCKED_AGE_S:
             folder.rmdir()  # fails unless it is empty
