@@ -132,7 +132,7 @@ class Fence:
             return epoch
 
         epoch = self._patiently(attempt)
-        remove_left_overs(self.root, (epoch, 0), self._disk)
+        self._remove_left_overs(epoch, 0)
         return epoch
 
     def enter(self, run_id: str) -> str:
@@ -292,7 +292,21 @@ class Fence:
             now.check(epoch, round_number, self.root)
             if now.token < (epoch, round_number):
                 self._write(replace(now, epoch=epoch, round=round_number))
-        remove_left_overs(self.root, (epoch, round_number), self._disk)
+        self._remove_left_overs(epoch, round_number)
+
+    def _remove_left_overs(self, epoch: int, round_number: int) -> None:
+        """What older writers have hidden goes. Where only its content stays, it can be published no more all the same.
+
+        Raises:
+            CheckpointError: an older writer could still publish.
+        """
+        try:
+            remove_left_overs(self.root, (epoch, round_number), self._disk)
+        except CheckpointError as error:
+            staged = filter(None, map(SaveId.find_staged, names_in(self.root)))
+            if any(save.token < (epoch, round_number) for save in staged):
+                raise
+            log.warning("what older writers have left in %s stays, and takes its room: %s", self.root, error)
 
     def check(self, epoch: int, round_number: int) -> None:
         """Called before a checkpoint is published; takes no lock.
