@@ -36,7 +36,7 @@ def disk_tier(place: Path, kind: str) -> DiskTier:
     return tier
 
 
-class Refusing(MemoryFileSystem):
+class Refusing(MemoryFileSystem):  # type: ignore[misc]
     """An object store in memory that refuses to remove what tests say, in the ways of stores and their packages."""
 
     protocol = "refusing"
