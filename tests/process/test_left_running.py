@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,32 @@ def test_it_is_found_and_ended(tmp_path: Path) -> None:
         assert first.wait(60) == -9
         assert second.poll() is None
     assert left_running(tmp_path) == []
+
+
+TIDY = """
+import multiprocessing, os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+print(block.name, resource_tracker._resource_tracker._pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_is_ended_leaves_no_shared_memory_of_python(tmp_path: Path) -> None:
+    environment = {**os.environ, "A_SOCKET": f"{tmp_path}/agent"}
+    command = [sys.executable, "-c", TIDY]
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        name, tracker = process.stdout.readline().split()
+        assert Path("/dev/shm", name).exists()
+        Sessions(tmp_path).begun(process.pid)
+        left = left_running(tmp_path)
+        assert {one.pid for one in left} == {process.pid, int(tracker)}
+        end_all(left, 60.0)
+        assert all(one.has_ended for one in left)
+        assert not Path("/dev/shm", name).exists()
 
 
 def test_a_session_whose_number_another_one_has_is_left_alone(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchelastic.processes.family import in_session
+from torchelastic.processes.family import command_of, in_session
 from torchelastic.processes.identity import Process
 
 _SESSIONS = "sessions"
 _POLL_S = 0.02
+#: So long may a process take that tidies up behind others.
+_TIDY_S = 1.0
 
 
 class Sessions:
@@ -59,12 +61,26 @@ def left_running(folder: Path) -> list[Process]:
 
 
 def end_all(processes: Sequence[Process], timeout_s: float) -> None:
-    """Kills processes, and waits until they have ended, but no longer than so many seconds."""
+    """Kills processes, and waits until they have ended, but no longer than so many seconds.
+
+    Those of Python that remove what the others have in shared memory end by themselves, when they have done so.
+    """
+    tidying = [process for process in processes if "multiprocessing.resource_tracker" in command_of(process.pid)]
     deadline_s = time.monotonic() + timeout_s
+    _kill([process for process in processes if process not in tidying], deadline_s)
+    _wait_for(tidying, time.monotonic() + _TIDY_S)
+    _kill(tidying, deadline_s)
+
+
+def _kill(processes: Sequence[Process], until_s: float) -> None:
     for process in processes:
         with suppress(OSError):  # of another user by now
             process.signal(signal.SIGKILL)
-    while not all(process.has_ended for process in processes) and time.monotonic() < deadline_s:
+    _wait_for(processes, until_s)
+
+
+def _wait_for(processes: Sequence[Process], until_s: float) -> None:
+    while not all(process.has_ended for process in processes) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
 
 
