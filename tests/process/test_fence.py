@@ -128,6 +128,7 @@ def test_a_fork_that_uses_the_folder_holds_it_for_itself(tmp_path: Path) -> None
     child = os.fork()
     if child == 0:
         try:
+            os.close(writing)
             fence.join(epoch, "theirs")
             os.write(tell, b"!")
             os.read(reading, 1)
