@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -287,8 +288,14 @@ def test_a_job_that_saves_into_the_folder_replaces_the_one_before(folder: Path) 
         first.state.save()
     assert [info.name.step for info in list_checkpoints(folder)] == [3, 2]
     assert not list(folder.glob(".tmp*"))
-    with pytest.raises(OwnedError, match="is alive"):
-        Job(folder, run_id="another run").state.save()
+    another = Job(folder, run_id="another run")
+    for call in (another.resume, another.state.save):  # at the start, and not only when it has trained
+        with pytest.raises(OwnedError, match=rf"is alive: process {os.getpid()} \("):
+            call()
+    assert another.state.load() is not None, "what another run saves may be read"
+    second.state.close()
+    first.state.close()
+    assert another.resume() is not None
 
 
 def test_an_extra_state_that_cannot_be_saved_is_named_and_nothing_is_written(folder: Path) -> None:

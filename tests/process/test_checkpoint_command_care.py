@@ -88,6 +88,17 @@ def test_prune_leaves_the_newest_complete_damaged_ones_and_writers_alone(tmp_pat
     assert staging.is_dir()
 
 
+def test_prune_removes_what_is_left_of_older_saves(tmp_path: Path, capsys: Capture) -> None:
+    for step in (1, 2, 3):
+        folder = add_checkpoint(tmp_path, step)
+        if step < 3:
+            (folder / "manifest.json").unlink()
+    code, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 5)
+    assert code == 0
+    assert names(tmp_path) == ["step-000000003.e1.r2.g3"]
+    assert out.count("removed (left over: it has no manifest, and a newer one is complete)") == 2
+
+
 def test_prune_of_streams_and_local_saves(tmp_path: Path, capsys: Capture) -> None:
     add_streams(tmp_path / "streams", 3)
     for generation in (1, 2, 3):

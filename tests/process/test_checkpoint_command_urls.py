@@ -151,9 +151,39 @@ def test_one_that_a_run_removes_meanwhile_is_passed_over(
     assert second.rpartition("/")[2] not in out
 
 
+def test_prune_removes_at_a_url_and_what_was_left_there(
+    url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = fsspec.filesystem("memory")
+    first, second = sorted(files.glob("/bucket/run/step-*"))
+    folders = [first, second, first.replace("step-000000001", "step-000000009"), second.replace(".g", ".g9")]
+    content = files.cat_file(files.glob(f"{first}/*.shard")[0])
+    for folder in folders[2:]:  # an older save, under another step, and one that is newer: of a run at work, say
+        files.pipe_file(f"{folder}/shard-00000-of-00002.shard", content)
+    older, newer = (folder.rpartition("/")[2] for folder in folders[2:])
+    code, out, err = run(capsys, "prune", url, "--keep-last", "1", "--dry-run")
+    assert (code, err) == (0, "")
+    assert f"{older}: would be removed (left over: it has no manifest, and a newer one is complete)" in out
+    assert f"{newer}: kept (left alone: not finished" in out
+    assert len(files.glob("/bucket/run/step-*")) == 4
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise PermissionError("AccessDenied")
+
+        patched.setattr(type(files), "rm", refuse)
+        patched.setattr(type(files), "rm_file", refuse)
+        code, _, err = run(capsys, "prune", url, "--keep-last", "1")
+        assert (code, f"at {url}: " in err, "AccessDenied" in err) == (2, True, True)
+    code, out, _ = run(capsys, "prune", url, "--keep-last", "1")
+    assert code == 0
+    assert sorted(files.glob("/bucket/run/step-*")) == sorted([second, folders[3]])
+    assert "/tmp" not in out
+
+
 def test_what_a_url_cannot_do_is_said(url: str, tmp_path: Path, capsys: Capture) -> None:
-    code, _, err = run(capsys, "prune", url, "--keep-last", "1")
-    assert (code, "DurableTier(url, KeepLast(3))" in err) == (2, True)
+    code, _, err = run(capsys, "prune", "--dead", url)
+    assert (code, "give a folder of this host's memory" in err) == (2, True)
     code, _, err = run(capsys, "convert", url, "s3://bucket/model.pt", "--to", "torch")
     assert (code, "write a file or folder" in err) == (2, True)
     code, _, err = run(capsys, "ls", "memory://bucket/nothing")

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -233,6 +235,40 @@ def test_a_data_worker_that_is_killed_with_the_lock_of_torchs_event_is_replaced(
         killer.join()
     assert not any(victim.is_alive() for victim in mine)
     loader.close()
+
+
+ORPHANS = """
+import os, signal, sys, time
+from pathlib import Path
+import torchelastic
+class Slow:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index >= 4:
+            Path(sys.argv[1], str(os.getpid())).touch()
+            time.sleep(600)
+        return index
+if __name__ == "__main__":
+    sampler = torchelastic.ElasticBatchSampler(64, 4, shuffle=False)
+    loader = torchelastic.ElasticLoader(Slow(), sampler, num_workers=2, multiprocessing_context=sys.argv[2])
+    assert next(loader).tolist() == [0, 1, 2, 3]
+    while len(os.listdir(sys.argv[1])) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_data_worker_at_work_on_a_sample_ends_with_its_killed_trainer(tmp_path: Path, method: str) -> None:
+    (tmp_path / "train.py").write_text(ORPHANS)
+    (tmp_path / "pids").mkdir()
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "pids"), method]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+    assert len(pids) == 2
+    wait_until(lambda: all(map(is_gone, pids)), 10, "they are killed, and do not sleep for ten minutes")
 
 
 @pytest.mark.parametrize("persist", [True, False])

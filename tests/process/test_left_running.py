@@ -1,89 +1,130 @@
-"""What a worker has started and left running: it goes on where the worker has ended with 0, and ends with a failure."""
+"""What the children of a killed process have left running is found by their folder, and by nothing else."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.process.supervised import PATIENCE_S, supervise
-from tests.waiting import is_gone, until, wait_until
-from torchelastic.agent.left_output import Pipe, relay
-from torchelastic.agent.supervisor import Supervisor
+from torchelastic.launch.killed_launchers import end_what_was_left
+from torchelastic.launch.run_address import leave_address
+from torchelastic.processes.left_running import Sessions, end_all, left_running
+from torchelastic.processes.own_folder import OwnFolder, make_folder
+from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 
-#: Leaves one in its own session, one in another, and ends.
-LEAVES = """
-import os, subprocess, sys
-here = subprocess.Popen(["sleep", "61"])
-other = subprocess.Popen(["sleep", "62"], start_new_session=True)
-print(here.pid, other.pid, file=sys.stderr, flush=True)
-os._exit(0)
+
+@contextmanager
+def child(folder: Path, *, of: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """The first process of a session, which is noted in a folder and has the name of one in its environment."""
+    environment = {**os.environ, "A_SOCKET": f"{of or folder}/agent"}
+    with subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True) as process:
+        try:
+            Sessions(folder).begun(process.pid)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_is_found_and_ended(tmp_path: Path) -> None:
+    assert left_running(tmp_path) == []
+    with child(tmp_path) as first, child(tmp_path) as second, child(tmp_path / "x", of=tmp_path):
+        found = left_running(tmp_path)
+        assert {process.pid for process in found} == {first.pid, second.pid}
+        Sessions(tmp_path).ended_in_order(second.pid)
+        (left,) = left_running(tmp_path)
+        assert left.pid == first.pid
+        end_all([left], 60.0)
+        assert left.has_ended
+        assert first.wait(60) == -9
+        assert second.poll() is None
+    assert left_running(tmp_path) == []
+
+
+TIDY = """
+import multiprocessing, os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+print(block.name, resource_tracker._resource_tracker._pid, flush=True)
+time.sleep(600)
 """
 
 
-@pytest.fixture
-def killed_afterwards() -> Iterator[list[int]]:
-    pids: list[int] = []
-    yield pids
-    for pid in pids:
-        if not is_gone(pid):
-            os.kill(pid, signal.SIGKILL)
+def test_what_is_ended_leaves_no_shared_memory_of_python(tmp_path: Path) -> None:
+    environment = {**os.environ, "A_SOCKET": f"{tmp_path}/agent"}
+    command = [sys.executable, "-c", TIDY]
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        name, tracker = process.stdout.readline().split()
+        assert Path("/dev/shm", name).exists()
+        Sessions(tmp_path).begun(process.pid)
+        left = left_running(tmp_path)
+        assert {one.pid for one in left} == {process.pid, int(tracker)}
+        end_all(left, 60.0)
+        assert all(one.has_ended for one in left)
+        assert not Path("/dev/shm", name).exists()
 
 
-def test_after_exit_code_0_it_goes_on_and_is_named(
-    killed_afterwards: list[int], caplog: pytest.LogCaptureFixture
+def test_a_session_whose_number_another_one_has_is_left_alone(tmp_path: Path) -> None:
+    with child(tmp_path, of=tmp_path.with_name("another")):
+        assert left_running(tmp_path) == []
+
+
+def test_a_dead_process_s_folder_stays_as_long_as_what_it_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pids: list[int] = []
-
-    async def scenario(supervisor: Supervisor) -> None:
-        worker = supervisor.workers[0]
-        await asyncio.wait_for(supervisor.all_over.wait(), PATIENCE_S)
-        pids.extend(map(int, worker.tail[0].split()))
-        killed_afterwards.extend(pids)
-
-    supervise(1, scenario, LEAVES)
-    assert [is_gone(pid) for pid in pids] == [False, False]
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"worker 0 has left running what it has started: sleep 61 (pid {pids[0]})" in line
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = OwnFolder(make_folder("te-"))
+    with child(before.path) as left:
+        before._file.close()  # as a kill does
+        make_folder("te-")
+        assert before.path.exists()
+        left.kill()
+        left.wait(60)
+        make_folder("te-")
+        assert not before.path.exists()
 
 
-def test_after_a_signal_it_ends(killed_afterwards: list[int]) -> None:
-    signalled = LEAVES.replace("os._exit(0)", "os.kill(os.getpid(), 9)")
-    pids: list[int] = []
-
-    async def scenario(supervisor: Supervisor) -> None:
-        worker = supervisor.workers[0]
-        await until(lambda: len(worker.tail) == 1)
-        pids.extend(map(int, worker.tail[0].split()))
-        killed_afterwards.extend(pids)
-        await until(lambda: worker.restarts == 1)
-        await until(lambda: is_gone(pids[0]))
-        assert not is_gone(pids[1]), "it is in a session of its own"
-
-    supervise(1, scenario, signalled)
+def url_of(run_id: str, endpoint: str) -> RendezvousUrl:
+    return parse_url(f"etcd://{endpoint}/{run_id}?min_workers=1")
 
 
-def test_what_it_writes_after_the_launchers_end_is_read_to_its_end(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    script = f"until [ -e {tmp_path}/go ]; do sleep 0.05; done; yes line | head -100000; touch {tmp_path}/done"
-    writes = subprocess.Popen(["sh", "-c", script], stdout=writer)
-    os.close(writer)
-    pid = relay([Pipe(reader, "")])
-    assert pid is not None
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(reader)
-    (tmp_path / "go").touch()
-    assert writes.wait(PATIENCE_S) == 0
-    assert (tmp_path / "done").exists()
-    wait_until(lambda: is_gone(pid), what="the one that reads ends too")
-
-
-def test_without_anything_to_read_nothing_is_started() -> None:
-    assert relay([]) is None
+@pytest.mark.parametrize(
+    ("run", "is_ended"),
+    [
+        (url_of("mine", "a:1,b:1"), True),
+        (url_of("mine", "b:1,c:1"), True),
+        (url_of("mine", "c:1"), False),
+        (url_of("other", "a:1"), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_launcher_of_a_run_ends_what_those_of_the_same_run_have_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run: RendezvousUrl,
+    is_ended: bool,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = OwnFolder(make_folder("te-"))
+    leave_address(before.path, url_of("mine", "a:1,b:1"))
+    with child(before.path) as left:
+        end_what_was_left(run)
+        assert left.poll() is None, "that launcher lives"
+        before._file.close()  # as a kill does
+        end_what_was_left(run)
+        if is_ended:
+            assert left.wait(60) == -9
+            assert "the launcher of run 'mine' was killed here, and its workers have left running" in caplog.text
+            assert f"sleep 600 (process {left.pid})" in caplog.text
+        else:
+            assert left.poll() is None
+    assert before.path.exists() != is_ended

@@ -40,6 +40,33 @@ def test_the_command_dies_when_its_parent_is_killed() -> None:
     wait_until(lambda: is_gone(pid), what="the command dies")
 
 
+@pytest.mark.parametrize("is_gone_before", [False, True])
+def test_a_process_may_end_with_another_one_that_did_not_start_it(is_gone_before: bool) -> None:
+    script = (
+        "import sys, threading, time\n"
+        "from torchelastic.processes.lifeline import end_with\n"
+        "sys.stdin.read(1)\n"
+        "threading.Thread(target=end_with, args=(int(sys.argv[1]),)).start()\n"  # it need not live on
+        "print('lives', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(FOREVER) as other:
+        command = [sys.executable, "-c", script, str(other.pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            if is_gone_before:
+                other.kill()
+                other.wait(PATIENCE_S)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("!")
+            process.stdin.flush()
+            if not is_gone_before:
+                assert process.stdout.readline() == "lives\n"
+                assert process.poll() is None
+                other.kill()
+            assert process.wait(PATIENCE_S) == -9
+
+
 def test_the_command_dies_with_the_thread_that_started_it() -> None:
     started: list[subprocess.Popen[bytes]] = []
 

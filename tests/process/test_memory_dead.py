@@ -54,23 +54,27 @@ def test_a_killed_job_is_dead_at_once_and_a_living_one_is_not(root: Path) -> Non
     assert [one.base for one in find_dead(root / "user" / "7")] == [dead.base], "a container itself may be given"
 
 
-def test_a_fork_of_a_dead_rank_still_has_the_container(root: Path) -> None:
+def test_a_fork_of_a_dead_rank_does_not_have_the_container(root: Path) -> None:
     fence = Fence(root / "7", owner_lock=JOB_FILE)
     fence.enter("")
     reading, writing = os.pipe()
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:  # as a worker of a data loader
         try:
             os.close(writing)
+            os.write(tell, b"!")
             os.read(reading, 1)
         finally:
             os._exit(0)
     os.close(reading)
-    fence.release()  # the parent is gone
+    assert os.read(told, 1) == b"!"
     assert find_dead(root) == []
-    os.close(writing)
-    os.waitpid(child, 0)
+    fence.release()  # the parent is gone
     assert [dead.base for dead in find_dead(root)] == [root / "7"]
+    for descriptor in (writing, told, tell):
+        os.close(descriptor)
+    os.waitpid(child, 0)
 
 
 def test_a_container_in_which_somebody_reads_or_writes_without_entering_it_is_not_dead(root: Path) -> None:

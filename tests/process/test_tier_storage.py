@@ -280,25 +280,6 @@ def test_a_folder_that_is_too_small_for_a_download_is_named_with_the_remedy(
     assert re.search(r"No space left on device after .* of .*B: give DurableTier", str(raised.value))
 
 
-def test_what_is_removed_from_durable_storage_loses_its_manifest_first(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tier,) = group_of("file", place, 1, keep=1)
-    save([tier], name_at(1))
-    remove = LocalFileSystem.rm
-
-    def fails_on_folders(files: LocalFileSystem, path: str, recursive: bool = False) -> None:
-        if recursive:
-            raise PermissionError("may not remove folders")
-        remove(files, path)
-
-    monkeypatch.setattr(LocalFileSystem, "rm", fails_on_folders)
-    with pytest.raises(CheckpointError, match=rf"remove a checkpoint at file://{place}: PermissionError: may not"):
-        save([tier], name_at(2))
-    assert [entry.name.step for entry in tier.inventory() if entry.is_committed] == [2]
-    assert (place / name_at(1).folder_name).exists()
-
-
 @NEEDS_S3
 def test_no_bucket_is_made_of_a_misspelt_name() -> None:
     store, options = bucket()

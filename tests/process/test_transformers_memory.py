@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
 import signal
 import tempfile
@@ -24,7 +25,10 @@ from torchelastic.adapters.hugging_face.rank_state import require_unsharded
 from torchelastic.adapters.lightning.memory import MemorySaving
 from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.store.fence import Fence, OwnedError
+from torchelastic.checkpoint.store.host_memory.dead_jobs import JOB_FILE
 from torchelastic.errors import UnfitError
 
 HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
@@ -313,3 +317,21 @@ def test_a_save_that_fails_is_told_in_one_line(tmp_path: Path, caplog: pytest.Lo
     (told,) = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
     assert "Not a directory" in told
     assert "\n" not in told
+
+
+def test_a_container_that_another_run_uses_is_refused_before_training(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchelastic.checkpoint.store.fence.ENTER_TIMEOUT_S", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    theirs = Fence(shared_memory / "job9", owner_lock=JOB_FILE)
+    theirs.enter("theirs")
+    tier = StorageTier(shared_memory / "job9")
+    with pytest.raises(OwnedError, match=rf"belongs to run 'theirs'.*process {os.getpid()} \(.*holds it"):
+        tier.start()
+    with pytest.raises(CheckpointError, match="are not open"):
+        tier.newest()
+    theirs.release()
+    tier.start()
+    assert tier.newest() is None
+    tier.close()

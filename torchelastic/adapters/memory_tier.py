@@ -31,6 +31,7 @@ from torchelastic.checkpoint.memory import (
     job_container,
 )
 from torchelastic.checkpoint.replication import ReplicationManager
+from torchelastic.checkpoint.store.fence import OwnedError
 from torchelastic.group.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
@@ -119,9 +120,27 @@ class StorageTier:
         self._is_late = False  # whether it was waited for in vain
 
     def start(self) -> None:
-        """Opens the tier, if it is not open; the process group must be there by now if the job has one."""
+        """Opens the tier, if it is not open; the process group must be there by now if the job has one.
+
+        Raises:
+            OwnedError: another run that is alive has the container: each save would fail.
+            CheckpointError: so it is on another rank.
+        """
         if self._open is None:
             self._open = _Open(self._thread_count, self._timeout_s)
+            try:
+                self.ranks.own_on_all("open the container", self._take_container)
+            except BaseException:
+                self.close()
+                raise
+
+    def _take_container(self) -> None:
+        try:
+            self._opened().manager.container(self.container)
+        except OwnedError:
+            raise
+        except CheckpointError as error:  # saves may be possible later: a full /dev/shm, say
+            log.warning("%s cannot be opened yet: %s", self.container, error)
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of one step lies."""

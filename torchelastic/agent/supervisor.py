@@ -29,6 +29,7 @@ from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.exit_codes import describe_exit
 from torchelastic.processes.family import command_of, in_session
 from torchelastic.processes.identity import Process
+from torchelastic.processes.left_running import Sessions
 from torchelastic.processes.lifeline import dies_with_parent, process_end, signal_main_thread
 from torchelastic.processes.local_rank import LOCAL_RANK_VARIABLE
 from torchelastic.rendezvous.view import Settings
@@ -79,6 +80,7 @@ class Supervisor:
         hidden: (local rank, "stdout" or "stderr") of what it does not show.
         plain: the workers as a group of torchrun's kind; None: others may take part in the run, so they are none.
         own: what each worker has for itself, by its number; empty: nothing.
+        sessions: are noted, for the next launcher if this one is killed; None: they are not.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Supervisor:
         hidden: Set[tuple[int, str]] = frozenset(),
         plain: PlainGroup | None = None,
         own: Sequence[Own] = (),
+        sessions: Sessions | None = None,
     ) -> None:
         self.workers = [Worker(local_rank) for local_rank in range(nproc)]
         for worker, its in zip(self.workers, own, strict=False):
@@ -112,7 +115,7 @@ class Supervisor:
         self._run_is_over, self._publish = run_is_over, publish
         self.terminal = terminal or Terminal()
         self._lines = WorkerLines(self.terminal, hidden)
-        self._plain, self._anyone_asked = plain, False
+        self._plain, self._anyone_asked, self._sessions = plain, False, sessions
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: dict[int, asyncio.Task[None]] = {}
@@ -259,6 +262,8 @@ class Supervisor:
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that a worker is ended together with its data loaders
         )
+        if self._sessions is not None:
+            self._sessions.begun(worker.process.pid)
         worker.tail.clear()
         worker.is_hung, worker.position, worker.traceback_s = False, NOWHERE, None
         worker.started_s, worker.asked_s = time.monotonic(), None
@@ -300,6 +305,8 @@ class Supervisor:
         # its data loaders, if it left any; before it is reaped, for then its number may become another process's
         worker.end_what_it_left(process.pid, exit_code_of(process.pid))
         worker.exit_code = process.wait()
+        if worker.exit_code == 0 and self._sessions is not None:
+            self._sessions.ended_in_order(process.pid)
         worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
         await asyncio.wait(readers, timeout=1.0)
         if worker.exit_code == 0 and in_session(process.pid):

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from torchelastic.errors import UnfitError
 from torchelastic.processes.exit_codes import describe_exit
+from torchelastic.processes.lifeline import end_with
 from torchelastic.processes.script_import import PUT_BELOW_MAIN
 from torchelastic.torch_internals.data_workers import DataWorkers, keep_errors, with_workers, workers_behind
 
@@ -246,6 +247,9 @@ def _end(workers: DataWorkers) -> None:
 
 def begin_data_worker(of_user: Callable[[int], object] | None, worker: int) -> None:
     """The `worker_init_fn` of a DataLoader of ours, beside the user's own one."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None and trainer.pid is not None:
+        end_with(trainer.pid)  # torch's own watch does not end one that is at work on a sample
     keep_errors()
     if of_user is not None:
         of_user(worker)

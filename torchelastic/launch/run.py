@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from torchelastic.agent.host_events import Publish
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker_environment import worker_environment
+from torchelastic.launch.killed_launchers import Started, end_what_was_left, take_over_run_id
 from torchelastic.launch.own_etcd import OwnEtcd, meeting_place
 from torchelastic.launch.run_address import (
     SOCKET,
@@ -42,6 +43,7 @@ from torchelastic.launch.run_options import (
     worker_command,
 )
 from torchelastic.observe.page.listening import PageOptions, listening
+from torchelastic.processes.left_running import Sessions
 from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import NO_CREDENTIALS, PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
@@ -64,17 +66,16 @@ def run(options: argparse.Namespace) -> int:
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
         run_log = opened_log(options, environment, stack, theirs)
-        url = _url(options, stack)
+        url, socket_dir = _place(options, stack, command)
         credentials = _credentials(options, url, environment)
-        socket_dir = stack.enter_context(_own_folder())
         agent_options = AgentOptions(
             url,
-            Path(socket_dir, SOCKET),
+            socket_dir / SOCKET,
             metrics_address=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
             push_gateway=gateway,
             term_grace_s=options.term_grace,
             ledger_dir=options.log_dir,
-            page=opened_page(options, stack, network.address, Path(socket_dir), partial(run_log.say, "page")),
+            page=opened_page(options, stack, network.address, socket_dir, partial(run_log.say, "page")),
             address=network.address,
             log_form=run_log.form,
         )
@@ -94,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
                 hidden=theirs.hidden,
                 plain=PlainGroup(options.nproc_per_node, options.max_restarts) if options.standalone else None,
                 own=options.own,
+                sessions=Sessions(socket_dir),
             )
 
         # the etcd of --standalone ends with the launcher, and there is nobody else to notify
@@ -109,9 +111,21 @@ def _credentials(options: argparse.Namespace, url: RendezvousUrl, environment: M
     return NO_CREDENTIALS if options.standalone else find_credentials(url, environment)
 
 
-def _own_folder() -> OwnFolder:
+def _place(options: argparse.Namespace, stack: ExitStack, command: Sequence[str]) -> tuple[RendezvousUrl, Path]:
+    """The run, and this launcher's own folder, after what killed launchers of the same run have left."""
+    started = Started.here(command) if options.standalone else None
+    url = _url(options, stack, started)
+    return url, stack.enter_context(_own_folder(url, started))
+
+
+def _own_folder(url: RendezvousUrl, started: Started | None) -> OwnFolder:
+    if started is None:
+        end_what_was_left(url)
     try:
-        return OwnFolder(make_folder(FOLDER_PREFIX))
+        folder = OwnFolder(make_folder(FOLDER_PREFIX))
+        if started is not None:
+            started.leave(folder.path)
+        return folder
     except OSError as error:  # a container whose root is read-only has none
         text = f"no folder for temporary files can be made: set TMPDIR to one that can be written ({error})"
         raise CommandError(text) from error
@@ -139,7 +153,7 @@ async def _run_agent(
     return await Agent(options, store, make_supervisor).run()
 
 
-def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
+def _url(options: argparse.Namespace, stack: ExitStack, started: Started | None) -> RendezvousUrl:
     min_nodes, max_nodes = nodes(options.nnodes)
     per_node = options.nproc_per_node
     if per_node < 1 or options.max_restarts < 0:
@@ -147,7 +161,7 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     least = 1 if options.standalone else min_nodes * per_node
     min_workers = least if options.min_workers is None else options.min_workers
     max_workers = max_nodes * per_node if options.max_workers is None else options.max_workers
-    if options.standalone:
+    if started is not None:
         if options.rdzv_endpoint or max_nodes > 1:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
         if access(options):
@@ -156,7 +170,8 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
             endpoint = stack.enter_context(OwnEtcd()).endpoint
         except (OSError, RuntimeError) as error:
             raise CommandError(f"the etcd of --standalone cannot be started: {error}") from error
-        run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
+        before = take_over_run_id(started)
+        run_id = options.rdzv_id or before or f"standalone-{uuid.uuid4().hex[:8]}"
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:
             raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --standalone for this host alone")

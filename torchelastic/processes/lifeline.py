@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Collection, Sequence
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -102,6 +104,32 @@ def signal_main_thread(pid: int, number: int) -> None:
     if tgkill(pid, pid, number) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))  # the subclass that belongs to the code
+
+
+def end_with(pid: int) -> None:
+    """Have this process killed as soon as another one of its host has ended; for a child that is of no use without it.
+
+    Unlike `dies_with_parent` it does not matter which thread has started this process, nor whether that was the parent
+    itself (`forkserver`). A daemon thread waits; where the system has no pidfd, nobody does.
+
+    Args:
+        pid: of the other one.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except (AttributeError, OSError):  # not Linux, or before 5.3, or forbidden
+        return
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
 async def process_end(pid: int) -> None:

@@ -1,9 +1,9 @@
 """Temporary folders that go when the process that uses them has ended, also if it was killed.
 
-    <folder for temporary files>/<prefix>k3x9_q2a/.lock    locked (flock) as long as that process and its forks live
+    <folder for temporary files>/<prefix>k3x9_q2a/.lock    locked (flock) as long as that process lives
 
 A process that is killed removes nothing. So whoever makes the next folder with the same prefix removes those that
-nobody holds any more.
+nobody holds any more; one whose children have left something running stays until that has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 from torchelastic.processes.file_locks import lock_file, lock_of_nobody
+from torchelastic.processes.held_files import HeldFile
+from torchelastic.processes.left_running import left_running
 
 LOCK = ".lock"
 #: An empty folder may be one whose process is just about to lock it; one of this age belongs to none that lives.
@@ -24,7 +26,7 @@ _UNLOCKED_AGE_S = 3600.0
 
 
 class OwnFolder:
-    """A folder that this process holds, until `remove` or its end. A fork shares it, and does not remove it.
+    """A folder that this process holds, until `remove` or its end. A fork neither holds nor removes it.
 
     Args:
         path: it is there, empty, and belongs to this user.
@@ -38,19 +40,17 @@ class OwnFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pid = os.getpid()
         unlocked = path / f"{LOCK}.new"  # nobody looks at it before it is locked
-        self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        lock_file(self._descriptor, fcntl.LOCK_EX)
+        self._file = HeldFile(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        lock_file(self._file.descriptor, fcntl.LOCK_EX)
         unlocked.rename(path / LOCK)
 
     def remove(self) -> None:
         """Removes it with all that is in it, as far as possible; again, or in a fork, this does nothing."""
-        if self._descriptor < 0 or os.getpid() != self._pid:
+        if self._file.descriptor < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> Path:
         return self.path
@@ -79,7 +79,7 @@ def _remove_if_dead(folder: Path) -> None:
     if status.st_uid != os.geteuid():
         return
     with lock_of_nobody(folder / LOCK) as is_left_over:
-        if is_left_over:
+        if is_left_over and not left_running(folder):
             shutil.rmtree(folder, ignore_errors=True)
         elif is_left_over is None and time.time() - status.st_mtime > _UNLOCKED_AGE_S:
             folder.rmdir()  # fails unless it is empty

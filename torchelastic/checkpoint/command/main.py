@@ -19,6 +19,7 @@ from torchelastic.text import error_text
 from torchelastic.usage import CommandParser
 
 if TYPE_CHECKING:
+    from torchelastic.checkpoint.command.format import FoundCheckpoint
     from torchelastic.checkpoint.policy import KeepPolicy
 
 EXAMPLES = """examples:
@@ -219,8 +220,17 @@ def _prune(options: argparse.Namespace) -> int:
     if options.keep_best is None and (options.best_count or options.best_mode):
         raise CheckpointCommandError("--best-count and --best-mode go with --keep-best METRIC")
     policy = _policy(options)
-    path = _folder(options.path, "what is kept there says the run's own policy, as in DurableTier(url, KeepLast(3))")
-    return prune(path, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
+    with _files_at(options.path, "list") as path:
+
+        def remove_there(found: FoundCheckpoint) -> None:
+            from torchelastic.checkpoint.command.remote import remove_at
+
+            remove_at(options.path, found.path.relative_to(path).as_posix())
+
+        is_copy = isinstance(options.path, str) and not options.path.startswith("file://")
+        remove = remove_there if is_copy else None
+        metric, dry_run, as_json = options.keep_best, options.dry_run, options.json
+        return prune(path, policy, metric=metric, dry_run=dry_run, as_json=as_json, remove_at=remove)
 
 
 def _prune_dead(options: argparse.Namespace) -> int:

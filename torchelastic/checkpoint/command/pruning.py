@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.listing import find, none_usable
 from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
+from torchelastic.checkpoint.store.kinds import Kind, kind_in
+from torchelastic.checkpoint.store.removing import left_overs
+from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.console import say, say_json
 from torchelastic.text import bytes_text
 
 
-def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run: bool, as_json: bool) -> int:
+def prune(
+    path: Path,
+    policy: KeepPolicy,
+    *,
+    metric: str | None = None,
+    dry_run: bool,
+    as_json: bool,
+    remove_at: Callable[[FoundCheckpoint], None] | None = None,
+) -> int:
     """`torchelastic checkpoint prune`; returns the exit code.
 
-    Removes complete checkpoints only; of each kind the newest complete one stays. Damaged ones and the hidden folders
-    of writers at work are left alone. May run beside the run that writes there: each checkpoint is hidden under
-    another name before it is removed, and a reader that has it open can go on.
+    Removes complete checkpoints, of which the newest of each kind stays, and what is left of saves that were never
+    finished, or could not be removed as a whole: they have no manifest, and a newer one is complete. Damaged ones and
+    the hidden folders of writers at work are left alone. May run beside the run that writes there: each checkpoint is
+    hidden under another name before it is removed, and a reader that has it open can go on.
 
     Args:
         path: a folder of checkpoints.
@@ -26,6 +38,7 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
         metric: what the policy compares; if no checkpoint has it, nothing is removed.
         dry_run: only say what would be removed.
         as_json: one line per checkpoint for programs.
+        remove_at: removes one, where the path is a copy of what all hosts have in another place; None: it is none.
 
     Raises:
         CheckpointCommandError: the path holds no complete checkpoint or none with the metric, or is one itself.
@@ -45,12 +58,12 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
             "nothing is removed"
         )
     freed_bytes = 0
-    for one, decision in decisions_for(found, policy):
+    for one, decision in decisions_for(found, policy, _left_overs(found, has_all=remove_at is not None)):
         state = "kept" if decision.keep else "would be removed" if dry_run else "removed"
         if not decision.keep:
             freed_bytes += one.size_bytes
             if not dry_run:
-                one.format.remove(one)
+                (remove_at or one.format.remove)(one)
         if as_json:
             say_json({"path": str(one.path), "name": one.name, "state": state, "because": decision.because})
         else:
@@ -60,15 +73,40 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
     return 0
 
 
-def decisions_for(found: Sequence[FoundCheckpoint], policy: KeepPolicy) -> list[tuple[FoundCheckpoint, KeepDecision]]:
-    """What becomes of each checkpoint, each kind in each folder for itself, oldest first; pure."""
+def _left_overs(found: Sequence[FoundCheckpoint], *, has_all: bool) -> set[Path]:
+    """Of what has no manifest that which never will: a run that has completed a newer one writes no older one any more.
+
+    Of local checkpoints nobody can tell, unless all parts are here: other hosts have them.
+    """
+    names = {one.path: name for one in found if (name := SaveId.find(one.path.name)) is not None}
+    left = set[Path]()
+    for folder in {path.parent for path in names}:
+        here = [one for one in found if one.path in names and one.path.parent == folder]
+        complete = [names[one.path] for one in here if one.is_complete]
+        over = left_overs([names[one.path] for one in here if one.is_unfinished], complete)
+        left |= {folder / name.folder_name for name in over}
+    return {path for path in left if has_all or kind_in(path) is not Kind.LOCAL}
+
+
+def decisions_for(
+    found: Sequence[FoundCheckpoint], policy: KeepPolicy, left: Collection[Path] = ()
+) -> list[tuple[FoundCheckpoint, KeepDecision]]:
+    """What becomes of each checkpoint, each kind in each folder for itself, oldest first; pure.
+
+    Args:
+        found: all that there are.
+        policy: says what stays of what is complete.
+        left: the paths of those that were never finished, and will not be.
+    """
     decided: list[tuple[FoundCheckpoint, KeepDecision]] = []
     for kind, folder in dict.fromkeys((one.format, one.path.parent) for one in found):
         ours = [one for one in reversed(found) if one.format is kind and one.path.parent == folder]
         answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if one.is_complete]))
         for one in ours:
-            left_alone = f"left alone: {one.damage or one.partial}"
-            decided.append((one, next(answers) if one.is_complete else KeepDecision(True, left_alone)))
+            decision = KeepDecision(True, f"left alone: {one.damage or one.partial}")
+            if one.path in left:
+                decision = KeepDecision(False, "left over: it has no manifest, and a newer one is complete")
+            decided.append((one, next(answers) if one.is_complete else decision))
     return decided
 
 

@@ -24,6 +24,7 @@ from torchelastic.checkpoint.command.listing import foreign_kind, newest_complet
 from torchelastic.checkpoint.command.screen import shown_as
 from torchelastic.checkpoint.errors import CorruptCheckpointError, is_full
 from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.checkpoint.store.removing import remove_objects
 from torchelastic.console import complain
 from torchelastic.text import bytes_text, without_credentials, without_secrets
 
@@ -98,6 +99,35 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             raise CheckpointCommandError(f"could not read {where}: {without_secrets(error, url)}") from None
         with shown_as(str(target), where.rstrip("/")):
             yield target
+
+
+def remove_at(url: str, below: str) -> None:
+    """Removes one checkpoint there.
+
+    Args:
+        url: of the place.
+        below: where in it the checkpoint is.
+
+    Raises:
+        CheckpointCommandError: it is refused, or the storage does not answer.
+    """
+    where = without_credentials(url)
+    try:
+        files, root = fsspec.url_to_fs(url)
+        folder = f"{str(root).rstrip('/')}/{below}"
+
+        def names_in() -> list[str]:
+            files.invalidate_cache()
+            try:
+                return [str(name).rstrip("/").rpartition("/")[2] for name in files.ls(folder, detail=False)]
+            except FileNotFoundError:
+                return []
+
+        with _said_if_slow(where):
+            remove_objects(files, folder, names_in)
+    except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
+        text = f"could not remove {below} at {where}: {without_secrets(error, url)}"
+        raise CheckpointCommandError(text) from None
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import tenacity
 from torchelastic.checkpoint.engine.background import Background
 from torchelastic.checkpoint.engine.schedule import TierSchedules
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.failures import Failures
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.replicas.receive import Destination, digest_of
 from torchelastic.checkpoint.replicas.replica_client import Transferred
@@ -85,6 +86,7 @@ class DurableCopies:
         self._monotonic = monotonic
         self._schedules = TierSchedules({tier.name: tier.every}, monotonic)
         self._background = Background(monotonic=monotonic)
+        self._refused = Failures()  # of what was to be removed
         self._context: TierContext | None = None
         self._is_prepared: TierContext | None = None
         self._replaced = threading.Event()
@@ -228,8 +230,9 @@ class DurableCopies:
         log.info("%s is durable in the %s tier after %.2f s", manifest.name, tier.name, copied_s)
         try:
             tier.prune()
+            self._refused.succeeded()
         except CheckpointError as error:  # what is saved is saved
-            log.warning("what %s has replaced is not removed: %s", manifest.name, error)
+            self._refused.say(f"what {manifest.name} has replaced", error, then=" is not removed; it is tried again")
 
     # --- restoring ----------------------------------------------------------------------------------------------------
 

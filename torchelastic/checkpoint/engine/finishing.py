@@ -31,7 +31,7 @@ from torchelastic.metrics import publish_metric
 log = logging.getLogger(__name__)
 
 #: Where something fails that is no tier; none has such a name.
-_SEALING, _MEMORY, _REPLICAS = "~sealing", "~memory", "~replicas"
+_SEALING, _MEMORY, _REPLICAS, _REMOVING = "~sealing", "~memory", "~replicas", "~removing "
 
 
 @dataclass(eq=False)
@@ -316,8 +316,10 @@ class Finisher:
             if not tier.is_shared or shard.rank == 0:
                 with as_exception():
                     tier.prune()
+                self._failures.succeeded(_REMOVING + tier.name)
         except Exception as error:  # noqa: BLE001 - what is saved is saved
-            self._failures.add(f"removing old checkpoints in the {tier.name} tier", error, place=tier.name)
+            what, place = f"removing old checkpoints in the {tier.name} tier", _REMOVING + tier.name
+            self._failures.add(what, error, place=place, then=" failed; it is tried again after later saves")
 
     def _put_and_commit(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
@@ -386,6 +388,6 @@ class Finisher:
         try:
             with as_exception():
                 tier.abandon(save.name)
-        except Exception as error:  # noqa: BLE001 - only left-overs, which the next group removes
-            because = str(error) or type(error).__name__
-            log.warning("could not remove what is left of %s in the %s tier: %s", save.name, tier.name, because)
+        except Exception as error:  # noqa: BLE001 - only left-overs, which a later save removes, or the next group
+            what, then = f"what is left of {save.name} in the {tier.name} tier", " is not removed; it is tried again"
+            self._failures.say(what, error, place=_REMOVING + tier.name, then=then)

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,21 @@ RENAME_ATTEMPTS, RENAME_PAUSE_S = 10, 0.02
 _OPEN_ELSEWHERE = (errno.EACCES, errno.EBUSY, errno.ETXTBSY)
 #: By fsync(2) a file system that orders names by itself says so of a folder: nothing is lacking.
 _ORDERS_NAMES = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def remove_tree(path: Path) -> BaseException | None:
+    """Removes a folder as far as it can be; returns the first refusal. What is gone already is none."""
+    refused: list[BaseException] = []
+
+    def note(_call: object, _path: str, error: BaseException) -> None:
+        if not isinstance(error, FileNotFoundError):
+            refused.append(error)
+
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(path, onexc=note)
+    else:
+        shutil.rmtree(path, onerror=lambda call, name, raised: note(call, name, raised[1]))
+    return refused[0] if refused else None
 
 
 @contextmanager
@@ -281,12 +297,11 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder and all that is in it; it may be gone already."""
+        """Removes a folder and all that is in it, also where a part is refused or gone; it may be gone already."""
         with explained("remove a checkpoint", path):
-            try:
-                shutil.rmtree(path)
-            except FileNotFoundError:
-                pass
+            refused = remove_tree(path)
+            if refused is not None:
+                raise refused
 
     def make_folder(self, path: Path) -> None:
         """Creates a folder and its parents; it may exist."""

@@ -22,7 +22,9 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from torchelastic.file_systems import file_system_of
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import lock_file
 
@@ -105,6 +107,14 @@ def release_removed() -> None:
             mapped.release_removed()
         except OSError as error:
             log.warning("what was loaded keeps its room on tmpfs beside the checkpoints that are kept: %s", error)
+
+
+def is_to_map(path: str | os.PathLike[str]) -> bool:
+    """Whether a shard there is rather mapped than read: on tmpfs it is memory already, and a copy takes more of it.
+
+    But a file that is mapped keeps its room on tmpfs, unless that can be had back when it is removed.
+    """
+    return file_system_of(Path(path)) == "tmpfs" and can_release()
 
 
 @functools.cache

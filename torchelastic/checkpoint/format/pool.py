@@ -249,15 +249,16 @@ class SlotPool:
 
     def _release_memory(self, stage: Stage) -> None:
         path = stage.slot.path
-        if self._at_once:
-            stage.slot.release_at_once()
-        else:
-            stage.slot.close()
-        if path is not None:
-            try:
-                self._disk.remove(path)
-            except CheckpointError as error:  # whoever uses the folder next removes what is hidden
-                log.warning("memory of a checkpoint stays taken: %s", error)
+        try:
+            if path is not None:
+                self._disk.remove(path)  # while it is locked: nobody takes it for a left-over
+        except CheckpointError as error:  # whoever uses the folder next removes what is hidden
+            log.warning("memory of a checkpoint stays taken: %s", error)
+        finally:
+            if self._at_once:
+                stage.slot.release_at_once()
+            else:
+                stage.slot.close()
 
 
 def _is_gone(slot: Slot) -> bool:

@@ -28,6 +28,7 @@ from torchelastic.checkpoint.format.tensor_parts import contiguous, memory_of
 from torchelastic.checkpoint.format.tree import Flat, flatten
 from torchelastic.file_systems import Call
 from torchelastic.processes.file_locks import lock_file
+from torchelastic.processes.held_files import HeldFile
 
 
 def hidden_path(folder: Path) -> Path:
@@ -98,7 +99,12 @@ class _HiddenFile:
 
     path: Path
     disk: Disk
-    descriptor: int
+    file: HeldFile
+
+    @property
+    def descriptor(self) -> int:
+        """To write it by; -1: it is closed."""
+        return self.file.descriptor
 
     def give_name(self, give: Callable[[], None]) -> None:
         """Calls `give`, which renames it, or links it; again with the file closed, where that cannot be done before."""
@@ -117,16 +123,15 @@ class _HiddenFile:
 
     def close(self) -> None:
         """Closes it, again or not."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self.file.close()
 
 
 @contextmanager
 def _hidden_file(folder: Path, disk: Disk) -> Iterator[_HiddenFile]:
     """A new file, which is removed where anything fails before it has its name."""
     hidden = hidden_path(folder)
-    file = _HiddenFile(hidden, disk, disk.create(hidden))
+    # a held one: else what is forked meanwhile would keep readers of the file out
+    file = _HiddenFile(hidden, disk, HeldFile(disk.create(hidden)))
     try:
         yield file
     except BaseException:

@@ -25,6 +25,7 @@ from torchelastic.checkpoint.format.shard_writing import share_lock
 from torchelastic.file_systems import Call
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
+from torchelastic.processes.held_files import HeldFile
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +36,22 @@ class _SlotFile:
 
     path: Path | None
     disk: Disk
-    descriptor: int = -1
-    pid: int = field(default_factory=os.getpid)
+    held: HeldFile = field(default_factory=lambda: HeldFile(-1))
+
+    @property
+    def descriptor(self) -> int:
+        """Of the open file; -1: it is closed, or this is a fork of the process that has it."""
+        return self.held.descriptor
 
     def close(self) -> None:
         """Closes it, and so lets its lock go; the file stays."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self.held.close()
 
     def let_go(self) -> None:
         """Of a slot that was dropped without `close`: a hidden file is of no use, but to the parent of a fork."""
         is_open = self.descriptor >= 0
         self.close()
-        if is_open and self.path is not None and self.path.name.startswith(HIDDEN) and self.pid == os.getpid():
+        if is_open and self.path is not None and self.path.name.startswith(HIDDEN):
             with contextlib.suppress(CheckpointError):
                 self.disk.remove(self.path)
 
@@ -81,7 +84,7 @@ class Slot:
         self._map: mmap.mmap | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         if path is not None:
-            self._file.descriptor = self.disk.create(path)
+            self._file.held = HeldFile(self.disk.create(path))
             when_dropped(self, self._file.let_go)
         try:
             self._map = self._allocate()
@@ -97,7 +100,12 @@ class Slot:
         if self.path is not None:
             self.disk.allocate(self._file.descriptor, self.capacity_bytes, self.path)
             with explained("map memory for the checkpoint", self.path, Call.MMAP):
-                return mmap.mmap(self._file.descriptor, self.capacity_bytes)
+                # opened once more: the map keeps its file open, also in a fork, which must not have our lock by that
+                mapped = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    return mmap.mmap(mapped, self.capacity_bytes)
+                finally:
+                    os.close(mapped)
         with explained("map memory for the checkpoint", Path("anonymous memory")):
             memory = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them

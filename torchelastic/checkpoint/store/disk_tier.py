@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
@@ -106,12 +105,11 @@ class DiskTier(FolderTier):
         else:
             super().abandon(name)
 
-    def _delete(self, names: Iterable[SaveId]) -> None:
-        if not self.is_shared:
-            super()._delete(names)
-            return
-        for name in sorted(names):
+    def _delete_one(self, name: SaveId) -> None:
+        if self.is_shared:
             remove_folder(self._root, name.folder_name, self._disk)
+        else:
+            super()._delete_one(name)
 
     def _delete_file(self, path: Path) -> None:
         self._disk.remove(path)

@@ -35,6 +35,7 @@ from torchelastic.checkpoint.store.manifest import (
 )
 from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.reading import recorded
+from torchelastic.checkpoint.store.removing import Removals, left_overs, remove_objects
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 from torchelastic.text import without_credentials, without_secrets
@@ -87,6 +88,7 @@ class DurableTier(Tier):
         self._download_folder = download_folder
         self._kinds: dict[str, Kind] = {}
         self._manifest: Manifest | None = None
+        self._removals = Removals()
         self._storage_options = dict(storage_options or {})
         self._opened_files, self._root = self._open_files()
 
@@ -203,19 +205,25 @@ class DurableTier(Tier):
             raise CheckpointError(f"{text} ({error})") from error
 
     def prune(self) -> list[SaveId]:
-        """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
-        removed = [info.name for info in prunable_checkpoints(self.keep, self._infos())]
-        for name in removed:
-            self._remove(name)
-        return removed
+        """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint.
+
+        What is left of older saves, by a writer that died or a store that refused to remove it, goes, too.
+        """
+        infos = self._infos()
+        committed = {info.name for info in infos if info.manifest is not None or info.damage is not None}
+        without = [name for name in self._own_names() if name not in committed]
+        unwanted = [info.name for info in prunable_checkpoints(self.keep, infos)]
+        return self._removals.run([*unwanted, *left_overs(without, committed)], self._remove)
 
     def close(self) -> None:
         """See `Tier`; there is nothing to give back."""
 
     def _infos(self) -> list[CheckpointInfo]:
         """Own checkpoints, newest first; those without a manifest are being written, or their writers are dead."""
-        names = [name for name in self._names() if self._kind_of(name.folder_name) in (self.kind, None)]
-        return [info for name in names if (info := self._info(name)) is not None]
+        return [info for name in self._own_names() if (info := self._info(name)) is not None]
+
+    def _own_names(self) -> list[SaveId]:
+        return [name for name in self._names() if self._kind_of(name.folder_name) in (self.kind, None)]
 
     def _info(self, name: SaveId) -> CheckpointInfo | None:
         """None if there is nothing of it. Of one without a manifest no shard can be read."""
@@ -317,12 +325,7 @@ class DurableTier(Tier):
     def _remove(self, name: SaveId) -> None:
         folder = self._folder(name)
         with self._explained("remove a checkpoint"):
-            for path in (f"{folder}/{MANIFEST_NAME}", folder):
-                try:
-                    if self._exists(path):
-                        self._files.rm(path, recursive=path == folder)
-                except FileNotFoundError:
-                    pass  # somebody else was faster
+            remove_objects(self._files, folder, lambda: self._sizes(folder))
 
     def _shown(self, path: str) -> str:
         return f"{self.where.rstrip('/')}{path.removeprefix(str(self._root))}"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
@@ -39,11 +40,13 @@ from torchelastic.checkpoint.store.writing import remove_left_overs
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 FENCE_LOCK_NAME = ".fence.lock"
 OWNER_LOCK_NAME = ".owner.lock"
 #: Who holds the lock of the fence reads and writes one small file; longer than this, something is wrong with it.
 LOCK_TIMEOUT_S = 60.0
-#: For how long `enter` tries: whoever looks at a folder, or removes it, needs a moment; a run that ends may need one.
+#: For how long it is tried to have a folder: whoever looks at it or removes it needs a moment, as does a run that ends.
 ENTER_TIMEOUT_S = 5.0
 
 
@@ -53,6 +56,18 @@ class OwnedError(CheckpointError):
 
 class _BusyError(CheckpointError):
     """Somebody looks at the folder, or removes it, at this moment."""
+
+
+class _TakenError(CheckpointError):
+    """Another run that is alive has the folder, until now.
+
+    Args:
+        by: what the fence says of that run.
+    """
+
+    def __init__(self, by: FenceState) -> None:
+        super().__init__(str(by))
+        self.by = by
 
 
 class Fence:
@@ -103,18 +118,23 @@ class Fence:
             The epoch: higher than that of every job and every checkpoint that was here before.
 
         Raises:
-            OwnedError: another run is alive here; names it.
+            OwnedError: another run is alive here, and does not end soon; names it.
             CheckpointError: the folder cannot be written, or its lock is stuck; names who holds it.
         """
-        self._disk.make_folder(self.root)
-        with self._locked():
-            before = self._read_for_claim()
-            self._require_run(run_id, before)
-            epoch = max(before.epoch + 1, self._highest_epoch_in_names() + 1, at_least)
-            self._write_anew(epoch, run_id, owner)
-            if before.run_id == run_id:
-                self._owner_lock.replace_others()
-        remove_left_overs(self.root, (epoch, 0), self._disk)
+
+        def attempt() -> int:
+            self._disk.make_folder(self.root)
+            with self._locked():
+                before = self._read_for_claim()
+                self._require_run(run_id, before)
+                epoch = max(before.epoch + 1, self._highest_epoch_in_names() + 1, at_least)
+                self._write_anew(epoch, run_id, owner)
+                if before.run_id == run_id:
+                    self._owner_lock.replace_others()
+            return epoch
+
+        epoch = self._patiently(attempt)
+        self._remove_left_overs(epoch, 0)
         return epoch
 
     def enter(self, run_id: str) -> str:
@@ -130,18 +150,55 @@ class Fence:
             The run that has the folder from now on: the given one, or that which was there if one of them is "".
 
         Raises:
-            OwnedError: another run is alive here; names it.
+            OwnedError: another run is alive here, and does not end soon; names it.
             CheckpointError: as `claim`, or somebody holds the folder alone and does not go on.
         """
+
+        def attempt() -> str:
+            try:
+                return self._enter(run_id)
+            except CheckpointError:
+                self.release()
+                raise
+
+        return self._patiently(attempt)
+
+    def require_free(self, run_id: str) -> None:
+        """Refuses a folder in which another run is alive, and takes it for nobody; for who claims it only later.
+
+        Args:
+            run_id: of this job.
+
+        Raises:
+            OwnedError: another run is alive here, and does not end soon; names it.
+        """
+
+        def attempt() -> None:
+            before = self._read_for_claim()
+            if _is_others(before, run_id) and self._owner_lock.is_there:
+                if not self._owner_lock.hold_alone():
+                    raise _TakenError(before)
+                self.release()
+
+        try:
+            self._patiently(attempt)
+        except OwnedError:
+            raise
+        except CheckpointError as error:  # whoever reads or claims it says so
+            log.debug("it is unknown whose %s is: %s", self.root, error)
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        """What `attempt` returns; tried again for a while where what is in the way may go by itself."""
         deadline_s = self._monotonic() + ENTER_TIMEOUT_S
         while True:
             try:
-                return self._enter(run_id)
+                return attempt()
             except CheckpointError as error:
-                self.release()
                 is_going = error.errno in (errno.ENOENT, errno.EEXIST) and not self.root.is_file()
-                may_pass = is_going or isinstance(error, (OwnedError, _BusyError))
+                may_pass = is_going or isinstance(error, (_TakenError, _BusyError))
                 if not may_pass or self._monotonic() >= deadline_s:
+                    if isinstance(error, _TakenError):
+                        raise self._owned(error.by) from None
                     raise
             self._sleep(POLL_S)
 
@@ -152,7 +209,7 @@ class Fence:
         # held, nobody removes the folder: that is done by who holds it alone
         is_held = self._owner_lock.hold_alone() if is_others else self._owner_lock.hold()
         if is_others and not is_held:
-            raise self._owned(before)
+            raise _TakenError(before)
         if not is_held:
             raise _BusyError(
                 f"{self.root} could not be entered in {ENTER_TIMEOUT_S:g} s: it is looked at or removed by a "
@@ -196,28 +253,30 @@ class Fence:
             OwnedError: another run is alive here, as in `claim`.
             CheckpointError: as `claim`.
         """
-        self._disk.make_folder(self.root)
-        with self._locked():
-            now = self._read_for_claim()
-            if now.epoch > epoch or (now.epoch == epoch and now.run_id != run_id):
-                raise now.fenced(epoch, 0, self.root)
-            if now.epoch < epoch:
-                self._require_run(run_id, now)
-                self._write_anew(epoch, run_id, "joined")
-            self._owner_lock.hold()
+
+        def attempt() -> None:
+            self._disk.make_folder(self.root)
+            with self._locked():
+                now = self._read_for_claim()
+                if now.epoch > epoch or (now.epoch == epoch and now.run_id != run_id):
+                    raise now.fenced(epoch, 0, self.root)
+                if now.epoch < epoch:
+                    self._require_run(run_id, now)
+                    self._write_anew(epoch, run_id, "joined")
+                self._owner_lock.hold()
+
+        self._patiently(attempt)
 
     def _require_run(self, run_id: str, before: FenceState) -> None:
         """Holds the folder, unless it belongs to another run that lives."""
         is_ours = before.run_id in ("", run_id)
         if not (self._owner_lock.hold() if is_ours else self._owner_lock.hold_alone()):
-            raise self._owned(before)
+            raise _TakenError(before)
 
     def _owned(self, by: FenceState) -> OwnedError:
-        holders = self._owner_lock.holders()
-        return OwnedError(
-            f"{self.root} belongs to {by}, which is alive: wait until it has ended, or stop it, or give this run a "
-            f"folder of its own{f'; it is used by {holders}' if holders else ''}"
-        )
+        """Names who holds the folder now: who has claimed it may have ended, and what it has started may not."""
+        who = self._owner_lock.holders_text() or f"wait until it has ended, or stop it on {by.host or 'its host'}"
+        return OwnedError(f"{self.root} belongs to {by}, which is alive: {who}, or give this run a folder of its own")
 
     @property
     def is_held(self) -> bool:
@@ -240,7 +299,21 @@ class Fence:
             now.check(epoch, round_number, self.root)
             if now.token < (epoch, round_number):
                 self._write(replace(now, epoch=epoch, round=round_number))
-        remove_left_overs(self.root, (epoch, round_number), self._disk)
+        self._remove_left_overs(epoch, round_number)
+
+    def _remove_left_overs(self, epoch: int, round_number: int) -> None:
+        """What older writers have hidden goes. Where only its content stays, it can be published no more all the same.
+
+        Raises:
+            CheckpointError: an older writer could still publish.
+        """
+        try:
+            remove_left_overs(self.root, (epoch, round_number), self._disk)
+        except CheckpointError as error:
+            staged = filter(None, map(SaveId.find_staged, names_in(self.root)))
+            if any(save.token < (epoch, round_number) for save in staged):
+                raise
+            log.warning("what older writers have left in %s stays, and takes its room: %s", self.root, error)
 
     def check(self, epoch: int, round_number: int) -> None:
         """Called before a checkpoint is published; takes no lock.

@@ -26,6 +26,7 @@ from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_che
 from torchelastic.checkpoint.store.kinds import is_foreign, require_own_folder
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
+from torchelastic.checkpoint.store.removing import Removals
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
 from torchelastic.checkpoint.store.writing import (
@@ -84,10 +85,15 @@ class FolderTier(Tier):
         self._context: TierContext | None = None
         self._known: set[SaveId] = set()  # certainly of the own kind
         self._noted: set[str] = set()
+        self._removals = Removals()
 
     def require_own(self) -> None:
         """See `Tier`."""
         require_own_folder(self._root, self.kind)
+
+    def require_free(self, run_id: str) -> None:
+        """See `Tier`."""
+        self._fence.require_free(run_id)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`; a folder of this host, which no job claims, is held from now on."""
@@ -175,7 +181,8 @@ class FolderTier(Tier):
         Where each host has its own folder, what was never committed and is older than what was goes, too. There, of a
         checkpoint of this group each rank removes only what it has put, since the memory of it is used again by the
         process that has put it. What older groups have left, anyone removes. The folder of another user stays, and one
-        that cannot be removed keeps no other from being removed.
+        that cannot be removed keeps no other from being removed. The hidden folders of older saves, which have failed
+        or could not be removed before, go too.
 
         Raises:
             CheckpointError: the first that could not be removed.
@@ -189,24 +196,20 @@ class FolderTier(Tier):
             uncommitted = (info for info in infos if info.manifest is None and info.name < committed[0].name)
             unwanted |= {info.name for info in uncommitted if is_usable(info.folder)}
         self._delete(unwanted)
+        before = committed[0].name if self.is_shared else None  # elsewhere none is written so
+        remove_left_overs(self._root, disk=self._disk, before=before)
         return sorted(unwanted)
 
     def _delete(self, names: Iterable[SaveId]) -> None:
         """Removes checkpoints, whichever they are, as far as that is this rank's; see `prune`."""
-        failures = []
-        for name in sorted(names):
-            try:
-                self._delete_manifest(
-                    name
-                )  # first: other ranks may hold some of its shards, and without the others it is none
-                for path, rank in self._shards(name):
-                    if self._may_remove(name, rank, path):
-                        self._delete_file(path)
-                self._remove_if_empty(name)
-            except CheckpointError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        self._removals.run(names, self._delete_one)
+
+    def _delete_one(self, name: SaveId) -> None:
+        self._delete_manifest(name)  # first: other ranks may hold some of its shards, and without the others it is none
+        for path, rank in self._shards(name):
+            if self._may_remove(name, rank, path):
+                self._delete_file(path)
+        self._remove_if_empty(name)
 
     def _delete_manifest(self, name: SaveId) -> None:
         self._disk.remove(self._root / name.folder_name / MANIFEST_NAME)

@@ -20,6 +20,8 @@ from torchelastic.checkpoint.store.lease import Lease, held_alone
 from torchelastic.file_systems import Call
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
+from torchelastic.processes.held_files import HeldFile
+from torchelastic.processes.lock_holders import holders_of, holders_text
 
 FENCE_NAME = ".fence.json"
 #: How often whoever waits for a lock tries again.
@@ -71,9 +73,9 @@ class FenceState:
 class OwnerLock:
     """The file that every process of a run keeps locked (flock, shared) while it uses a folder: so the run lives.
 
-    The lock belongs to the open file, which a fork shares: the run lives until the process that holds it and all its
-    forks (the workers of a data loader, say) have ended or released theirs. The kernel sees to that, however they end.
-    Dropping this object releases it too. Where files cannot be locked, a `Lease` beside it has to do.
+    The run lives until the processes that hold it have ended or released it; the kernel sees to that, however they end.
+    A fork of one of them (a worker of a data loader, say) does not hold it, but may call `hold` for itself. Dropping
+    this object releases it too. Where files cannot be locked, a `Lease` beside it has to do.
 
     Args:
         path: of the file, in the folder; created where it is missing.
@@ -84,13 +86,17 @@ class OwnerLock:
         self._path = path
         self._disk = disk
         self._lease = Lease(path, disk)
-        self._descriptor = -1
-        self._close: Callable[[], object] = lambda: None
+        self._file = HeldFile(-1)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anybody has used the folder yet."""
+        return os.path.lexists(self._path)
 
     @property
     def is_held(self) -> bool:
         """Whether this process has the file open that is there now; nobody else holds the folder alone then."""
-        return is_file_at(self._path, self._descriptor)
+        return is_file_at(self._path, self._file.descriptor)
 
     def hold(self) -> bool:
         """Holds the folder, until `release` or the end of this process; what is held already stays so.
@@ -105,8 +111,8 @@ class OwnerLock:
             self.release()
             with explained("open a lock in the folder of checkpoints", self._path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._descriptor = os.open(self._path, flags, 0o666)
-            self._close = when_dropped(self, os.close, self._descriptor)  # no LOCK_UN: forks keep their share
+                self._file = HeldFile(os.open(self._path, flags, 0o666))
+            when_dropped(self, self._file.close)
         return self._lock(fcntl.LOCK_SH)
 
     def hold_alone(self) -> bool:
@@ -116,7 +122,7 @@ class OwnerLock:
     def _lock(self, operation: int) -> bool:
         with explained("lock the folder of checkpoints", self._path):
             try:
-                is_locked = lock_file(self._descriptor, operation)
+                is_locked = lock_file(self._file.descriptor, operation)
             except BlockingIOError:
                 self.release()
                 return False
@@ -140,10 +146,15 @@ class OwnerLock:
         self._lease.remove_others()
 
     def release(self) -> None:
-        """This process does not use the folder any more; doing it again does nothing. Forks keep their share."""
+        """This process does not use the folder any more; doing it again does nothing."""
         self._lease.release()
-        self._close()
-        self._descriptor = -1
+        self._file.close()
+
+    def holders_text(self) -> str:
+        """Which processes hold it now, of this host or by their leases, and how to end them; "" where none is seen."""
+        holders = holders_of(self._path)
+        leases = self.holders()
+        return holders_text(holders) if holders else f"it is used by {leases}" if leases else ""
 
 
 @contextmanager
@@ -169,28 +180,34 @@ def locked(
     """
     deadline_s = monotonic() + timeout_s
 
-    def wait(holder: str) -> None:
+    def wait(holder: Callable[[], str]) -> None:
         if monotonic() >= deadline_s:
             raise CheckpointError(
-                f"the lock {path} was not free for {timeout_s:g} s: {holder} holds it, and is stopped or its file "
+                f"the lock {path} was not free for {timeout_s:g} s: {holder()} holds it, and is stopped or its file "
                 "system hangs; end that process"
             )
         sleep(POLL_S)
 
     with explained("open a lock in the folder of checkpoints", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        file = HeldFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
     try:
-        if _lock_alone(path, descriptor, wait):
+        if _lock_alone(path, file.descriptor, wait):
             yield
         else:
             disk.note_lack(Call.FLOCK, path.parent)
-            with held_alone(path, wait, disk):
+            with held_alone(path, lambda holder: wait(lambda: holder), disk):
                 yield
     finally:
-        os.close(descriptor)
+        file.close()
 
 
-def _lock_alone(path: Path, descriptor: int, wait: Callable[[str], None]) -> bool:
+def _holder(path: Path, descriptor: int) -> str:
+    """Who holds a lock: who is seen here, else what its file says, which may be of another host."""
+    here = " and ".join(map(str, holders_of(path)))
+    return here or os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+
+
+def _lock_alone(path: Path, descriptor: int, wait: Callable[[Callable[[], str]], None]) -> bool:
     """False if files cannot be locked there."""
     while True:
         with explained("lock the folder of checkpoints", path):
@@ -201,8 +218,8 @@ def _lock_alone(path: Path, descriptor: int, wait: Callable[[str], None]) -> boo
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return True
             except BlockingIOError:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-        wait(holder)
+                pass
+        wait(lambda: _holder(path, descriptor))
 
 
 def encode_fence(state: FenceState) -> bytes:

@@ -145,6 +145,16 @@ class Tier(ABC):
             CheckpointError: the place cannot be read.
         """
 
+    def require_free(self, run_id: str) -> None:  # noqa: B027 - a place without locks has no way to tell
+        """Refuses a place in which another run is alive; for who takes it only at the first save, and trains before.
+
+        Args:
+            run_id: of the run.
+
+        Raises:
+            OwnedError: another run that is alive has it, and does not end soon.
+        """
+
     @abstractmethod
     def known_epoch(self, run_id: str) -> int:
         """The least epoch that the group must have so that nothing that is here counts as newer; see `agree_epoch`.

@@ -44,7 +44,9 @@ def write_manifest(folder: Path, manifest: Manifest, disk: Disk = REAL_DISK) -> 
     write_whole(folder / MANIFEST_NAME, [memoryview(encode_manifest(manifest))], disk)
 
 
-def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
+def remove_left_overs(
+    root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK, *, before: SaveId | None = None
+) -> int:
     """Removes what killed processes have left in a folder of checkpoints; returns how many things.
 
     Args:
@@ -52,19 +54,28 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
         older_than: an epoch and a round, as the fence has them: hidden folders of older writers are removed, which can
             never be published then. None: these stay.
         disk: what touches files.
+        before: a save; the hidden folders of all that came before it are removed, too: they are over. None: these stay.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the disk refuses; what can be removed is.
     """
-    removed = remove_hidden_files(root, disk)
+    removed, failures = remove_hidden_files(root, disk), list[CheckpointError]()
     for name in names_in(root):
         staged = SaveId.find_staged(name)
-        if name.startswith(_GONE_PREFIX):
-            disk.remove_folder(root / name)
+        is_old = staged is not None and older_than is not None and staged.token < older_than
+        is_over = staged is not None and before is not None and staged < before
+        try:
+            if name.startswith(_GONE_PREFIX):
+                disk.remove_folder(root / name)
+            elif is_old or is_over:
+                remove_folder(root, name, disk)
+            else:
+                continue
             removed += 1
-        elif staged is not None and older_than is not None and staged.token < older_than:
-            remove_folder(root, name, disk)
-            removed += 1
+        except CheckpointError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     return removed
 
 

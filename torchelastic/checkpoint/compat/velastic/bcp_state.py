@@ -196,11 +196,13 @@ class BCPState:
 
         Raises:
             CorruptCheckpointError: there are checkpoints, and none is intact; on all ranks.
+            OwnedError: another run than `run_id` is alive there, and the first save would be refused: `load` begins
+                with what another run saves.
             CheckpointError: it does not fit this model or these optimizers, or cannot be read; on all ranks.
             OutOfStepError: a rank does not come; names it.
         """
         _, path = self._place(ckpt_path)
-        extra = self._resume(f"maybe_resume_from_ckpt({path!r})", ckpt_path)
+        extra = self._resume(f"maybe_resume_from_ckpt({path!r})", ckpt_path, goes_on=True)
         if extra is None and self._ranks.rank == 0:
             log.info("no checkpoint in %s yet: starting afresh", path)
         return extra
@@ -338,7 +340,9 @@ class BCPState:
             own["optimizers"] = self._objects.take_apart(tree, apart)
         return self._maker.lay_out(meta, tree, own, rank, world_size, is_replicated=not self._objects.is_sharded)
 
-    def _resume(self, call: str, ckpt_path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    def _resume(
+        self, call: str, ckpt_path: str | os.PathLike[str] | None, *, goes_on: bool = False
+    ) -> dict[str, Any] | None:
         failure = self._settle()
         if failure is not None:
             log.warning("the save before failed on this rank: %s", failure)
@@ -350,6 +354,8 @@ class BCPState:
                 return [True, []]  # of one checkpoint
             for tier in manager.tiers:
                 tier.require_own()
+                if goes_on and self._run_id and not (tier.is_shared and self._ranks.rank):
+                    tier.require_free(self._run_id)
             staged = map(SaveId.find_staged, names_in(Path(path)) if is_folder else [])
             return [False, sorted(name.folder_name for name in staged if name is not None)]
 

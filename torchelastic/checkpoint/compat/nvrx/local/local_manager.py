@@ -36,7 +36,7 @@ from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.loading import read_into
-from torchelastic.checkpoint.format.mapped_files import can_release
+from torchelastic.checkpoint.format.mapped_files import is_to_map
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replicas.receive import Destination
@@ -48,7 +48,6 @@ from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.restore_plan import ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
-from torchelastic.file_systems import file_system_of
 from torchelastic.processes.dropped import let_go, let_go_when_dropped
 from torchelastic.text import listed
 
@@ -385,7 +384,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         def use(reader: ShardReader) -> None:
             with reader:
-                if shard.rank == self.rank and self._is_to_map(reader):
+                if shard.rank == self.rank and is_to_map(reader.path):
                     self._checked = shard, (reader.header, reader.map())
                 else:
                     reader.verify()
@@ -408,17 +407,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
-                tensors = reader.map() if self._is_to_map(reader) else reader.read()
+                tensors = reader.map() if is_to_map(reader.path) else reader.read()
                 return decode(reader.header, tensors, allow_pickles=self._allow_pickles)
 
         return self._from_any(shard, use, keep=keep)
-
-    def _is_to_map(self, reader: ShardReader) -> bool:
-        """On tmpfs the file is memory already, and fresh memory for a copy costs more than the copy.
-
-        But a file that is mapped keeps its room on tmpfs, unless that can be had back when it is pruned.
-        """
-        return file_system_of(reader.path) == "tmpfs" and can_release()
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.
