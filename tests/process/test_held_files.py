@@ -63,7 +63,9 @@ def file_in(folder: Path) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize(
-    ("hold", "name"), [(slot_in, ".tmp-1-slot"), (folder_in, f"own/{LOCK}"), (file_in, "file")], ids=str
+    ("hold", "name"),
+    [(slot_in, ".tmp-1-slot"), (folder_in, f"own/{LOCK}"), (file_in, "file")],
+    ids=["slot", "folder", "file"],
 )
 def test_a_fork_does_not_hold_on_what_its_parent_has_let_go(
     tmp_path: Path, hold: Callable[[Path], Callable[[], object]], name: str
@@ -149,7 +151,7 @@ def test_who_holds_a_lock_is_named_also_where_who_took_it_has_ended(tmp_path: Pa
             taker.stdin.close()
 
 
-@pytest.mark.parametrize(("lives", "expected"), [(True, [os.getpid()]), (False, [])])
+@pytest.mark.parametrize(("lives", "expected"), [(True, [os.getpid()]), (False, [])], ids=["alive", "dead"])
 def test_of_descriptors_that_are_not_shown_the_table_of_locks_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool, expected: Sequence[int]
 ) -> None:
