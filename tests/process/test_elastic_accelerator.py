@@ -64,15 +64,12 @@ assert seen == [3, 6], seen
 print("as by hand", tries)
 """
 FAILS_ONCE = """
-accelerator.extra["failures"] = 0
-steps_of, has_failed = optimizer.optimizer.step, []
-class Fails(torch.optim.SGD):
-    def step(self, closure=None):
-        if scheduler.scheduler.last_epoch == 3 and not has_failed:
-            has_failed.append(True)
-            raise RuntimeError("fails once")
-        return super().step(closure)
-optimizer.optimizer.__class__ = Fails
+has_failed = []
+def fails_once(*_):
+    if scheduler.scheduler.last_epoch == 3 and not has_failed:
+        has_failed.append(True)
+        raise RuntimeError("fails once")
+optimizer.optimizer.register_step_pre_hook(fails_once)
 """
 
 
