@@ -98,7 +98,7 @@ class Job:
                 seen.append(kept[0])
                 errors.append(kept[1])
         self.model.train()
-        count, error = torch.cat(seen).unique().numel(), float(torch.cat(errors).mean())
+        count, error = len(set(torch.cat(seen).tolist())), float(torch.cat(errors).mean())
         assert count == sum(map(len, seen)) == SAMPLES, "a sample is missing, or counts twice"
         if self.options.saved:
             self.accelerator.save_state(str(self.options.out / "state"))

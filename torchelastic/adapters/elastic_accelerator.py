@@ -66,13 +66,10 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
         UnfitError: (of `torchelastic.errors`) an option that would not be kept, by name, with the remedy.
     """
 
-    _has_trained = False  # in this process, which has the group of that training then
-
     def __init__(self, *args: Any, **options: Any) -> None:
         given = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **options).arguments
         require_fit_options(given)
-        if not ElasticAccelerator._has_trained:
-            require_no_group()
+        require_no_group()
         super().__init__(*args, **options)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -235,7 +232,6 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
         every = len(loader) if between_every is None else between_every
         if every < 1:
             raise ValueError(f"between_every={every} must be at least 1")
-        ElasticAccelerator._has_trained = True
         self._run = AcceleratedRun(
             self, self._its_coordinator(), loader, self._module, self._looked_at, self._extra, between, every
         )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from torchelastic.errors import UnfitError
+from torchelastic.observe.ledger.meter import this_worker
 
 _RESTART = "save it with MemoryCheckpointer (docs/transformers.md), where a loss restarts all workers"
 #: Of the accelerator, and of the environment that `accelerate config` makes: what has no whole model on each worker.
@@ -76,8 +77,8 @@ def require_fit_options(options: Mapping[str, Any]) -> None:
 
 
 def require_no_group() -> None:
-    """Raise UnfitError: a process group exists already."""
-    if dist.is_initialized():
+    """Raise UnfitError: a process group exists already, and it is not that of an earlier run in this process."""
+    if dist.is_initialized() and not this_worker().position().round:
         raise UnfitError(
             "a process group was formed before the ElasticAccelerator was made, and newcomers would have to take part "
             "in that: import torchelastic.adapters.elastic_accelerator at the top of the script, before an Accelerator "
