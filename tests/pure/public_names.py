@@ -34,6 +34,7 @@ PUBLIC_MODULES = (
     "torchelastic.adapters.lightning",
     "torchelastic.adapters.transformers",
     "torchelastic.adapters.elastic_trainer",
+    "torchelastic.adapters.elastic_accelerator",
     "torchelastic.adapters.accelerate",
     "torchelastic.adapters.megatron",
     "torchelastic.adapters.nemo",

@@ -65,6 +65,8 @@ class EpochBatches:
         max_steps: else after so many; below 1: it does not.
         seed: of the order.
         drop_last: leave out an epoch's last batch if it is not full.
+        shuffle: a new order in each epoch; else the dataset's own.
+        **options: more for the `ElasticLoader`.
 
     Raises:
         UnfitError: the data has no length.
@@ -80,6 +82,8 @@ class EpochBatches:
         max_steps: int,
         seed: int,
         drop_last: bool,
+        shuffle: bool = True,
+        **options: Any,
     ) -> None:
         if isinstance(plain.dataset, IterableDataset):
             raise UnfitError(
@@ -96,10 +100,11 @@ class EpochBatches:
             dataset,
             global_batch_size,
             epochs=epochs,
+            shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
         )
-        options: dict[str, Any] = {"num_workers": plain.num_workers, "pin_memory": plain.pin_memory}
+        options |= {"num_workers": plain.num_workers, "pin_memory": plain.pin_memory}
         if plain.num_workers:
             options["multiprocessing_context"] = plain.multiprocessing_context
             options["prefetch_factor"] = plain.prefetch_factor
@@ -117,6 +122,11 @@ class EpochBatches:
         share = self.sampler.pending[-1]
         most = self.sampler.largest_share(share.global_samples)
         return padded(parts, -(-most // self.micro_batch_size), is_padding=not share.local_samples)
+
+    @property
+    def committed(self) -> int:
+        """Steps of the run that have been trained."""
+        return self.sampler.epoch * len(self) + self.sampler.cursor // self.sampler.global_batch_size
 
     def go_to(self, step: int) -> None:
         """The next batch is that of this step, counted from 0."""

@@ -1,0 +1,109 @@
+"""What an `ElasticAccelerator` refuses, by name, before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from torchelastic.errors import UnfitError
+from torchelastic.observe.ledger.meter import this_worker
+
+_RESTART = "save it with MemoryCheckpointer (docs/transformers.md), where a loss restarts all workers"
+#: Of the accelerator, and of the environment that `accelerate config` makes: what has no whole model on each worker.
+_SHARDED = {
+    "fsdp_plugin": "FSDP",
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism",
+    "parallelism_config": "a parallelism_config",
+}
+_SHARDED_BY_ENVIRONMENT = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+
+
+def require_fit_options(options: Mapping[str, Any]) -> None:
+    """Raise UnfitError for an option of an `Accelerator` that would not be kept.
+
+    Args:
+        options: as it is called with, by name.
+    """
+    sharded = [what for name, what in _SHARDED.items() if options.get(name) is not None]
+    sharded += [
+        what
+        for name, what in _SHARDED_BY_ENVIRONMENT.items()
+        if os.environ.get(name, "false").lower() in ("1", "true", "yes")
+    ]
+    if sharded:
+        raise UnfitError(
+            f"ElasticAccelerator cannot go on in the running process with {sharded[0]}, where no worker has the whole "
+            "model: use an Accelerator without it, write a loop with torchelastic.ShardedState (docs/sharded.md), or "
+            f"{_RESTART}"
+        )
+    wrong = {
+        "dispatch_batches=True": (
+            bool(getattr(options.get("dataloader_config"), "dispatch_batches", None)),
+            "leave it out: each worker reads its own share",
+        ),
+        "dynamo_backend": (
+            options.get("dynamo_backend") is not None or options.get("dynamo_plugin") is not None,
+            "leave it out, and call model.compile() yourself before prepare()",
+        ),
+        "mixed_precision='fp8'": (str(options.get("mixed_precision")) == "fp8", f"use bf16, or {_RESTART}"),
+        "step_scheduler_with_optimizer=False": (
+            options.get("step_scheduler_with_optimizer") is False,
+            "leave it out: a prepared scheduler steps once in a step; one by epochs is stepped where "
+            "step.number % len(loader) is 0",
+        ),
+        "a communication hook of DDP": (
+            any(
+                str(getattr(getattr(one, "comm_hook", None), "value", "no")) != "no"
+                for one in options.get("kwargs_handlers") or ()
+            ),
+            "leave it out",
+        ),
+    }
+    for what, (is_given, remedy) in wrong.items():
+        if is_given:
+            raise UnfitError(f"ElasticAccelerator cannot go on in the running process with {what}: {remedy}")
+
+
+def require_no_group() -> None:
+    """Raise UnfitError: a process group exists already, and it is not that of an earlier run in this process."""
+    if dist.is_initialized() and not this_worker().position().round:
+        raise UnfitError(
+            "a process group was formed before the ElasticAccelerator was made, and newcomers would have to take part "
+            "in that: import torchelastic.adapters.elastic_accelerator at the top of the script, before an Accelerator "
+            "is made, make one ElasticAccelerator, and call no collective before its steps()"
+        )
+
+
+def require_training_data(loader: Any) -> DataLoader[Any]:
+    """The user's DataLoader for training. Raises UnfitError: no other worker could go on where this one is in it."""
+    if not isinstance(loader, DataLoader):
+        raise UnfitError(
+            f"loader() takes a torch DataLoader that was not prepared, and got a {type(loader).__name__}: leave the "
+            "training data out of prepare()"
+        )
+    if getattr(loader, "_is_accelerate_prepared", False):
+        raise UnfitError("loader() takes a DataLoader that was not prepared: leave the training data out of prepare()")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UnfitError(
+            "the training data is an IterableDataset, of which no worker can give another one its place: give a "
+            "dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
+        )
+    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
+        raise UnfitError(
+            f"the training data has a {type(sampler).__name__}, whose order is not divided anew when the group "
+            "changes: give the DataLoader batch_size and shuffle in its place"
+        )
+    return loader
