@@ -78,7 +78,7 @@ def require_fit_options(options: Mapping[str, Any]) -> None:
 
 def require_no_group() -> None:
     """Raise UnfitError: a process group exists already, and it is not that of an earlier run in this process."""
-    if dist.is_initialized() and not this_worker().position().round:
+    if dist.is_initialized() and this_worker().position().round < 0:
         raise UnfitError(
             "a process group was formed before the ElasticAccelerator was made, and newcomers would have to take part "
             "in that: import torchelastic.adapters.elastic_accelerator at the top of the script, before an Accelerator "
