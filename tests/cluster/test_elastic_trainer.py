@@ -191,17 +191,16 @@ def test_all_at_once_in_the_middle_of_a_save_go_on_from_the_one_before(tmp_path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_older", [False, True])
-def test_all_at_once_go_on_from_memory(tmp_path: Path, undisturbed: Job, is_older: bool) -> None:
-    faults = [Fault("kill", "backward", worker=worker, step=11) for worker in range(3)]
+@pytest.mark.parametrize(("every", "first"), [(1, 11), (9, 7)], ids=["newer", "older than the Trainer's own"])
+def test_all_at_once_go_on_from_memory(tmp_path: Path, undisturbed: Job, every: int, first: int) -> None:
+    faults = [Fault("kill", "backward", worker=worker, step=10) for worker in range(3)]
     memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
-        job = run(tmp_path / "job", faults, memory=str(memory / "job"), resume=is_older)
+        job = run(tmp_path / "job", faults, memory=str(memory / "job"), memory_every=every, resume=True)
     finally:
         shutil.rmtree(memory)
     assert_like_in_the_end(job, undisturbed)
-    told = [event["step"] for event in job.of("step") if event["incarnation"] > 0]
-    assert min(told) > 8, "from the Trainer's own checkpoint"
+    assert min(event["step"] for event in job.of("step") if event["incarnation"] > 0) == first
 
 
 class SftJob(Job):

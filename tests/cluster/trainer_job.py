@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--own-loss", action="store_true")
     parser.add_argument("--late", action="store_true", help="who is started again waits until the others have ended")
     parser.add_argument("--memory", help="a folder of the host's memory, for checkpoints between the Trainer's")
+    parser.add_argument("--memory-every", type=int, default=1, help="steps, those of logs and evaluations counted")
     options = parser.parse_args()
     torch.set_num_threads(1)
     while options.late and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
@@ -172,7 +173,7 @@ def main() -> None:
     trainer.wait_for, trainer.step_s, trainer.has_own_loss = options.wait_for, options.step_s, options.own_loss
     if options.memory:
         tiers = [MemoryTier(options.memory), DiskTier(options.out / "tiers", every=EverySteps(5))]
-        trainer.elastic_checkpoint = TieredCheckpointManager(tiers, policy=EverySteps(1))
+        trainer.elastic_checkpoint = TieredCheckpointManager(tiers, policy=EverySteps(options.memory_every))
     is_there = any((options.out / "checkpoints").glob("checkpoint-*"))
     try:
         result = trainer.train(resume_from_checkpoint=(options.resume and is_there) or None)
