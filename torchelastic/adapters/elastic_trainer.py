@@ -161,6 +161,8 @@ class ElasticTrainerMixin:
             return
         while not elastic.is_over:
             try:
+                if self.elastic_checkpoint is not None and epoch == 0:
+                    elastic.begin()  # only then is it known which epoch it is
                 while self._work_is_due():
                     self._work(elastic, arguments["model"], arguments["trial"], arguments["ignore_keys_for_eval"])
                 if epoch < elastic.progress.epochs_ended:
