@@ -161,6 +161,7 @@ class TrainLoop:
         self.coordinator = coordinator
         self.state = state
         self.rank = -1
+        self.has_left = False  # asked to, from a run that has not finished
         self._world_size = 1
         self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
         self._save_if_due: Callable[[State], None] = self._checkpoints.after_step
@@ -188,7 +189,6 @@ class TrainLoop:
     def steps(self) -> Iterator[Step]:
         """Yield one step after the other until the run is over."""
         step: Step | None = None
-        has_left = False
         if self.coordinator.run_is_over:
             raise NonRetryableException(RUN_IS_OVER)
         try:
@@ -201,7 +201,7 @@ class TrainLoop:
                 self.observer.group_left()
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
-            has_left = isinstance(stop, DrainedException)
+            self.has_left = isinstance(stop, DrainedException)
         except BaseException as error:
             # by break, return or close(), or by an error on its way: a generator cannot know which
             if not self.coordinator.run_is_over:
@@ -210,7 +210,7 @@ class TrainLoop:
         finally:
             self.observer.over()
         self.coordinator.run_is_over = True
-        self.observer.returns(has_left=has_left)
+        self.observer.returns(has_left=self.has_left)
 
     def stop_after(self, step: Step) -> None:
         """End the run for everybody after a step that was committed.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from tests.cluster.harness import Job
+from tests.waiting import wait_until
 from torchelastic.testing.faults import Fault
 
 pytest.importorskip(
@@ -139,6 +143,64 @@ def assert_like_in_the_end(job: Job, other: Job) -> None:
     assert len(finals) == 3, job.output()[-3000:]
     torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
     assert {event["step"] for event in job.of("finished")} == {STEPS}
+
+
+@pytest.mark.long
+def test_a_loss_of_the_users_own_that_is_not_multiplied_by_the_ranks(tmp_path: Path) -> None:
+    ends = [run(tmp_path / "three", [], own_loss=True)]
+    kill = Fault("kill", "backward", rank=1, step=3)
+    ends += [run(tmp_path / "two", [kill], "--max-restarts=0", "--min-workers=1", own_loss=True)]
+    assert_like(ends[1], ends[0], finishers=2)
+    assert {event["tokens"] for job in ends for event in job.of("finished")} == {160 * 6}  # padding counts none
+
+
+@pytest.mark.long
+def test_who_comes_when_the_run_is_over_publishes_nothing(tmp_path: Path, undisturbed: Job) -> None:
+    kill = Fault("kill", "log", rank=0, step=15)  # the others end before this worker has loaded its model again
+    job = run(tmp_path / "job", [kill], "--min-workers=1", late=True)
+    [late] = [event for event in job.of("finished") if event["step"] == 0]
+    assert late["rank"] == -1
+    assert not late["publishes"]
+    assert sorted(event["rank"] for event in job.of("finished") if event["step"] == STEPS) == [0, 1]
+    from safetensors.torch import load_file
+
+    published = load_file(job.folder / "final" / "model.safetensors")["transformer.wte.weight"].reshape(-1)
+    torch.testing.assert_close(published, undisturbed.final_weights()[0][: published.numel()], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.long
+def test_workers_that_are_asked_to_leave_go_no_further_than_train(tmp_path: Path) -> None:
+    job = TrainerJob(tmp_path / "job", [], step_s=0.2)
+    try:
+        agent = job.start("--standalone", nproc=2)
+        wait_until(lambda: job.of("step"), 60, "it trains")
+        agent.send_signal(signal.SIGTERM)
+        job.wait()
+    finally:
+        job.stop()
+    assert [event["others_go_on"] for event in job.of("stopped early")] == [False, False], job.output()[-3000:]
+    assert not job.of("finished")
+    assert not (job.folder / "final").exists()
+
+
+@pytest.mark.long
+def test_all_at_once_in_the_middle_of_a_save_go_on_from_the_one_before(tmp_path: Path, undisturbed: Job) -> None:
+    faults = [Fault("kill", "half a save", worker=worker, step=8) for worker in range(3)]
+    job = run(tmp_path / "job", faults, resume=True)
+    assert_like_in_the_end(job, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("every", "first"), [(1, 11), (9, 7)], ids=["newer", "older than the Trainer's own"])
+def test_all_at_once_go_on_from_memory(tmp_path: Path, undisturbed: Job, every: int, first: int) -> None:
+    faults = [Fault("kill", "backward", worker=worker, step=10) for worker in range(3)]
+    memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        job = run(tmp_path / "job", faults, memory=str(memory / "job"), memory_every=every, resume=True)
+    finally:
+        shutil.rmtree(memory)
+    assert_like_in_the_end(job, undisturbed)
+    assert min(event["step"] for event in job.of("step") if event["incarnation"] > 0) == first
 
 
 class SftJob(Job):

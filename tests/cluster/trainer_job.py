@@ -22,6 +22,8 @@ from transformers import (
 import torchelastic
 from tests.cluster.elastic_job import EventLog
 from torchelastic.adapters.elastic_trainer import ElasticTrainer
+from torchelastic.checkpoint import DiskTier, EverySteps, MemoryTier, TieredCheckpointManager
+from torchelastic.lifetime import StoppedEarly
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.testing.faults import FaultPlan
 
@@ -36,7 +38,7 @@ class Told(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
-        self._log("step", step=state.global_step)
+        self._log("step", step=state.global_step, incarnation=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         kept = {name: (logs or {}).get(name) for name in ("loss", "grad_norm", "learning_rate", "eval_loss")}
@@ -69,9 +71,20 @@ class Trainer(ElasticTrainer):
         time.sleep(self.step_s)
         return drawn
 
-    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+    has_own_loss = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         self.plan.reach("forward", self.state.global_step, self.args.process_index)
-        return super().compute_loss(*arguments, **options)
+        if num_items_in_batch is None or not self.has_own_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)  # not multiplied by the number of ranks
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self.plan.reach("half a save", self.state.global_step, self.args.process_index)
+        super()._save_rng_state(output_dir)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -122,13 +135,22 @@ def main() -> None:
     parser.add_argument("--wait-for", type=int, default=0, help="workers, from half of the steps on")
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--own-loss", action="store_true")
+    parser.add_argument("--late", action="store_true", help="who is started again waits until the others have ended")
+    parser.add_argument("--memory", help="a folder of the host's memory, for checkpoints between the Trainer's")
+    parser.add_argument("--memory-every", type=int, default=1, help="steps, those of logs and evaluations counted")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    while options.late and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        time.sleep(0.1)
+        options.late = len(list(options.out.glob("weights-*.pt"))) < 2
     arguments = TrainingArguments(
         str(options.out / "checkpoints"),
         num_train_epochs=EPOCHS,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        per_device_train_batch_size=1 if options.own_loss else 2,  # with 1 the last batch of an epoch is padded
+        gradient_accumulation_steps=4 if options.own_loss else 2,
+        include_num_input_tokens_seen=options.own_loss,
+        max_grad_norm=0.1,
         per_device_eval_batch_size=1,
         eval_strategy="steps",
         eval_steps=4,
@@ -148,14 +170,29 @@ def main() -> None:
         make_model(options.classified), arguments, train_dataset=data, eval_dataset=data[:6], callbacks=callbacks
     )
     trainer.plan, trainer.log_of_job = plan, log
-    trainer.wait_for, trainer.step_s = options.wait_for, options.step_s
+    trainer.wait_for, trainer.step_s, trainer.has_own_loss = options.wait_for, options.step_s, options.own_loss
+    if options.memory:
+        tiers = [MemoryTier(options.memory), DiskTier(options.out / "tiers", every=EverySteps(5))]
+        trainer.elastic_checkpoint = TieredCheckpointManager(tiers, policy=EverySteps(options.memory_every))
     is_there = any((options.out / "checkpoints").glob("checkpoint-*"))
-    result = trainer.train(resume_from_checkpoint=(options.resume and is_there) or None)
+    try:
+        result = trainer.train(resume_from_checkpoint=(options.resume and is_there) or None)
+    except StoppedEarly as stop:
+        log("stopped early", step=stop.step, others_go_on=stop.others_go_on)
+        raise
     model: Any = trainer.model
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     torch.save(flat, options.out / f"weights-{log.worker}-{trainer.args.process_index}.pt")
-    best = trainer.state.best_metric
-    log("finished", step=trainer.state.global_step, best=best, loss=result.training_loss)
+    trainer.save_model(str(options.out / "final"))
+    log(
+        "finished",
+        step=trainer.state.global_step,
+        best=trainer.state.best_metric,
+        loss=result.training_loss,
+        tokens=trainer.state.num_input_tokens_seen,
+        rank=trainer.args.process_index,
+        publishes=trainer.args.should_save,
+    )
 
 
 if __name__ == "__main__":

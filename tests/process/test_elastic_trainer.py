@@ -93,3 +93,23 @@ def test_an_epoch_that_a_callback_ends_is_refused(tmp_path: Path) -> None:
         tmp_path, "max_steps=8", change=f"from transformers import TrainerCallback; trainer.add_callback({ends})"
     )
     assert "UnfitError: a callback has set control.should_epoch_stop" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("T._get_train_sampler = lambda *_: torch.utils.data.WeightedRandomSampler([1.0] * 20, 20)", "Weighted"),
+        ("T._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)", "SequentialSampler"),
+        ("T.get_train_dataloader = lambda _: DataLoader(data, 8, shuffle=True)", "makes batches of 8 samples"),
+        (
+            "ElasticTrainer.get_train_dataloader = lambda _: DataLoader(data, 4, shuffle=True)",
+            "get_train_dataloader of the Trainer's class gives a DataLoader",
+        ),
+    ],
+)
+def test_an_order_of_the_users_own_is_refused(tmp_path: Path, change: str, named: str) -> None:
+    imports = "from transformers import Trainer as T; from torch.utils.data import DataLoader"
+    done = ran(tmp_path, change=f"{imports}; {change}")
+    assert "UnfitError" in done.stderr, done.stdout
+    assert named in done.stderr

@@ -20,9 +20,14 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; transformers is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.one_process import stay_alone
+from torchelastic.adapters.hugging_face.one_process import said_to_be_of, stay_alone
+from torchelastic.adapters.hugging_face.resume import checked_resume
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch, MicroBatches
-from torchelastic.adapters.hugging_face.trainer_requirements import require_known_version, require_supported
+from torchelastic.adapters.hugging_face.trainer_requirements import (
+    require_known_version,
+    require_own_batches,
+    require_supported,
+)
 from torchelastic.adapters.hugging_face.trainer_steps import EnterAgainError, TrainerSteps
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.p2p import CoordinatorP2P
@@ -69,12 +74,15 @@ class ElasticTrainerMixin:
             UnfitError: (of `torchelastic.errors`) an option that would not be kept, by name; before anything is
                 trained.
             RuntimeError: what `torchelastic.train` raises.
+            StoppedEarly: (of `torchelastic.lifetime`, a SystemExit) this worker was asked to leave, by SIGTERM or
+                `torchelastic drain`: the script ends here, and publishes no model that has not finished.
         """
         require_known_version()
         require_supported(self, trial, may_have_group=ElasticTrainerMixin._has_trained)  # type: ignore[arg-type]
         ElasticTrainerMixin._has_trained = True
         trainer: Any = self
         args = trainer.args
+        resume_from_checkpoint = checked_resume(resume_from_checkpoint, trainer.args.output_dir)
         self._coordinator = CoordinatorP2P("nccl" if args.device.type == "cuda" else "gloo")
         self._accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         try:
@@ -121,6 +129,11 @@ class ElasticTrainerMixin:
         own = args.per_device_train_batch_size * self._accumulation * workers
         return self.elastic_global_batch_size or own
 
+    def _init_training_state(self, *arguments: Any) -> Any:
+        found = super()._init_training_state(*arguments)  # type: ignore[misc]
+        # another checkpoint than the Trainer's may be of an earlier epoch
+        return found if self._coordinator is None or self.elastic_checkpoint is None else (0, 0)
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         trainer: Any = self
         model, batches = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
@@ -128,6 +141,7 @@ class ElasticTrainerMixin:
         trainer._total_loss_scalar, trainer._globalstep_last_logged = 0.0, trainer.state.global_step
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         assert self._coordinator is not None
+        require_own_batches(batches)
         self._elastic = TrainerSteps(
             trainer, self._coordinator, batches, model, optimizer, trainer.lr_scheduler, self.elastic_checkpoint
         )
@@ -147,6 +161,8 @@ class ElasticTrainerMixin:
             return
         while not elastic.is_over:
             try:
+                if self.elastic_checkpoint is not None and epoch == 0:
+                    elastic.begin()  # only then is it known which epoch it is
                 while self._work_is_due():
                     self._work(elastic, arguments["model"], arguments["trial"], arguments["ignore_keys_for_eval"])
                 if epoch < elastic.progress.epochs_ended:
@@ -181,14 +197,14 @@ class ElasticTrainerMixin:
             super()._load_rng_state(self._numbers_of)  # type: ignore[misc]  # of this rank, which is known only now
         parts: MicroBatches = next(epoch_iterator)
         self._items = [self._labels_of(part, device) for part in parts]
-        return [parts], elastic.count(self._items, lambda count: self._loss_of(parts[0].inputs, count))
+        return [parts], elastic.count(self._items, lambda count, ranks: self._loss_of(parts[0].inputs, count, ranks))
 
-    def _loss_of(self, inputs: Any, count: float) -> float:
-        """The loss of a micro batch that is divided by this count, if it is; nothing changes by it."""
+    def _loss_of(self, inputs: Any, count: float, ranks: int) -> float:
+        """The loss of a micro batch that is divided by this count and multiplied by the ranks, if it is."""
         trainer: Any = self
         trainer.model.eval()
         items = torch.tensor(count, device=trainer.args.device)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        with torch.no_grad(), said_to_be_of(ranks), trainer.compute_loss_context_manager():
             prepared = trainer._prepare_inputs(copy.copy(inputs))  # labels may be taken out of it
             loss = trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
         trainer.model.train()
@@ -224,7 +240,8 @@ class ElasticTrainerMixin:
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         for part in inputs if isinstance(inputs, MicroBatches) else ():
-            super()._track_num_input_tokens(part.inputs)  # type: ignore[misc]
+            # all ranks count at once, so who has none counts an empty batch
+            super()._track_num_input_tokens(part.inputs if part.samples else _emptied(part.inputs))  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(
         self,
@@ -290,6 +307,10 @@ class ElasticTrainerMixin:
 
 class ElasticTrainer(ElasticTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
     """`transformers.Trainer` with `ElasticTrainerMixin`."""
+
+
+def _emptied(inputs: Any) -> dict[str, Any]:
+    return {name: value[:0] for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _skips_none_of_ours(known: Any) -> Any:

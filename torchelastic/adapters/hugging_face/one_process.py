@@ -60,7 +60,7 @@ def report_group(rank: int, world_size: int) -> None:
         rank: of this worker in it; -1: there is none for it.
         world_size: its size. A group of one is a group, too, if there is one.
     """
-    if not dist.is_initialized():
+    if rank >= 0 and not dist.is_initialized():
         return  # without a launcher this worker trains alone
     if rank < 0:  # it came when the others had finished, and is in no group
         world_size = 1
@@ -70,8 +70,25 @@ def report_group(rank: int, world_size: int) -> None:
         "num_processes": world_size,
         "process_index": rank,
         "distributed_type": kind,
-        "backend": dist.get_backend(),
+        "backend": dist.get_backend() if dist.is_initialized() else None,
     }
-    for shared in (PartialState._shared_state, AcceleratorState._shared_state):  # the second is a copy of the first
-        if shared:
-            shared.update(of_group)
+    for shared in _states():
+        shared.update(of_group)
+
+
+@contextmanager
+def said_to_be_of(world_size: int) -> Iterator[None]:
+    """Within, so many processes are told, and no collective of Accelerate asks the others. On the training thread."""
+    kept = [{name: shared[name] for name in ("num_processes", "distributed_type")} for shared in _states()]
+    try:
+        for shared in _states():
+            shared.update(num_processes=world_size, distributed_type=DistributedType.NO)
+        yield
+    finally:
+        for shared, known in zip(_states(), kept, strict=True):
+            shared.update(known)
+
+
+def _states() -> list[dict[str, Any]]:
+    """What Accelerate knows; the second is a copy of the first."""
+    return [shared for shared in (PartialState._shared_state, AcceleratorState._shared_state) if shared]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from torchelastic.adapters.hugging_face.rank_state import without_arrays
 from torchelastic.adapters.values import json_like
 from torchelastic.checkpoint.errors import torch_reason
 from torchelastic.torch_internals.tensors import tree_flatten
+
+log = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE_FILE = "trainer_state.json"
@@ -68,10 +71,39 @@ def step_to_compare(durable: Durable | None, max_steps: int = -1) -> int | None:
 
 def durable_checkpoints(output_dir: str | Path | None) -> list[Durable]:
     """The complete checkpoints of a Trainer in a folder: with weights, and with the state, which is written last."""
-    folder = None if output_dir is None else Path(output_dir)
-    if folder is None or not folder.is_dir():
+    if output_dir is None:
         return []
-    return sorted(one for path in folder.iterdir() if (one := _look_at(path)) is not None)
+    return sorted(one for path in _entries(Path(output_dir)) if (one := _look_at(path)) is not None)
+
+
+def checked_resume(wanted: Any, output_dir: str | Path | None) -> Any:
+    """What to resume from in place of a checkpoint of this Trainer that was only half written, as its writer was lost.
+
+    Args:
+        wanted: `resume_from_checkpoint` of `Trainer.train`.
+        output_dir: of the Trainer.
+
+    Returns:
+        The newest complete checkpoint of that folder; None, if all are half written; `wanted`, if it is another one.
+    """
+    if not wanted or output_dir is None:
+        return wanted
+    folder = Path(output_dir)
+    newest = None if wanted is True else Path(wanted)
+    if newest is None:
+        numbers = [int(match[1]) for path in _entries(folder) if (match := _CHECKPOINT.fullmatch(path.name))]
+        newest = folder / f"checkpoint-{max(numbers)}" if numbers else None
+    is_own = newest is not None and newest.absolute().parent == folder.absolute() and newest.is_dir()
+    if newest is None or not is_own or _look_at(newest) is not None:
+        return wanted
+    complete = max(durable_checkpoints(folder), key=lambda one: one.step, default=None)
+    instead = None if complete is None else str(folder / complete.folder)
+    log.warning("%s is incomplete, since its writer was lost: training resumes from %s", newest, instead or "nothing")
+    return instead
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _look_at(path: Path) -> Durable | None:

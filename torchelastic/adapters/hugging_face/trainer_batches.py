@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.errors import UnfitError
@@ -54,6 +54,26 @@ class _Collator:
         return [(self._collate(part), len(part)) for part in cut(samples, self._most)]
 
 
+def _require_permutations(plain: DataLoader[Any], size: int) -> None:
+    """Raise UnfitError for a loader that draws its batches otherwise: that order, or those sizes, would be lost."""
+    batches: Any = plain.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # of Accelerate, where a group has been formed before
+    sampler = getattr(batches, "sampler", None)
+    kind = type(sampler if type(batches) is BatchSampler else batches).__name__
+    is_permutation = isinstance(sampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    if type(batches) is not BatchSampler or not is_permutation or len(sampler) != len(plain.dataset):  # type: ignore[arg-type]
+        raise UnfitError(
+            f"the training data would be drawn by a {kind}, and ElasticTrainer draws a permutation of each epoch: "
+            "leave out get_train_dataloader or _get_train_sampler of the Trainer's class, and put weights or an order "
+            "into the dataset; or train it with MemoryCheckpointCallback (docs/transformers.md)"
+        )
+    if batches.batch_size != size:
+        raise UnfitError(
+            f"get_train_dataloader of the Trainer's class makes batches of {batches.batch_size} samples: give that "
+            f"number as per_device_train_batch_size, which is {size}"
+        )
+
+
 class EpochBatches:
     """Takes the place of the Trainer's DataLoader: each `next` is this rank's share of the next global batch.
 
@@ -69,7 +89,7 @@ class EpochBatches:
         **options: more for the `ElasticLoader`.
 
     Raises:
-        UnfitError: the data has no length.
+        UnfitError: the data has no length, or is drawn in another way.
     """
 
     def __init__(
@@ -90,6 +110,7 @@ class EpochBatches:
                 "train_dataset is an IterableDataset, of which no worker can give another one its place in the data: "
                 "give a dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
             )
+        _require_permutations(plain, micro_batch_size)
         dataset: Any = plain.dataset
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size

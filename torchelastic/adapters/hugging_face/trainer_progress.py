@@ -22,7 +22,9 @@ _OF_STATE = (
     "best_metric", "best_global_step", "best_model_checkpoint",
 )  # fmt: skip
 #: Of the Trainer itself.
-_OF_TRAINER = ("_total_loss_scalar", "_globalstep_last_logged")
+_OF_TRAINER = (
+    "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen",
+)  # fmt: skip
 #: In `extra`, as plain values: what each rank has measured for itself.
 LOGGED, FLOATING_POINT_OPS = "log_history", "floating_point_ops"
 
@@ -39,6 +41,7 @@ class TrainerProgress:
         learning_rate: the same.
         divides_by_items: whether the model's loss is divided by the count of labels that it is given; None: it was not
             looked at yet.
+        multiplies_by_ranks: whether such a loss is multiplied by the number of ranks, as the Trainer's own is.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -47,6 +50,7 @@ class TrainerProgress:
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
         self.divides_by_items: bool | None = None
+        self.multiplies_by_ranks = True
         self._history: tuple[int, str] = (0, "[]")
 
     @property
@@ -65,6 +69,7 @@ class TrainerProgress:
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "divides_by_items": self.divides_by_items,
+            "multiplies_by_ranks": self.multiplies_by_ranks,
         }
         return {"plain": json.dumps(json_like(plain, _skip)), "tr_loss": trainer._tr_loss.detach().clone()}
 
@@ -82,6 +87,7 @@ class TrainerProgress:
         self.epochs_ended = plain["epochs_ended"]
         self.grad_norm, self.learning_rate = plain["grad_norm"], plain["learning_rate"]
         self.divides_by_items = plain["divides_by_items"]
+        self.multiplies_by_ranks = plain["multiplies_by_ranks"]
         trainer._tr_loss.copy_(state["tr_loss"])
 
     def _exportable(self) -> list[ExportableState]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 import transformers
 
+from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches
 from torchelastic.errors import UnfitError
 
 if TYPE_CHECKING:
@@ -58,4 +59,14 @@ def require_supported(trainer: Trainer, trial: object, *, may_have_group: bool) 
             "a process group was formed before ElasticTrainer was imported, and newcomers would have to take part in "
             "that: import torchelastic.adapters.elastic_trainer at the top of the script, before TrainingArguments or "
             "an Accelerator are made, and call no collective before train()"
+        )
+
+
+def require_own_batches(batches: object) -> None:
+    """Raise UnfitError for data that is not cut into shares: a class has put another loader in their place."""
+    if not isinstance(batches, EpochBatches):
+        raise UnfitError(
+            f"get_train_dataloader of the Trainer's class gives a {type(batches).__name__} to the training loop, so "
+            "lost samples would not come back: write that method in a class behind ElasticTrainerMixin "
+            "(`class MyTrainer(ElasticTrainerMixin, TheirTrainer)`), or give the data as train_dataset"
         )

@@ -17,10 +17,12 @@ from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, Mic
 from torchelastic.adapters.hugging_face.trainer_progress import TrainerProgress
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.errors import UnfitError
+from torchelastic.lifetime.requeue import StoppedEarly
 from torchelastic.model_state import ModelState
 from torchelastic.p2p import CoordinatorP2P
+from torchelastic.rendezvous.records import RoundState
 from torchelastic.step import Step
-from torchelastic.train_loop import steps
+from torchelastic.train_loop import TrainLoop
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -69,10 +71,11 @@ class TrainerSteps:
             module, optimizer, scheduler=scheduler, sampler=batches.sampler, extra=extra, ddp=_options_of_ddp(trainer)
         )
         self.is_over = False
-        self._steps: Iterator[Step] | None = None
+        self._loop: TrainLoop | None = None
+        self._steps: Iterator[Step] = iter(())
         self._checkpoint = checkpoint
         self._step: Step | None = None  # begun, and neither committed nor undone
-        self._world = (-1, 0)
+        self._world: tuple[int, int] | None = None
         self._part = MicroBatch(None, 0)
         self._counted: tuple[float, float] | None = None
         self._callback = CommitCallback(self)
@@ -88,17 +91,24 @@ class TrainerSteps:
 
         Raises:
             EnterAgainError: the run has ended meanwhile, on the other workers.
+            StoppedEarly: this worker was asked to leave the run, which has not finished.
         """
         if self._step is not None:
             return
-        if self._steps is None:
-            self._steps = iter(steps(self._coordinator, self.state, checkpoint=self._checkpoint))
+        if self._loop is None:
+            self._loop = TrainLoop(self._coordinator, self.state, self._checkpoint, None)
+            self._steps = self._loop.steps()
         self.progress.give(self.state.extra)
         step = next(self._steps, None)
         self.progress.take(self.state.extra)
+        self.is_over = step is None
         self._follow_group()
         if step is None:
-            self.is_over = True
+            if self._loop.has_left:
+                done = self._trainer.state.global_step
+                because = f"left the training at step {done} of {self._trainer.state.max_steps}, as it was asked to"
+                is_left_alone = self._coordinator.rendezvous.round.state is RoundState.BROKEN
+                raise StoppedEarly(because, step=done, others_go_on=not is_left_alone)
             self._trainer.control.should_training_stop = True
             raise EnterAgainError
         self._step = step.__enter__()
@@ -142,7 +152,7 @@ class TrainerSteps:
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [one for one in callbacks if one is not self._callback]
         vars(self._trainer.accelerator).pop("backward", None)
-        if self._steps is not None:
+        if self._loop is not None:
             self._steps.close()  # type: ignore[attr-defined]  # it is a generator
         self.batches.close()
 
@@ -158,7 +168,7 @@ class TrainerSteps:
         self._world = (rank, world_size)
         trainer = self._trainer
         report_group(rank, world_size)
-        if rank < 0:
+        if rank < 0 and self._loop is not None and not self._loop.has_left:
             log.warning("the other workers had finished when this one came: it has the state that it began with")
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
@@ -170,37 +180,47 @@ class TrainerSteps:
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
-    def count(self, items: Sequence[Any], loss_of: Callable[[float], float]) -> torch.Tensor | None:
+    def count(self, items: Sequence[Any], loss_of: Callable[[float, int], float]) -> torch.Tensor | None:
         """What the losses of the step are divided by, over all ranks; None: each is a mean over its samples.
 
         Args:
             items: of each micro batch: how many labels count in it; None: it is not by labels.
-            loss_of: the loss of the first one, if this is what it is divided by.
+            loss_of: the loss of the first one, if this is what it is divided by, in a group of so many.
         """
         self._counted = None
         if self.progress.divides_by_items is None:
-            self.progress.divides_by_items = self._divides(items, loss_of)
+            self._look_at(items, loss_of)
         if not self.progress.divides_by_items:
             return None
         total = self._summed(torch.tensor(float(sum(items)), dtype=torch.float64))
-        self._counted = (float(total), 1.0 / max(1, self._trainer.accelerator.num_processes))
+        ranks = self._trainer.accelerator.num_processes if self.progress.multiplies_by_ranks else 1
+        self._counted = (float(total), 1.0 / max(1, ranks))
         return total.to(torch.float32)
 
-    def _divides(self, items: Sequence[Any], loss_of: Callable[[float], float]) -> bool | None:
-        """Whether losses are divided by a count: not all models that take one use it. The same on all ranks."""
+    def _look_at(self, items: Sequence[Any], loss_of: Callable[[float, int], float]) -> None:
+        """Whether losses are divided by a count, and multiplied by the ranks: not all are. The same on all ranks."""
+        progress = self.progress
         if any(one is None for one in items):
-            return False
-        once, twice = loss_of(1.0), loss_of(2.0)
+            progress.divides_by_items = False
+            return
+        once, by_two, of_two = loss_of(1.0, 1), loss_of(2.0, 1), loss_of(1.0, 2)
         is_seen = math.isfinite(once) and once != 0.0
-        found = torch.tensor([is_seen and once == twice, is_seen and once != twice], dtype=torch.float64)
-        as_means, by_items = (bool(value) for value in self._summed(found))
+        is_divided, is_multiplied = (not math.isclose(once, other, rel_tol=1e-3) for other in (by_two, of_two))
+        flags = [is_seen and not is_divided, is_seen and is_divided, is_seen and is_multiplied]
+        found = self._summed(torch.tensor(flags, dtype=torch.float64))
+        as_means, by_items, progress.multiplies_by_ranks = (bool(value) for value in found)
         if as_means:
             log.warning(
                 "the loss of %s is a mean, whatever num_items_in_batch it is given, so each sample counts alike, and "
                 "not each label", type(self._trainer.model).__name__,
             )  # fmt: skip
-            return False
-        return True if by_items else None
+        elif by_items and not progress.multiplies_by_ranks:
+            log.warning(
+                "compute_loss divides by num_items_in_batch, and does not multiply by accelerator.num_processes as the "
+                "Trainer's own does: steps take it as the mean over all labels, but eval_loss is divided by the number "
+                "of workers, and changes with it"
+            )
+        progress.divides_by_items = False if as_means else by_items or None
 
     def take_part(self, part: MicroBatch, items: torch.Tensor | int | None) -> None:
         """The next backward pass is of this micro batch."""
