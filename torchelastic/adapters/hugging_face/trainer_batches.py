@@ -110,7 +110,8 @@ class EpochBatches:
                 "train_dataset is an IterableDataset, of which no worker can give another one its place in the data: "
                 "give a dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
             )
-        _require_permutations(plain, micro_batch_size)
+        if shuffle:
+            _require_permutations(plain, micro_batch_size)
         dataset: Any = plain.dataset
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
