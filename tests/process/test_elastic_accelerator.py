@@ -63,6 +63,7 @@ assert scheduler.get_last_lr() == by_hand.get_last_lr(), scheduler.get_last_lr()
 assert seen == [3, 6], seen
 print("as by hand", tries)
 """
+ROWS_WITHOUT_LENGTH = "DataLoader(type('Rows', (IterableDataset,), {'__iter__': iter})())"
 FAILS_ONCE = """
 has_failed = []
 def fails_once(*_):
@@ -132,7 +133,7 @@ SHARED = "ElasticAccelerator cannot go on in the running process with "
             "a process group was formed before",
         ),
         ({"data": "accelerator.prepare(DataLoader(data))"}, "leave the training data out of prepare()"),
-        ({"data": "DataLoader(type('Rows', (IterableDataset,), {})())"}, "the training data is an IterableDataset"),
+        ({"data": ROWS_WITHOUT_LENGTH}, "the training data is an IterableDataset"),
         ({"data": "DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10))"}, "has a WeightedRandomSampler"),
         ({"loaded": "loader = DataLoader(data)"}, "steps() takes what accelerator.loader(train_dataloader) gives"),
         ({"loaded": "list(accelerator.steps(loader))"}, "steps() trains what was prepared"),
