@@ -83,6 +83,7 @@ def ran(**parts: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.long
 def test_alone_it_trains_global_batches_as_they_are() -> None:
     done = ran(after=BY_HAND)
     assert "as by hand [0, 1, 2, 3, 4, 5]" in done.stdout, done.stderr[-3000:]

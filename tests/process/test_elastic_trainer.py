@@ -40,6 +40,7 @@ def ran(
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.long
 def test_alone_it_is_a_trainer(tmp_path: Path) -> None:
     done = ran(tmp_path)
     assert "trained 3 0.6 2." in done.stdout, done.stderr[-3000:]

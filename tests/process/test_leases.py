@@ -47,6 +47,7 @@ def holds(root: Path) -> object:
     return without, fence
 
 
+@pytest.mark.long
 def test_another_run_that_is_alive_is_named_and_one_that_was_killed_is_not_in_the_way(tmp_path: Path) -> None:
     with living(holds, tmp_path) as other, file_system_without(tmp_path, no_locks()):
         fence = Fence(tmp_path, Disk())
@@ -85,6 +86,7 @@ def stand_still_with_the_lock(root: Path) -> object:
     return held
 
 
+@pytest.mark.long
 def test_who_is_killed_with_the_lock_is_not_waited_for_and_who_lives_is_named(tmp_path: Path) -> None:
     waits: list[float] = []
     with living(stand_still_with_the_lock, tmp_path) as other, file_system_without(tmp_path, no_locks()):
