@@ -7,7 +7,8 @@ one layer and sleeps so that a step takes about `--step-ms`; a step's time is th
 
 * overhead_percent: median step of ours beside that of the Trainer next to it, of the slowest worker. Target: 2 % of a
   step of 100 ms.
-* kill_ms: from SIGKILL of a worker in a backward pass to the survivors' next step that counts.
+* kill_ms: from SIGKILL of a worker before its forward pass to the survivors' next step that counts; of which one step
+  is `--step-ms`.
 """
 
 from __future__ import annotations
@@ -109,12 +110,12 @@ def _train(options: argparse.Namespace) -> None:
 
     class Trainer(Base):  # type: ignore[misc, unused-ignore]
         def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
-            began_s = time.monotonic()
-            loss = super().training_step(*arguments, **named)
-            time.sleep(max(0.0, options.step_ms / 1000 - (time.monotonic() - began_s)))
             if self.state.global_step == options.kill_at and self.args.process_index == options.workers - 1:
                 print("KILLED", time.monotonic(), flush=True)
                 os.kill(os.getpid(), 9)
+            began_s = time.monotonic()
+            loss = super().training_step(*arguments, **named)
+            time.sleep(max(0.0, options.step_ms / 1000 - (time.monotonic() - began_s)))
             return loss
 
     rows = torch.randint(64, (1024, 16), generator=torch.Generator().manual_seed(0))
