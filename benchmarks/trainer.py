@@ -87,7 +87,8 @@ def _kill_s(options: argparse.Namespace) -> float:
     [killed_s] = [float(text) for text in re.findall(r"KILLED (\S+)", output)]
     told = _told(output)
     assert len(told) == options.workers - 1
-    return max(min(at_s for at_s in one["at_s"] if at_s > killed_s) for one in told) - killed_s
+    first_s = [min(float(at_s) for at_s in one["at_s"] if at_s > killed_s) for one in told]
+    return max(first_s) - killed_s
 
 
 def _train(options: argparse.Namespace) -> None:
