@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -32,6 +32,9 @@ from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.url import DEFAULT_PREFIX
 from torchelastic.testing.faults import Fault, FaultPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 JOB = Path(__file__).with_name("elastic_job.py")
 ROOT = Path(__file__).parents[2]
@@ -134,6 +137,20 @@ class Job:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"did not end within {timeout_s:g} s:\n{self.output()[-6000:]}") from None
         return codes
+
+    @classmethod
+    def finished(
+        cls, folder: Path, faults: Sequence[Fault], *launcher: str, nproc: int = 3, **job_options: Any
+    ) -> Self:
+        """A job of one host that has run to its end, with exit code 0, and in which every fault has struck."""
+        job = cls(folder, faults, **job_options)
+        try:
+            job.start("--standalone", *launcher, nproc=nproc)
+            assert job.wait() == [0], job.output()[-6000:]
+        finally:
+            job.stop()
+        assert job.plan.struck() == list(range(len(faults))), f"not every fault struck:\n{job.output()[-3000:]}"
+        return job
 
     def stop(self) -> None:
         """End whatever is left; for the end of a test."""

@@ -29,15 +29,7 @@ class TrainerJob(Job):
     module = "tests.cluster.trainer_job"
 
 
-def run(folder: Path, faults: list[Fault], *launcher: str, nproc: int = 3, **options: object) -> TrainerJob:
-    job = TrainerJob(folder, faults, **options)
-    try:
-        job.start("--standalone", *launcher, nproc=nproc)
-        assert job.wait() == [0], job.output()[-6000:]
-    finally:
-        job.stop()
-    assert job.plan.struck() == list(range(len(faults))), f"not every fault struck:\n{job.output()[-3000:]}"
-    return job
+run = TrainerJob.finished
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +206,10 @@ def test_trl_sft_with_two_kills(tmp_path: Path) -> None:
     )
     pytest.importorskip("trl", reason=reason)
     faults = [Fault("kill", "backward", rank=1, step=step) for step in (2, 5)]
-    jobs = []
-    for name, planned in (("undisturbed", []), ("killed", faults)):
-        job = SftJob(tmp_path / name, planned)
-        try:
-            job.start("--standalone", "--max-restarts=0", "--min-workers=1", nproc=3)
-            assert job.wait() == [0], job.output()[-6000:]
-        finally:
-            job.stop()
-        jobs.append(job)
-    assert jobs[1].plan.struck() == [0, 1]
+    jobs = [
+        SftJob.finished(tmp_path / name, planned, "--max-restarts=0", "--min-workers=1")
+        for name, planned in (("undisturbed", []), ("killed", faults))
+    ]
     [first, *others] = [event["losses"] for job in jobs for event in job.of("finished")]
     assert len(first) == 4
     for losses in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,11 @@ class PartingJob(Job):
     module = "tests.cluster.parting_job"
 
 
+run = partial(PartingJob.finished, nproc=2)
+
+
 def part(what: str, *, rank: int | None = 1, step: int, times: int = 1) -> Fault:
     return Fault("raise", what, rank=rank, step=step, incarnation=None, times=times)
-
-
-def run(folder: Path, faults: list[Fault], *launcher: str, nproc: int = 2, **options: object) -> PartingJob:
-    job = PartingJob(folder, faults, **options)
-    try:
-        job.start("--standalone", *launcher, nproc=nproc)
-        assert job.wait() == [0], job.output()[-4000:]
-    finally:
-        job.stop()
-    assert job.plan.struck() == list(range(len(faults))), f"not every fault struck:\n{job.output()[-3000:]}"
-    return job
 
 
 def undisturbed(skipped: frozenset[int] = frozenset()) -> torch.Tensor:

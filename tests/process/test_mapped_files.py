@@ -192,7 +192,7 @@ def test_this_kernel_is_asked_whether_it_can(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("can", [True, False])
 def test_where_room_cannot_be_had_back_a_copy_is_loaded(root: Path, monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
-    monkeypatch.setattr("torchelastic.checkpoint.compat.nvrx.local.local_manager.can_release", lambda: can)
+    monkeypatch.setattr("torchelastic.checkpoint.format.mapped_files.can_release", lambda: can)
     saving = LocalCheckpointManager(root)
     saving.save(BasicTensorAwareStateDict({"w": torch.arange(COUNT)}), 1)
     saving.close()

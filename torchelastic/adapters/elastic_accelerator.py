@@ -28,7 +28,7 @@ from torchelastic.adapters.hugging_face.accelerator_requirements import (
     require_training_data,
 )
 from torchelastic.adapters.hugging_face.accelerator_steps import AcceleratedRun, ElasticStep, LookedAt
-from torchelastic.adapters.hugging_face.one_process import stay_alone
+from torchelastic.adapters.hugging_face.one_process import largest_group, stay_alone
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.policy import SavePolicy
@@ -176,8 +176,7 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
         """
         plain = require_training_data(dataloader)
         assert plain.batch_size is not None
-        workers = self._its_coordinator().max_num_trainers
-        workers = 1 if workers > 2**31 else workers  # without a launcher there is no largest number
+        workers = largest_group(self._its_coordinator())
         batches = EpochBatches(
             plain,
             global_batch_size or plain.batch_size * self.gradient_accumulation_steps * workers,

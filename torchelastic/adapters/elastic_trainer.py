@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; transformers is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.one_process import said_to_be_of, stay_alone
+from torchelastic.adapters.hugging_face.one_process import largest_group, said_to_be_of, stay_alone
 from torchelastic.adapters.hugging_face.resume import checked_resume
 from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch, MicroBatches
 from torchelastic.adapters.hugging_face.trainer_requirements import (
@@ -124,8 +124,7 @@ class ElasticTrainerMixin:
         """Samples of a step, over all ranks."""
         if self._coordinator is None:
             return int(super().get_total_train_batch_size(args))  # type: ignore[misc]
-        workers = self._coordinator.max_num_trainers
-        workers = 1 if workers > 2**31 else workers  # without a launcher there is no largest number
+        workers = largest_group(self._coordinator)
         own = args.per_device_train_batch_size * self._accumulation * workers
         return self.elastic_global_batch_size or own
 

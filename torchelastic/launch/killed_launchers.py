@@ -18,13 +18,13 @@ from pathlib import Path
 
 from torchelastic.foreign_json import RecordError, checked, decode_json
 from torchelastic.launch.run_address import ADDRESS
-from torchelastic.processes.family import command_of
+from torchelastic.processes.family import command_text
 from torchelastic.processes.file_locks import lock_of_nobody
 from torchelastic.processes.left_running import end_all, left_running
 from torchelastic.processes.own_folder import LOCK
 from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
-from torchelastic.text import escaped, shortlist
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 STARTED = "started"
 #: So long is waited for processes that were killed: longer, and they hang in the kernel.
 END_S = 5.0
-_MOST_NAME = 80
 _MOST_BYTES = 2_000_000
 
 
@@ -86,8 +85,12 @@ def _taken_over(is_one: Callable[[Path, RendezvousUrl], bool]) -> Iterator[Rende
 
 def _folders() -> list[Path]:
     """Those in which this user's launchers have left an address, the latest first."""
-    found = []
-    for address in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{ADDRESS}"):
+    found: list[tuple[int, Path]] = []
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError:  # there is none, which is said where one is made
+        return []
+    for address in folder.glob(f"{FOLDER_PREFIX}*/{ADDRESS}"):
         with suppress(OSError):  # removed meanwhile
             if address.parent.lstat().st_uid == os.geteuid():
                 found.append((address.stat().st_mtime_ns, address.parent))
@@ -115,7 +118,7 @@ def _started_in(folder: Path) -> Started | None:
 
 def _end_left(folder: Path, url: RendezvousUrl) -> None:
     left = left_running(folder)
-    names = [f"{escaped(' '.join(command_of(one.pid).split()))[:_MOST_NAME]} (process {one.pid})" for one in left]
+    names = [f"{command_text(one.pid)} (process {one.pid})" for one in left]
     end_all(left, END_S)
     if names:
         log.warning(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from torchelastic.text import escaped
+
 _PROC = Path("/proc")
 
 
@@ -74,6 +76,12 @@ def command_of(pid: int) -> str:
     except OSError:
         return ""
     return b" ".join(words).decode(errors="replace").strip()
+
+
+def command_text(pid: int, most: int = 100) -> str:
+    """The command line of a process for people, in one printable line of so many characters; empty: as `command_of`."""
+    text = escaped(" ".join(command_of(pid).split()))
+    return text if len(text) <= most else f"{text[:most]}.."
 
 
 def stat_fields(pid: int) -> list[str]:

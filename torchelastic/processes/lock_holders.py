@@ -7,17 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchelastic.processes.family import command_of
+from torchelastic.processes.family import command_text
 from torchelastic.processes.identity import Process
-from torchelastic.text import escaped, shortlist
+from torchelastic.text import shortlist
 
 _PROC = Path("/proc")
-#: Of a command line so many characters are shown.
-_MOST_COMMAND = 100
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """A process that has a lock.
 
     Attributes:
@@ -32,7 +30,7 @@ class Holder:
         return f"process {self.pid} ({self.command})" if self.command else f"process {self.pid}"
 
 
-def holders_of(path: Path) -> list[Holder]:
+def holders_of(path: Path) -> list[LockHolder]:
     """Who holds a lock (flock) on a file, by pid; without those that this process does not see.
 
     A lock belongs to an open file, which processes share that were forked. So /proc/PID/fdinfo (proc(5)) counts, and
@@ -49,13 +47,13 @@ def holders_of(path: Path) -> list[Holder]:
     pids = [int(entry.name) for entry in _PROC.glob("[0-9]*") if _has_locked(entry, inode, path)]
     if not pids:
         pids = [pid for pid in _in_table(inode) if Process.of(pid).started_ticks >= 0]
-    return [Holder(pid, _shown(command_of(pid))) for pid in sorted(set(pids))]
+    return [LockHolder(pid, command_text(pid)) for pid in sorted(set(pids))]
 
 
-def holders_text(holders: Sequence[Holder]) -> str:
+def holders_text(holders: Sequence[LockHolder]) -> str:
     """Who holds it, and how to end that; for an error.
 
-    >>> holders_text([Holder(7, "python train.py")])
+    >>> holders_text([LockHolder(7, "python train.py")])
     'process 7 (python train.py) holds it: wait until it has ended, or end it (`kill 7`)'
     """
     kill = f"`kill {' '.join(str(holder.pid) for holder in holders)}`"
@@ -90,8 +88,3 @@ def _inode_in(line: str) -> int | None:
     """Of a line such as `1: FLOCK  ADVISORY  READ 4711 fe:00:2146340 0 EOF`; None: of no flock."""
     words = line.removeprefix("lock:").split()
     return int(words[5].rpartition(":")[2]) if len(words) > 5 and words[1] == "FLOCK" else None
-
-
-def _shown(command: str) -> str:
-    text = escaped(" ".join(command.split()))
-    return text if len(text) <= _MOST_COMMAND else f"{text[:_MOST_COMMAND]}.."

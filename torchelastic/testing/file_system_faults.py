@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: What Linux answers for some network file systems; no name in Python.
-KERNEL_ENOTSUPP = 524
+from torchelastic.checkpoint.format.disk import REAL_DISK
+from torchelastic.file_systems import KERNEL_ENOTSUPP
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ def file_system_without(folder: Path, *faults: FileSystemFault) -> Iterator[Refu
         patched += [(home, "unlink", _unlink)]
     patched.append((os, "remove", _unlink))
     before = [(home, name, home.__dict__[name]) for home, name, _ in patched]
+    REAL_DISK.forget_abilities()  # neither what an earlier fault has taught it, nor later what this one does
     try:
         for home, name, wrap in patched:
             real = getattr(home, name)
@@ -154,6 +155,7 @@ def file_system_without(folder: Path, *faults: FileSystemFault) -> Iterator[Refu
     finally:
         for home, name, real in before:
             setattr(home, name, real)
+        REAL_DISK.forget_abilities()
 
 
 _Call = Callable[..., Any]

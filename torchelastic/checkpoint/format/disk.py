@@ -95,6 +95,10 @@ class Disk:
         with explained("look at the folder", folder):
             return self._abilities.get(folder.stat().st_dev, ALL_ABILITIES)
 
+    def forget_abilities(self) -> None:
+        """What was found out counts no more: the same device has another file system's behaviour from now on."""
+        self._abilities.clear()
+
     def note_lack(self, call: Call, folder: Path, error: OSError | None = None) -> None:
         """From now on nobody tries this call on the file system of a folder; said once, if it costs something.
 

@@ -33,7 +33,7 @@ UNSAID_S = 5.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LeaseHolder:
     """What a lease says.
 
     Attributes:
@@ -68,7 +68,7 @@ class Holder:
         return f"{who} (remove {self.path} if it has ended)"
 
 
-class Lease:
+class FolderLease:
     """One of any number of processes that use a folder, as long as it holds this; nothing is made before.
 
     Args:
@@ -98,7 +98,7 @@ class Lease:
         # also when the interpreter ends: nobody would know it on another host
         self._remove = weakref.finalize(self, _remove, self._path, os.getpid(), self._disk)
 
-    def others(self) -> list[Holder]:
+    def others(self) -> list[LeaseHolder]:
         """Whoever else holds the folder, or may. Raises: CheckpointError."""
         return [holder for holder in self._all() if holder.path != self._path and not holder.has_ended]
 
@@ -108,7 +108,7 @@ class Lease:
             if holder.path != self._path:
                 self._disk.remove(holder.path)
 
-    def _all(self) -> list[Holder]:
+    def _all(self) -> list[LeaseHolder]:
         with explained("look who uses the folder of checkpoints", self._lock):
             paths = [*self._lock.parent.glob(f"{self._lock.name}.*-*{_SUFFIX}")]
         return [holder for path in paths if (holder := _read(path)) is not None]
@@ -159,7 +159,7 @@ def _is_taken(lease: Path, content: bytes, disk: Disk) -> bool:
     return holder is not None and holder.content == content  # else it stood still before it had said who it is
 
 
-def _take_away(holder: Holder, disk: Disk) -> bool:
+def _take_away(holder: LeaseHolder, disk: Disk) -> bool:
     """Removes the lease of a process that has ended, if it still is that; false if it may not have, or another does."""
     digest = hashlib.sha256(holder.content).hexdigest()[:8]
     mark = holder.path.with_name(f"{holder.path.name}.ended-{digest}")
@@ -205,11 +205,11 @@ def _written(folder: Path, disk: Disk) -> Path:
     return hidden
 
 
-def _read(path: Path) -> Holder | None:
+def _read(path: Path) -> LeaseHolder | None:
     """None if it is gone."""
     with explained("look who uses the folder of checkpoints", path):
         try:
-            return Holder(path, path.read_bytes())
+            return LeaseHolder(path, path.read_bytes())
         except FileNotFoundError:
             return None
 

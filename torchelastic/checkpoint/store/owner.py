@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.store.lease import Lease, held_alone
+from torchelastic.checkpoint.store.lease import FolderLease, held_alone
 from torchelastic.file_systems import Call
 from torchelastic.processes.dropped import when_dropped
 from torchelastic.processes.file_locks import is_file_at, lock_file
@@ -75,7 +75,7 @@ class OwnerLock:
 
     The run lives until the processes that hold it have ended or released it; the kernel sees to that, however they end.
     A fork of one of them (a worker of a data loader, say) does not hold it, but may call `hold` for itself. Dropping
-    this object releases it too. Where files cannot be locked, a `Lease` beside it has to do.
+    this object releases it too. Where files cannot be locked, a `FolderLease` beside it has to do.
 
     Args:
         path: of the file, in the folder; created where it is missing.
@@ -85,7 +85,7 @@ class OwnerLock:
     def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
         self._path = path
         self._disk = disk
-        self._lease = Lease(path, disk)
+        self._lease = FolderLease(path, disk)
         self._file = HeldFile(-1)
 
     @property
