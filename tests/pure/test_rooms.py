@@ -24,6 +24,7 @@ FLOORS: dict[str, int] = {
     "error_text": -1,
     "ended_iterators": -1,
     "file_systems": -1,
+    "odd_one_out": -1,
     "torch_internals": 0,
     "processes": 0,
     "lazy_names": 0,

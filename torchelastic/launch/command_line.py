@@ -67,6 +67,7 @@ _DOCTOR_EXAMPLES = """examples:
   torchelastic doctor
   torchelastic doctor --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --checkpoint-dir /mnt/checkpoints --state-size 30GiB
   srun --nodes 4 torchelastic doctor --rdzv-endpoint etcd-host:2379 --nnodes 4       # the hosts check each other too
+  torchelastic doctor --burn-in 60                                                   # do all cores and GPUs agree?
 
 exit codes: 0 nothing is wrong, 1 an error was found (with --strict also a warning), 2 invalid arguments
 """
@@ -273,5 +274,7 @@ def _add_doctor(commands: _Commands) -> None:
     add_option(parser, "state-size", "what the ranks of a host save together, such as 30GiB", metavar="SIZE")
     what = "has to be free here, and reached by the other hosts; may be given several times"
     add_option(parser, "port", what, type=int, action="append", default=[], metavar="PORT")
+    what = "also have every core and GPU compute the same for so long, and name those that compute wrong"
+    add_option(parser, "burn-in", what, **_SECONDS)
     add_option(parser, "strict", "exit code 1 for warnings too", **_FLAG)
     add_option(parser, "json", "one line of JSON, for programs", **_FLAG)

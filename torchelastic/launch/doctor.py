@@ -8,10 +8,13 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from torchelastic.console import complain
+from torchelastic.doctor import burn_in
 from torchelastic.doctor.examination import Question, examine
-from torchelastic.doctor.findings import exit_code
+from torchelastic.doctor.findings import Finding, exit_code
 from torchelastic.doctor.findings_screen import show
 from torchelastic.launch.run_address import access, url_with
 from torchelastic.network.interface_choice import IFACE_VARIABLE
@@ -20,6 +23,7 @@ from torchelastic.usage import UsageError
 
 #: How long a person may let it wait for the other hosts.
 LONGEST_WAIT_S = 3600.0
+LONGEST_BURN_IN_S = 7 * 86_400.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B)?|B)?", re.IGNORECASE)
 _EXPONENTS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -32,7 +36,7 @@ def doctor(options: argparse.Namespace) -> int:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # what the rooms warn of is found and said by a check
     try:
-        findings = examine(question)
+        findings = [*examine(question), *_burn_in(options.burn_in)]  # it disturbs the others, and they it
         show(findings, as_json=options.json, strict=options.strict)
         sys.stdout.flush()
     finally:
@@ -44,6 +48,8 @@ def read_question(options: argparse.Namespace, environment: dict[str, str]) -> Q
     """What the words ask for. Raises UsageError."""
     if options.nnodes < 1 or (options.nproc_per_node is not None and options.nproc_per_node < 1):
         raise UsageError("--nnodes and --nproc-per-node start at 1")
+    if options.burn_in is not None and not 0.0 < options.burn_in <= LONGEST_BURN_IN_S:
+        raise UsageError(f"--burn-in {options.burn_in:g}: give seconds, above 0, up to {LONGEST_BURN_IN_S:g} (a week)")
     if options.nnodes > 1 and not options.rdzv_endpoint:
         raise UsageError(f"--nnodes {options.nnodes}: give --rdzv-endpoint too, where the hosts find each other")
     if not options.rdzv_endpoint and access(options):
@@ -67,6 +73,25 @@ def read_question(options: argparse.Namespace, environment: dict[str, str]) -> Q
         environment.get(IFACE_VARIABLE) or None if options.iface is None else options.iface,
         environment,
     )
+
+
+def _burn_in(for_s: float | None) -> Sequence[Finding]:
+    """What it has found, if it was asked for; how far it is goes to standard error."""
+    if for_s is None:
+        return []
+    is_live = sys.stderr.isatty()
+
+    def tell(rounds: int, parties: int, since_s: float) -> None:
+        if is_live:
+            text = f"\rburn-in: {since_s:.0f} s of {for_s:g} s, {rounds} rounds on {parties} cores and GPUs\x1b[K"
+            print(text, end="", file=sys.stderr, flush=True)  # noqa: T201 - for a person, beside the answer
+
+    if not is_live:
+        complain(f"burn-in: every core and GPU computes for {for_s:g} s")
+    found = burn_in.check(for_s, tell)
+    if is_live:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # noqa: T201 - as above
+    return found
 
 
 def parse_size(text: str) -> int:

@@ -119,13 +119,15 @@ def read(addresses: Sequence[str], sysfs: Path = SYSFS) -> Topology:
     Raises:
         UsageError: it does not.
     """
+    from torchelastic.processes.cpus import listed_cpus  # here: --help does not need it
+
     system = sysfs / "devices/system"
     try:
         # -1: there is one node only, and the firmware does not say so
         gpus = [max(0, int((sysfs / "bus/pci/devices" / each / "numa_node").read_text())) for each in addresses]
-        possible = _numbers((system / "node/possible").read_text())
+        possible = listed_cpus((system / "node/possible").read_text())
         files = {node: system / f"node/node{node}/cpulist" for node in possible}
-        nodes = {node: frozenset(_numbers(file.read_text())) for node, file in files.items() if file.exists()}
+        nodes = {node: frozenset(listed_cpus(file.read_text())) for node, file in files.items() if file.exists()}
         cpus = {cpu: _cpu(system / f"cpu/cpu{cpu}") for node in nodes.values() for cpu in node}
     except (OSError, ValueError) as error:
         raise UsageError(f"--numa-binding: {error}, so it is not known which CPUs are near; {_LEAVE_IT_OUT}") from error
@@ -133,26 +135,19 @@ def read(addresses: Sequence[str], sysfs: Path = SYSFS) -> Topology:
 
 
 def _cpu(folder: Path) -> Cpu:
+    from torchelastic.processes.cpus import listed_cpus  # as above
+
     shared, largest = {int(folder.name[3:])}, -1
     for cache in folder.glob("cache/index[0-9]*"):
         level = int((cache / "level").read_text())
         if level > largest and (cache / "type").read_text().strip() in ("Unified", "Data"):
-            shared, largest = _numbers((cache / "shared_cpu_list").read_text()), level
-    core = _numbers((folder / "topology/thread_siblings_list").read_text())
+            shared, largest = listed_cpus((cache / "shared_cpu_list").read_text()), level
+    core = listed_cpus((folder / "topology/thread_siblings_list").read_text())
     return Cpu(int((folder / "topology/physical_package_id").read_text()), min(core), min(shared))
 
 
-def _numbers(text: str) -> set[int]:
-    """What the kernel means by `0-2,4`."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
 def _ranges(numbers: Iterable[int]) -> str:
-    """The reverse of `_numbers`."""
+    """The reverse of `listed_cpus`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:

@@ -57,5 +57,18 @@ def quota_of(max_text: str, quota_text: str, period_text: str) -> float | None:
     return int(quota) / int(period)
 
 
+def listed_cpus(text: str) -> set[int]:
+    r"""What the kernel means by a list of CPUs, or of nodes. Raises ValueError. Pure.
+
+    >>> listed_cpus("0-2,4\n"), listed_cpus("")
+    ({0, 1, 2, 4}, set())
+    """
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
 def _quota(group: Path) -> float | None:
     return quota_of(*(text_of(group, name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")))

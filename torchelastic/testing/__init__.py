@@ -1,4 +1,4 @@
-"""What tests of elastic code need: a clock that obeys, a disk that fails on command, a real etcd."""
+"""What tests of elastic code need: a clock that obeys, a disk or a core that fails on command, a real etcd."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.testing.clock import FakeClock as FakeClock
+    from torchelastic.testing.compute_faults import BitFlip as BitFlip
+    from torchelastic.testing.compute_faults import flip_bit as flip_bit
     from torchelastic.testing.disk_faults import FaultyDisk as FaultyDisk
     from torchelastic.testing.disk_faults import fail_at as fail_at
     from torchelastic.testing.disk_faults import full_at as full_at
