@@ -85,7 +85,7 @@ test-long: $(READY)
 # All workers of a job share one GPU, which takes four jobs at a time.
 test-gpu: $(READY)
 	$(PYTEST) -n $(WORKERS) --dist load --device cuda -m "not slow" tests/process/test_shard_cuda.py \
-		tests/process/test_nccl_abort.py tests/cluster/test_recovery.py tests/cluster/test_hangs.py \
+		tests/process/test_nccl_abort.py tests/process/test_doctor_burn_in.py tests/cluster/test_recovery.py tests/cluster/test_hangs.py \
 		tests/cluster/test_salvage.py tests/cluster/test_sharded.py tests/cluster/test_tiers.py \
 		tests/contracts/test_kinds_of_checkpoints.py tests/contracts/test_resumed_lives.py
 

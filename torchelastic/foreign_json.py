@@ -38,6 +38,8 @@ CountIfAny = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 #: is refused.
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+#: A time that calendars have, up to the year 9999.
+UnixSeconds = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 
 T = TypeVar("T")
 

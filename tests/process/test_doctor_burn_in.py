@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchelastic.doctor.burn_in import burn_in
 from torchelastic.doctor.burn_in_party import WORKS
@@ -77,6 +78,13 @@ def test_a_core_that_flips_a_bit_every_time_is_named(tmp_path: Path, monkeypatch
         assert errors == [f"{', '.join(alike)} disagree: integer hashing"]
     else:
         assert errors == [f"{core} computes wrong: integer hashing in {ROUNDS} of {ROUNDS} rounds"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
+def test_a_gpu_that_flips_one_bit_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = flip_bit(tmp_path, party="GPU 0", work=WORK, at_round=ROUNDS - 1)
+    errors = [one.what for one in judge_burn_in(computed(monkeypatch, fault)) if one.level == Level.ERROR]
+    assert errors == [f"GPU 0 computes wrong: {WORK} in 1 of {ROUNDS} rounds (the first: round {ROUNDS})"]
 
 
 def asked(*words: str, environment: Mapping[str, str]) -> tuple[int, dict[str, Any], str]:

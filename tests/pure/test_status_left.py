@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -19,8 +20,8 @@ from torchelastic.observe.status.host_view import KEPT_EVENTS, HostView
 from torchelastic.observe.status.run_screen import Screen
 from torchelastic.observe.status.run_status import MOST_EVENTS, HostStatus
 from torchelastic.observe.status.status_format import encode_host, run_to_plain
-from torchelastic.observe.status.status_reader import MOST_LEFT, StatusReader
-from torchelastic.rendezvous.records import Keys, Round, RoundState, encode_round
+from torchelastic.observe.status.status_reader import MOST_LEFT, StatusReader, is_known
+from torchelastic.rendezvous.records import KeptOut, Keys, Round, RoundState, encode_round
 from torchelastic.rendezvous.url import parse_url
 
 URL = parse_url("etcd://etcd-host:2379/job7?min_workers=1&max_workers=4")
@@ -93,6 +94,42 @@ def test_the_screen_says_that_nobody_is_there_where_all_hosts_are_lost() -> None
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(Screen(reader.read()))
     assert "nobody is there: the run goes on when its launchers are started again" in console.export_text()
+
+
+# --- hosts that may not take part -------------------------------------------------------------------------------------
+
+BECAUSE = "its health check failed: exit code 1: error burn-in core 3 computes wrong"
+
+
+def test_a_host_that_is_kept_out_is_an_event_a_line_of_the_screen_and_an_entry_for_programs() -> None:
+    store = MemoryStore()
+    put_host(store, "a", "aaaaaaaa")
+    store.put(KEYS.kept_out_of("b"), KeptOut(NOW_S - 60.0, BECAUSE).encode())
+    status = StatusReader(store, URL, clock=lambda: NOW_S).read()
+    assert [host.host for host in status.hosts] == ["a"]
+    (event,) = [event for event in status.events if event.kind == "kept_out"]
+    assert (event.host, event.at_s, event.text) == ("b", NOW_S - 60.0, f"kept out of the run: {BECAUSE}")
+    assert run_to_plain(status)["kept_out"] == [{"host": "b", "at_s": NOW_S - 60.0, "because": BECAUSE}]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(Screen(status))
+    assert f"kept out of the run: b: {BECAUSE}" in console.export_text()
+
+
+def test_a_run_that_nobody_could_join_is_known() -> None:
+    store = MemoryStore()
+    reader = StatusReader(store, URL, clock=lambda: NOW_S)
+    assert not is_known(reader.read())
+    store.put(KEYS.kept_out_of("b"), KeptOut(NOW_S, BECAUSE).encode())
+    assert is_known(reader.read())
+
+
+def test_what_is_no_such_record_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    reader = StatusReader(store, URL, clock=lambda: NOW_S)
+    for value in (b"no JSON", b'{"at_s": 1e300}', b'{"because": 3}', b"[]"):
+        store.put(KEYS.kept_out_of("b"), value)
+        assert reader.read().kept_out == {}
+    assert caplog.text.count(KEYS.kept_out_of("b")) == 1
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 from torchelastic.agent.connections import Connections
 from torchelastic.agent.failure_reporter import FailureReporter, read_members
+from torchelastic.agent.health_check import Admission, HealthCheck
 from torchelastic.agent.host_events import (
     Dispatcher,
     Event,
@@ -72,6 +73,7 @@ class AgentOptions:
         page: the live page, see docs/observing.md; None: not served.
         address: at which the others reach this host; empty: as the environment chooses, else on the way to etcd.
         log_form: "human" or "json": of the log of this agent and of its workers.
+        health_check: decides whether this host may take part; None: nothing does.
     """
 
     url: RendezvousUrl
@@ -84,6 +86,7 @@ class AgentOptions:
     page: PageOptions | None = None
     address: str = ""
     log_form: str = HUMAN
+    health_check: HealthCheck | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,7 @@ class Agent:
         self._look_at_address()
         self.connections.run_was_closed = self.membership.host.round.is_over
         if self.connections.run_was_closed and self._make_supervisor is not None:
-            url = self._options.url
-            closed = f"run {url.run_id!r} at {url.endpoints_text} is already closed: it was finished before"
-            return Outcome(1, f"{closed}; choose another run id (--rdzv-id)", came_late=True)
+            return self._came_late()
         self.connections.open()
         self._metrics.push(self._options.push_gateway)
         self._status.start()
@@ -164,6 +165,7 @@ class Agent:
             if self._recorder is not None:
                 await self._recorder.stop()
             self._failures.close()
+            self._admission.close()
             await self._metrics.stop()
 
     def _heed_signals(self) -> None:
@@ -233,7 +235,10 @@ class Agent:
             clock=boot_time_s,
         )  # fmt: skip
         connections = self.connections
-        wait_limit = WaitLimit(url, publish, connections.waiting_since_s, connections.waits_for_store_since_s)
+        self._admission = Admission(self._store, keys, host, self._options.health_check)
+        wait_limit = WaitLimit(
+            url, publish, connections.waiting_since_s, connections.waits_for_store_since_s, self._admission.others_text
+        )
         self._metrics = MetricsEndpoint(url.run_id, host)
         self._failures = FailureReporter(incarnation, lambda: read_members(self._store, keys))
         if self._make_supervisor is not None:
@@ -245,14 +250,17 @@ class Agent:
             terminal=None if self.supervisor is None else self.supervisor.terminal,
             waits=wait_limit.waits_for_store,
         )  # fmt: skip
+        self._subscribe(events, wait_limit)
+        if self._make_supervisor is not None and self._options.page is not None:
+            self._status.address = self._options.page.url
+            self._page = dashboard(self._options.page, self._store, url, host, self._status.with_all_events)
+
+    def _subscribe(self, events: Dispatcher, wait_limit: WaitLimit) -> None:
         for part in (self.connections, self.membership, wait_limit, self._status, self._metrics):
             events.subscribe(part.on_event)
         if self.supervisor is not None and self._recorder is not None:
             for one in (self._recorder, self._failures, self.supervisor, self):
                 events.subscribe(one.on_event)
-            if self._options.page is not None:
-                self._status.address = self._options.page.url
-                self._page = dashboard(self._options.page, self._store, url, host, self._status.with_all_events)
 
     def _make_recorder(self, supervisor: Supervisor, host: str, incarnation: str, publish: Publish) -> LedgerRecorder:
         recorder = LedgerRecorder(
@@ -307,6 +315,11 @@ class Agent:
         self._stop_signal = number
         (self._draining if is_first and number in DRAIN_SIGNALS else self._interrupted).set()
 
+    def _came_late(self) -> Outcome:
+        url = self._options.url
+        closed = f"run {url.run_id!r} at {url.endpoints_text} is already closed: it was finished before"
+        return Outcome(1, f"{closed}; choose another run id (--rdzv-id)", came_late=True)
+
     def _stopped(self) -> Outcome:
         assert self._stop_signal is not None
         return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
@@ -336,15 +349,24 @@ class Agent:
     async def _run_workers(self) -> Outcome:
         """Run this host's workers to the end of the run, or of their strength."""
         assert self.supervisor is not None
+        await _first_of(self._admission.decide(), self._draining.wait(), self._interrupted.wait())
+        if self._stop_signal is not None:
+            return self._stopped()
+        if self._admission.failure is not None:
+            return Outcome(self._admission.failure.exit_code, self._admission.failure.text())
+        if self.membership.host.round.is_over:  # while the check ran
+            return self._came_late()
         self.supervisor.start()
         if self._recorder is not None:
             self._recorder.start()
         grace_s = self._options.term_grace_s
         idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.host.round, grace_s)
         checking = asyncio.ensure_future(keep_running("checking the idle workers", idle.run))
+        following = asyncio.ensure_future(keep_running("following who is kept out", self._admission.follow))
         ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
         await _first_of(*(end.wait() for end in ends))
         checking.cancel()
+        following.cancel()
         if self._draining.is_set() or self.supervisor.too_few.is_set():
             await self._drain()
         if self._stop_signal is not None:

@@ -42,6 +42,7 @@ class WaitLimit:
         publish: is called with who has waited too long.
         waiting_since_s: since when a member waits, by the monotonic clock; None: it does not.
         store_wait_since_s: since when this host's training waits for etcd, likewise.
+        kept_out: names hosts that may not take part, for people; empty: there are none.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class WaitLimit:
         publish: Publish,
         waiting_since_s: Callable[[str], float | None],
         store_wait_since_s: Callable[[], float | None],
+        kept_out: Callable[[], str] = str,
     ) -> None:
         self._url, self._publish = url, publish
         self._waiting_since_s, self._store_wait_since_s = waiting_since_s, store_wait_since_s
+        self._kept_out = kept_out
         self._said_store = self._said_wait = False
         self._round = NO_ROUND
         self._trained_until_s = 0.0  # when somebody did last, as far as is known; infinite: now
@@ -113,10 +116,11 @@ class WaitLimit:
         url, waits = self._url, self.waits_for_store()
         if waits:
             return f"run {url.run_id!r}: {waits}, for longer than {url.timeout_s:g} s: bring it back, or raise timeout"
+        known = "; ".join(filter(None, [self._round.because, self._kept_out()]))
         return (
             f"run {url.run_id!r}: fewer than {url.settings.least} workers came within {url.timeout_s:g} s: "
             f"start more, lower min_workers, or raise timeout "
-            f"(etcd at {url.endpoints_text}; {self._round.because})"
+            f"(etcd at {url.endpoints_text}; {known})"
         )
 
 

@@ -14,6 +14,9 @@ from torchelastic.observe.ledger.meter import LEDGER_VARIABLE
 from torchelastic.processes.cpus import usable_cpus
 from torchelastic.rendezvous import wire
 
+#: The variables by which a worker takes part in the run: a health check must not.
+TAKING_PART = frozenset({wire.SOCKET_VARIABLE, wire.INIT_METHOD_VARIABLE, LEDGER_VARIABLE})
+
 
 def worker_environment(
     options: AgentOptions, nproc: int, size: os.terminal_size | None = None, beside: int = 0

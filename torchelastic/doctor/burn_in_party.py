@@ -48,7 +48,7 @@ class Until:
     rounds: float
 
 
-CORE, GPU = Sizes(320, 2, 1 << 19), Sizes(2048, 8, 1 << 24)
+CORE, GPU = Sizes(320, 2, 1 << 19), Sizes(2048, 8, 1 << 23)
 #: By name: 32-bit random numbers, the matrices among them, and integers.
 Inputs = Mapping[str, torch.Tensor]
 Work = Callable[[Inputs, Sizes], torch.Tensor]

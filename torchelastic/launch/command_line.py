@@ -22,7 +22,8 @@ _RUN_EXAMPLES = """examples:
   torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
 
 exit codes: 0 the run is finished, 1 it or a worker failed, 2 invalid arguments, 75 stopped before a deadline: start it
-again (see docs/lifetime.md), 128 + N stopped by signal N
+again (see docs/lifetime.md), 76 this host failed its health check: do not start it here again before it is repaired,
+128 + N stopped by signal N
 """
 _DRAIN_EXAMPLES = """examples:
   torchelastic drain --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --host node-3
@@ -131,6 +132,10 @@ def _add_run(commands: _Commands) -> None:
     add_option(parser, "iface", what, metavar="NAME|SUBNET[,..]")
     what = "this host ends so long after the start of the launcher: scripts with a deadline source save and stop before"
     add_option(parser, "time-limit", what, **_SECONDS)
+    what = "run it on this host before its workers start, one line for the shell: if it fails, this host is kept out"
+    add_option(parser, "health-check", what, metavar="COMMAND")
+    what = "after which a health check has failed (default 600 s)"
+    add_option(parser, "health-check-timeout", what, **_SECONDS)
     what = "what to do in a run that was finished before: fail (default), or succeed with exit code 0"
     add_option(parser, "if-finished", what, choices=("fail", "succeed"), default="fail")
     _add_access(parser)

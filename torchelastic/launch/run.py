@@ -37,6 +37,7 @@ from torchelastic.launch.run_log import RunLog, opened_log
 from torchelastic.launch.run_options import (
     chosen_network,
     gateway_url,
+    health_check,
     limited,
     nodes,
     understood,
@@ -59,7 +60,10 @@ PAGE_TOKEN = "page-token"  # noqa: S105 - the name of a file
 
 
 def run(options: argparse.Namespace) -> int:
-    """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline."""
+    """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline.
+
+    76: the health check of this host has failed.
+    """
     options, theirs = understood(options)
     environment, command, gateway = dict(os.environ), worker_command(options), gateway_url(options)
     end, network = limited(environment, options.time_limit, time.time()), chosen_network(options.iface, environment)
@@ -80,12 +84,14 @@ def run(options: argparse.Namespace) -> int:
             log_form=run_log.form,
         )
         own_variables = worker_environment(agent_options, options.nproc_per_node, run_log.size, run_log.beside)
+        variables = {**own_variables, **theirs.variables, **end, **network.variables}
+        agent_options = replace(agent_options, health_check=health_check(options, variables))
 
         def make_supervisor(run_is_over: Callable[[], bool], publish: Publish) -> Supervisor:
             return Supervisor(
                 command,
                 options.nproc_per_node,
-                environment={**own_variables, **theirs.variables, **end, **network.variables},
+                environment=variables,
                 max_restarts=options.max_restarts,
                 sizes=url.settings if options.standalone else None,
                 log_dir=options.log_dir,
@@ -101,7 +107,12 @@ def run(options: argparse.Namespace) -> int:
         # the etcd of --standalone ends with the launcher, and there is nobody else to notify
         with nullcontext() if options.standalone else sentinel.watched(url, credentials):
             outcome = asyncio.run(_run_agent(run_log, agent_options, credentials, options.standalone, make_supervisor))
-    exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
+    return _say_end(run_log, outcome, options.if_finished)
+
+
+def _say_end(run_log: RunLog, outcome: Outcome, if_finished: str) -> int:
+    """The last line; returns the exit code."""
+    exit_code = 0 if outcome.came_late and if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
 

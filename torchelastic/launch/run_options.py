@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torchelastic.agent.health_check import HealthCheck
 from torchelastic.agent.worker import Own
+from torchelastic.agent.worker_environment import TAKING_PART
 from torchelastic.launch import accelerators, numa_binding
 from torchelastic.launch.torchrun_options import Translation, translated, workers_per_host
 from torchelastic.lifetime.deadline import TERMINATION_TIME_VARIABLE
@@ -28,6 +30,7 @@ from torchelastic.usage import UsageError
 #: Descriptors of etcd's connection, the page, the ledger and so on; and of each worker: two pipes, its log, its
 #: connection, its end and the notice of its death.
 FILES_OF_LAUNCHER, FILES_PER_WORKER = 64, 6
+DEFAULT_HEALTH_CHECK_S = 600.0
 
 
 def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
@@ -39,6 +42,7 @@ def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Transla
     ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
     if not 0.0 <= ours.term_grace < math.inf:
         raise UsageError(f"--term-grace is {ours.term_grace:g}: give seconds, 0 or more")
+    _check_health_check(ours.health_check, ours.health_check_timeout)
     ours.own = _own_of_workers(ours, theirs, os.environ)
     if ours.log_dir is not None:
         _check_log_dir(ours.log_dir)
@@ -145,6 +149,30 @@ def gateway_url(options: argparse.Namespace) -> str | None:
         return None if options.push_gateway is None else checked_gateway(options.push_gateway)
     except ValueError as error:
         raise UsageError(f"--push-gateway: {error}") from error
+
+
+def health_check(options: argparse.Namespace, worker_variables: Mapping[str, str]) -> HealthCheck | None:
+    """What decides whether this host may take part; None: nothing does.
+
+    Args:
+        options: of the command line, as `understood` has checked them.
+        worker_variables: environment of the workers of this host.
+    """
+    if options.health_check is None:
+        return None
+    timeout_s = DEFAULT_HEALTH_CHECK_S if options.health_check_timeout is None else options.health_check_timeout
+    kept = {name: value for name, value in worker_variables.items() if name not in TAKING_PART}
+    return HealthCheck(options.health_check, timeout_s, kept)
+
+
+def _check_health_check(command: str | None, timeout_s: float | None) -> None:
+    """Raise UsageError if there is no command, or no time for it."""
+    if command is None and timeout_s is not None:
+        raise UsageError("--health-check-timeout is for a health check: give --health-check COMMAND too")
+    if command is not None and not command.strip():
+        raise UsageError("--health-check is empty: give the command that checks this host, or leave it out")
+    if timeout_s is not None and not 0.0 < timeout_s < math.inf:
+        raise UsageError(f"--health-check-timeout is {timeout_s:g}: give seconds, above 0")
 
 
 def nodes(text: str) -> tuple[int, int]:

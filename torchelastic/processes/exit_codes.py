@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 
+#: Of a launcher whose host computes wrong: it is not to be started again here before the host is repaired.
+COMPUTES_WRONG = 76
+
 
 def signalled(exit_code: int) -> bool:
     """Whether a signal has ended a process, or what it had started: then a shell ends with 128 and its number.

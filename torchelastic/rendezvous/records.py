@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from torchelastic.foreign_json import Amount, Count, Text, checked, decode_object
+from torchelastic.foreign_json import Amount, Count, Text, UnixSeconds, checked, decode_object
 from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
 
 #: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
@@ -155,6 +155,28 @@ class AgentRecord:
         return checked(key, decode_object(key, value, most_bytes=MAX_VALUE_BYTES), AgentRecord)
 
 
+@dataclass(frozen=True)
+class KeptOut:
+    """That a host does not take part in the run: its own agent writes it, and deletes it when the host may again.
+
+    Attributes:
+        at_s: since when, in Unix seconds.
+        because: why, for people.
+    """
+
+    at_s: UnixSeconds = 0.0
+    because: Name = ""
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(key: str, value: bytes) -> KeptOut:
+        """The inverse of `encode`. Raises RecordError."""
+        return checked(key, decode_object(key, value, most_bytes=MAX_VALUE_BYTES), KeptOut)
+
+
 class JoinRequest(msgspec.Struct, frozen=True):
     """What a worker that wants the next round brings to it; see `Member`."""
 
@@ -258,10 +280,15 @@ class Keys:
         self.round, self.leader, self.incarnation = f"{root}/round", f"{root}/leader", f"{root}/incarnation"
         self.members, self.agents, self.processes = f"{root}/members/", f"{root}/agents/", f"{root}/processes/"
         self.drain, self.status, self.look = f"{root}/drain/", f"{root}/status/", f"{root}/look"
+        self.kept_out = f"{root}/kept_out/"
 
     def member(self, member_id: str) -> str:
         """The key of one member."""
         return self.members + member_id
+
+    def kept_out_of(self, host: str) -> str:
+        """The key that says why a host does not take part."""
+        return self.kept_out + host
 
     def drain_of_host(self, host: str) -> str:
         """The prefix under which a host's agent looks for requests to let one of its members leave."""

@@ -20,7 +20,7 @@ from torchelastic.text import age_text, printable
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
 _EVENTS = {
     "failure": "red", "end": "yellow", "store_outage": "red", "skipped": "yellow", "straggler": "yellow",
-    "may_hang": "yellow",
+    "may_hang": "yellow", "kept_out": "red",
 }  # fmt: skip
 #: Lines of events that are there before all workers are, and from how many lines on for both.
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6
@@ -85,6 +85,8 @@ class Screen:
         if status.silent:
             silent = ", ".join(self._silent(host) for host in status.silent)
             yield Text(f"silent: {silent}", style="bold yellow")
+        for name, record in status.kept_out.items():
+            yield _one_line(f"kept out of the run: {printable(name)}: {printable(record.because)}", "bold yellow")
         away = [host.host for host in status.hosts if host.is_etcd_away]
         if away:
             yield Text(f"etcd is unreachable from: {', '.join(map(printable, away))}", style="bold yellow")

@@ -12,11 +12,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from torchelastic.foreign_json import Amount, Count, CountIfAny, Finite, Text
+from torchelastic.foreign_json import MAX_TEXT, Amount, Count, CountIfAny, Finite, Text, UnixSeconds
 from torchelastic.observe.ledger.accounts import NOTHING, Amounts
 from torchelastic.observe.ledger.figures import Figures, Seen, figures_of, merged
 from torchelastic.observe.status.run_progress import Progress
-from torchelastic.rendezvous.records import Member, Round, RoundState
+from torchelastic.rendezvous.records import KeptOut, Member, Round, RoundState
 
 #: So many of the newest events a host shows.
 MOST_EVENTS = 20
@@ -24,9 +24,6 @@ MOST_EVENTS = 20
 MOST_VALUES = 8
 #: No host has more workers than that.
 MOST_WORKERS = 4096
-
-#: A time that calendars have, up to the year 9999.
-UnixSeconds = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +137,7 @@ class RunStatus:
         silent: hosts that have not written for too long.
         left: agents that are gone, as far as that is still known: `at_s` is when they last wrote, 0 where only the
             round's document still names their members. They are in no sum.
+        kept_out: hosts that may not take part, by name, and why.
         events: of all hosts, oldest first.
         seen: of all hosts.
         figures: goodput and related figures.
@@ -155,6 +153,7 @@ class RunStatus:
     seen: Seen
     figures: Figures
     left: tuple[HostStatus, ...] = ()
+    kept_out: Mapping[str, KeptOut] = field(default_factory=dict)
 
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
@@ -230,6 +229,7 @@ def combined(
     members: Sequence[Member],
     hosts: Sequence[HostStatus],
     left: Sequence[HostStatus] = (),
+    kept_out: Mapping[str, KeptOut] | None = None,
 ) -> RunStatus:
     """One status of all.
 
@@ -240,10 +240,13 @@ def combined(
         members: as etcd has them.
         hosts: as etcd has them; several of one host are kept, they are of different agents.
         left: agents that were there.
+        kept_out: as in `RunStatus`.
     """
     fresh = tuple(sorted((h for h in hosts if not is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
-    events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
+    refused = [_kept_out(host, record) for host, record in (kept_out or {}).items()]
+    lines = [*refused, *(line for host in hosts for line in host.events)]
+    events = sorted(lines, key=lambda line: (line.at_s, line.host))
     wanted = [host.seen.configured_workers for host in hosts]
     began_s = min((host.began_s for host in hosts if host.began_s), default=at_s)
     wall_ns = max(0, int((at_s - began_s) * 1e9))
@@ -260,4 +263,10 @@ def combined(
         seen=seen,
         figures=figures_of(seen),
         left=tuple(sorted(left, key=lambda h: (h.host, h.incarnation))),
+        kept_out=dict(sorted((kept_out or {}).items())),
     )
+
+
+def _kept_out(host: str, record: KeptOut) -> EventLine:
+    text = f"kept out of the run: {record.because}"
+    return EventLine(at_s=record.at_s, host=host, kind="kept_out", text=text[:MAX_TEXT])

@@ -139,6 +139,7 @@ def run_to_plain(status: RunStatus) -> dict[str, Any]:
         "hosts": [_whole_host(host) for host in status.hosts],
         "silent": [_whole_host(host) for host in status.silent],
         "left": [{name: getattr(host, name) for name in _LEFT} for host in status.left],
+        "kept_out": [{"host": host, **dataclasses.asdict(record)} for host, record in status.kept_out.items()],
         "events": [event_to_plain(line) for line in status.events],
         "seen": seen_to_plain(status.seen),
         "figures": {figure.name: figure_to_plain(figure) for figure in status.figures},

@@ -12,7 +12,7 @@ from torchelastic.observe.status.run_status import HostStatus, RunStatus, combin
 from torchelastic.observe.status.status_format import decode_host
 from torchelastic.rendezvous.leadership import read_members
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
+from torchelastic.rendezvous.records import NO_ROUND, KeptOut, Keys, RecordError, Round, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError, StoreUnavailableError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.text import escaped
@@ -81,6 +81,7 @@ class StatusReader:
         members = read_members(store.list_prefix(keys.members).items)
         agents = [kv.key for kv in store.list_prefix(keys.agents).items]
         statuses = store.list_prefix(keys.status).items
+        kept_out = dict(filter(None, map(self._kept_out, store.list_prefix(keys.kept_out).items)))
         now_s = self._clock()
         self._away_s = away_s if (away_s := now_s - self._asked_s) > AWAY_S else 0.0
         self._reads = dict(filter(None, (self._take(kv, now_s) for kv in statuses)))
@@ -88,7 +89,7 @@ class StatusReader:
         hosts = [read.status for read in self._reads.values()]
         known = {host.incarnation for host in hosts}
         hosts += [host for host in map(self._silent, agents) if host.incarnation not in known]
-        return combined(self._run_id, now_s, round_, members, hosts, self._left(hosts, round_))
+        return combined(self._run_id, now_s, round_, members, hosts, self._left(hosts, round_), kept_out)
 
     def read_fresh(self, patience_s: float) -> RunStatus:
         """The status once every agent has written a new one, or what there is after `patience_s`.
@@ -130,6 +131,19 @@ class StatusReader:
         except RecordError as error:
             return Round(because=f"the value at the round's key is none: {error}")
 
+    def _kept_out(self, kv: KeyValue) -> tuple[str, KeptOut] | None:
+        try:
+            return escaped(kv.key.removeprefix(self._keys.kept_out)), KeptOut.decode(kv.key, kv.value)
+        except RecordError as error:
+            self._ignore(error, kv)
+            return None
+
+    def _ignore(self, error: RecordError, kv: KeyValue) -> None:
+        """Say it once."""
+        if kv.key not in self._refused:
+            self._refused.add(kv.key)
+            log.error("ignored: %s", error)
+
     def _take(self, kv: KeyValue, now_s: float) -> tuple[str, _Read] | None:
         before = self._reads.get(kv.key)
         if before is not None and before.revision == kv.mod_revision:
@@ -137,9 +151,7 @@ class StatusReader:
         try:
             status = decode_host(kv.key, kv.value)
         except RecordError as error:
-            if kv.key not in self._refused:
-                self._refused.add(kv.key)
-                log.error("ignored: %s", error)
+            self._ignore(error, kv)
             return None
         answers = kv.mod_revision > self._look_revision > 0
         earliest_s = max(self._read_s, self._first_look_s if answers else self._read_s)
@@ -169,4 +181,4 @@ def _agent_of(member_id: str) -> HostStatus:
 
 def is_known(status: RunStatus) -> bool:
     """Whether there is, or was, such a run."""
-    return bool(status.round != NO_ROUND or status.members or status.hosts or status.silent)
+    return bool(status.round != NO_ROUND or status.members or status.hosts or status.silent or status.kept_out)
