@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from torchelastic.doctor.burn_in import burn_in
 from torchelastic.doctor.burn_in_party import WORKS
 from torchelastic.doctor.burn_in_rules import BurnInFacts, judge_burn_in
 from torchelastic.doctor.findings import Level
 from torchelastic.launch.main import main
+from torchelastic.processes.background import in_background
 from torchelastic.testing import BitFlip, flip_bit
 
 #: Long after this, a burn-in of a few rounds has hung.
@@ -78,6 +83,31 @@ def test_a_core_that_flips_a_bit_every_time_is_named(tmp_path: Path, monkeypatch
         assert errors == [f"{', '.join(alike)} disagree: integer hashing"]
     else:
         assert errors == [f"{core} computes wrong: integer hashing in {ROUNDS} of {ROUNDS} rounds"]
+
+
+def pinned_to(core: int) -> psutil.Process | None:
+    """The process that was started here and may run on this core alone."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.cpu_affinity() == [core]:
+                return process
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores; on a host with two: pytest -k on_its_own")
+def test_each_core_has_a_process_on_its_own_and_one_that_crashes_is_named() -> None:
+    ended = in_background(lambda: burn_in(LONG_S, rounds=60), "burn-in")
+    processes = wait_until(
+        lambda: found if all(found := [pinned_to(core) for core in CORES]) else None, LONG_S, "a process on each core"
+    )
+    assert processes[-1] is not None
+    processes[-1].send_signal(signal.SIGSEGV)
+    facts = ended.result(LONG_S)
+    (error,) = [one for one in judge_burn_in(facts) if one.level == Level.ERROR]
+    assert error.what.startswith(f"core {CORES[-1]} did not compute to the end, in round ")
+    assert error.because == "killed by SIGSEGV"
+    assert {party.name: party.rounds for party in facts.parties}[f"core {CORES[0]}"] == 60
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
