@@ -39,15 +39,16 @@ def test_a_command_that_ends_with_0_passes_and_sees_its_environment(tmp_path: Pa
 
 
 def test_the_last_lines_of_one_that_fails_are_shown_and_the_others_get_the_one_that_says_most() -> None:
-    script = "for n in $(seq 50); do echo line $n; done; echo 'error    burn-in  core 3 computes wrong' >&2; exit 3"
+    script = "for n in $(seq 50); do echo line $n; done; echo 'error    burn-in  core 3 computes wrong' >&2"
+    script += "; echo 1 error; exit 3"
     failure = asyncio.run(failure_of(check(script)))
     assert failure is not None
     assert failure.exit_code == COMPUTES_WRONG == 76
     assert failure.because == "its health check failed: exit code 3: error burn-in core 3 computes wrong"
     lines = failure.text().splitlines()
     assert lines[0] == f"the health check failed: exit code 3: {script}"
-    assert lines[1] == "line 32", "the last twenty"
-    assert lines[-2].endswith("core 3 computes wrong")
+    assert lines[1] == "line 33", "the last twenty"
+    assert lines[-3].endswith("core 3 computes wrong")
     assert lines[-1] == "this host is kept out of the run: repair it before it is started here again (exit code 76)"
 
 
