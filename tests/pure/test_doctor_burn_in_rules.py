@@ -15,6 +15,7 @@ from torchelastic.doctor.burn_in_rules import (
     judge_burn_in,
     kinds_of_cores,
     of_what,
+    why_too_little,
     wrong_among,
 )
 from torchelastic.doctor.findings import Finding, Level
@@ -193,6 +194,14 @@ def test_that_nothing_could_be_started_is_an_error() -> None:
     (finding,) = judge_burn_in(BurnInFacts(30.0, failure="ModuleNotFoundError: No module named 'torch'"))
     assert finding.level == Level.ERROR
     assert "torch" in finding.because
+
+
+def test_a_host_without_the_memory_for_it_is_left_alone_with_a_warning() -> None:
+    why = why_too_little(64, 2 * 2**30)
+    assert why == "it would run out of memory: 64 cores take 4.50 GiB, and 2.00 GiB can be allocated"
+    assert why_too_little(64, 5 * 2**30) == ""
+    (finding,) = judge_burn_in(BurnInFacts(30.0, failure=why))
+    assert (finding.level, finding.what, finding.because) == (Level.WARNING, "nothing was computed", why)
 
 
 # Kinds of cores -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from torchelastic.doctor.burn_in_rules import BurnInFacts, Party, Seen, Task, judge_burn_in, kinds_of_cores
+import psutil
+
+from torchelastic.checkpoint.store.host_memory.room import cgroup_available_bytes
+from torchelastic.doctor.burn_in_rules import (
+    BurnInFacts,
+    Party,
+    Seen,
+    Task,
+    judge_burn_in,
+    kinds_of_cores,
+    why_too_little,
+)
 from torchelastic.doctor.findings import Finding
 from torchelastic.foreign_json import RecordError, converted, decode_json
 from torchelastic.processes.cpus import listed_cpus
@@ -98,6 +109,9 @@ def burn_in(
     """
     began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
+    too_little = why_too_little(len(cores), available_bytes())
+    if too_little:
+        return BurnInFacts(for_s, failure=too_little)
     gathered = _Gathered({f"core {core}": kind for core, kind in _kinds(cores).items()})
     told_s = began_s
     program = _PROGRAM.format(until_s=began_s + for_s, rounds=str(rounds), cores=cores)
@@ -151,6 +165,13 @@ def _lines(child: subprocess.Popen[bytes], until_s: float) -> Iterator[bytes]:
                 return
             *lines, rest = (rest + data).split(b"\n")
             yield from lines
+
+
+def available_bytes() -> int:
+    """What this process may allocate, by the host and by its control groups."""
+    limit_bytes = cgroup_available_bytes()
+    free_bytes = int(psutil.virtual_memory().available)
+    return free_bytes if limit_bytes is None else min(free_bytes, limit_bytes)
 
 
 def _kinds(cores: Sequence[int]) -> Mapping[int, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.odd_one_out import alone_in_result
-from torchelastic.text import counted, shortlist
+from torchelastic.text import bytes_text, counted, shortlist
 
 NAME = "burn-in"
 #: What tells cores apart, in /proc/cpuinfo of x86 and of ARM.
@@ -18,6 +18,8 @@ _KIND_FIELDS = (
 )  # fmt: skip
 #: Of several names so many are written out.
 _MOST_NAMES = 8
+#: What it takes: torch, and the numbers of each core.
+BYTES, BYTES_PER_CORE = 512 * 2**20, 64 * 2**20
 _NO_MEMORY = re.compile(r"out of memory|MemoryError|SIGKILL", re.IGNORECASE)
 _REMEDY = (
     "take this host out of service (in SLURM: scontrol update nodename=... state=drain reason=...) and have it "
@@ -166,7 +168,8 @@ def _together(several: Sequence[Wrong], of_rounds: int) -> Wrong:
 def judge_burn_in(facts: BurnInFacts) -> list[Finding]:
     """Name who computes wrong, who could not compute, and who had nobody to be compared with."""
     if facts.failure:
-        return [Finding(NAME, Level.ERROR, "nothing could be computed", facts.failure, "see the reason, and try again")]
+        level = Level.WARNING if _NO_MEMORY.search(facts.failure) else Level.ERROR
+        return [Finding(NAME, level, "nothing was computed", facts.failure, "see the reason, and try again")]
     if not any(party.rounds for party in facts.parties if not party.failure) and not _failures(facts.parties):
         because = "starting torch takes some seconds, and a round of work another one"
         return [Finding(NAME, Level.WARNING, f"{facts.for_s:g} s were too short", because, "give it 30 s or more")]
@@ -186,6 +189,23 @@ def judge_burn_in(facts: BurnInFacts) -> list[Finding]:
     rounds = sum(party.rounds for party in facts.parties)
     what = f"{counted(rounds, 'round')} on {of_what(facts.parties)} with the same results, bit for bit"
     return [Finding(NAME, Level.OK, what), *(_alone(group[0]) for group in groups if len(group) == 1)]
+
+
+def why_too_little(cores: int, available_bytes: int) -> str:
+    """Why so many cores are not tried: a container may have few bytes and all cores. Empty: there is memory enough.
+
+    Args:
+        cores: that would be tried.
+        available_bytes: that can be allocated.
+
+    >>> why_too_little(128, 2**31), why_too_little(2, 2**31)
+    ('it would run out of memory: 128 cores take 8.50 GiB, and 2.00 GiB can be allocated', '')
+    """
+    needed_bytes = BYTES + cores * BYTES_PER_CORE
+    if needed_bytes <= available_bytes:
+        return ""
+    needed, available = bytes_text(needed_bytes), bytes_text(available_bytes)
+    return f"it would run out of memory: {cores} cores take {needed}, and {available} can be allocated"
 
 
 def of_what(parties: Collection[Party]) -> str:
