@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 
+#: The exit code of a launcher whose host computes wrong: nothing is to be started there again.
+COMPUTES_WRONG = 76
+
 
 def signalled(exit_code: int) -> bool:
     """Whether a signal has ended a process, or what it had started: then a shell ends with 128 and its number.

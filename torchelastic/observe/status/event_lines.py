@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torchelastic.foreign_json import MAX_TEXT
 from torchelastic.observe.ledger.ledger_events import (
+    ComputesWrong,
     Drain,
     End,
     Failure,
@@ -192,6 +193,8 @@ def _text(event: LedgerEvent) -> str:
             return f"step {event.step} is skipped" + (f", {event.samples} samples" if event.samples else "")
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
+        case ComputesWrong():
+            return "computes wrong: it leaves the run, and is not started again on its host"
         case MayHang():
             return f"may hang: idle {event.for_s:.0f} s of {event.bound_s:.0f} s, a guess"
         case StoreOutage():
