@@ -147,7 +147,6 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._awaits_sync = False  # no step comes before the next one, which changes no weight before all have arrived
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._earlier_numbers = EarlierNumbers()
-        self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._stored = StoredForm(model, self._optimizers, self._own)
         self._types_of_extra: set[type] = set()
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent

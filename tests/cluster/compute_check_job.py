@@ -57,7 +57,7 @@ def main() -> None:
     def becomes_wrong() -> bool:
         """One process of the run does, and no other, which may get its rank later."""
         if options.wrong_host:
-            return os.environ.get("JOB_HOST") == options.wrong_host
+            return bool(os.environ.get("JOB_HOST") == options.wrong_host)
         if coordinator.rank != options.wrong_rank:
             return False
         try:
@@ -77,7 +77,7 @@ def main() -> None:
         return True
 
     if options.wrong_at:
-        where = model[0] if options.wrong_at == "output" else model
+        where = next(model.children()) if options.wrong_at == "output" else model
         computes_wrong(where, options.wrong_at, is_wrong, optimizer=optimizer)
 
     def train_step(state: torchelastic.ModelState) -> None:

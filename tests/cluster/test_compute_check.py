@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 from tests.cluster.compute_check_job import GLOBAL_BATCH, SAMPLES
 from tests.cluster.harness import Job
 from torchelastic.processes.exit_codes import COMPUTES_WRONG
-from torchelastic.testing.etcd import EtcdServer
+from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 
+PAGE = Path(__file__).parents[2] / "docs" / "silent-corruption.md"
 STEPS = SAMPLES // GLOBAL_BATCH
 WRONG = re.compile(r"ERROR.*: step (\d+): rank (\d+) \([^)]*\) computes wrong: (.*?); the last check")
 
@@ -67,6 +70,20 @@ def test_with_logical_shards_a_wrong_worker_is_named_and_nothing_wrong_is_commit
     plain = {name: value for name, value in options.items() if name != "only_large"}
     assert torch.equal(job.only_weights(2), undisturbed(tmp_path, **plain)), "something wrong was committed"
     assert "is not started again on its host" in job.output()
+
+
+@pytest.mark.long
+def test_the_page_shows_it_as_it_says(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^torchelastic (run .*) check\.py$", PAGE.read_text(), flags=re.MULTILINE)
+    (tmp_path / "check.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchelastic.launch", *command.split(), "check.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"step \d+: rank \d \(\S+, worker 1\) computes wrong: the gradients of shard", done.stderr)
+    assert done.stdout.count("done: 40 steps") == 2
 
 
 @pytest.mark.long

@@ -339,7 +339,7 @@ class Agent:
     async def _run_workers(self) -> Outcome:
         """Run this host's workers to the end of the run, or of their strength."""
         assert self.supervisor is not None
-        self.supervisor.leave_out(await self._wrong.read())
+        self.supervisor.skip(await self._wrong.read())
         if all(worker.computes_wrong for worker in self.supervisor.workers):
             return self._computes_wrong()
         self.supervisor.start()

@@ -120,7 +120,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: dict[int, asyncio.Task[None]] = {}
 
-    def leave_out(self, wrong: Mapping[int, str]) -> None:
+    def skip(self, wrong: Mapping[int, str]) -> None:
         """Do not start these workers, by their numbers: they were found to compute wrong, earlier in this run."""
         for worker in self.workers:
             if worker.local_rank in wrong:

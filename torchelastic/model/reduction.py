@@ -126,7 +126,7 @@ class Reduction:
         """Reductions of this step that have come to their last bucket."""
         return self._begun
 
-    def leave_out(self, error: Exception) -> None:
+    def skip(self, error: Exception) -> None:
         """Reduce nothing in this step; `raise_if_skipped` raises the error."""
         self._skipped = error
 

@@ -38,7 +38,7 @@ class ComparesReplicas:
     _optimizers: Optimizers
     _schedulers: OneOrMany
     _on_out_of_sync: str
-    _draws_alike: bool
+    _draws_alike: bool = False  # whether all ranks had the same random numbers when it was seen last
     _gradients: StepGradients
 
     @property

@@ -245,7 +245,7 @@ class StepGradients:
         if self.checks is not None:
             self.checks.begin_step(step)
             if self.checks.rehearses and isinstance(self._source, Reduction):
-                self._source.leave_out(RehearsedError("the step was a rehearsal"))
+                self._source.skip(RehearsedError("the step was a rehearsal"))
 
     @property
     def are_salvaged(self) -> bool:

@@ -159,11 +159,7 @@ def _text(event: LedgerEvent) -> str:
         case Start():
             return "started"
         case End():
-            what = "lost" if event.is_loss else "ended"
-            if event.exit_code is None:
-                return what
-            how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
-            return f"{what}, {how}"
+            return _end_text(event)
         case Join():
             rank = f" as rank {event.rank}" if event.rank >= 0 else ""
             verb = "joined" if event.is_first else "re-formed:"
@@ -201,6 +197,14 @@ def _text(event: LedgerEvent) -> str:
             away = "etcd is unreachable, training goes on as long as no worker is lost"
             return f"etcd is back after {duration(event.away_ns)}" if event.is_over else away
     return ""
+
+
+def _end_text(event: End) -> str:
+    what = "lost" if event.is_loss else "ended"
+    if event.exit_code is None:
+        return what
+    how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+    return f"{what}, {how}"
 
 
 # --- which lines are new ----------------------------------------------------------------------------------------------
