@@ -85,14 +85,15 @@ class Reduction:
             `take` has this rank's gradients.
         has_gone_on: whether gradients were reduced since an optimizer last began in this step.
         at: called on the way into what all ranks do together: a forward pass that sends buffers, and a reduction.
-        note: called with this rank's gradients, before they are averaged; None: nobody wants them.
+        note: called with this rank's gradients, before they are averaged, and whether these are the last of a
+            reduction; None: nobody wants them.
     """
 
     def __init__(self, module: torch.nn.Module, sampler: Any, counts: LossCounts | None = None) -> None:
         self.world_size = 1
         self.ends_early = self.has_gone_on = False
         self.at: Callable[[str], None] = nowhere
-        self.note: Callable[[Sequence[torch.Tensor]], None] | None = None
+        self.note: Callable[[Sequence[torch.Tensor], bool], None] | None = None
         self._module, self._sampler = module, sampler
         self._counts = LossCounts(sampler) if counts is None else counts
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
@@ -246,7 +247,7 @@ class Reduction:
         result: torch.futures.Future[torch.Tensor]
         self.has_gone_on = True
         if self.note is not None:
-            self.note(bucket.gradients())
+            self.note(bucket.gradients(), bucket.is_last())
         if not self._running and self._skipped is None:
             try:
                 self.at(COUNTED if self._counts.is_running else REDUCTION)

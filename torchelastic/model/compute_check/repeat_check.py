@@ -47,7 +47,7 @@ class RepeatCheck:
         """There is a new group: what was under way is void."""
         self.phase = Phase.IDLE
         self.differed: tuple[bool, ...] = ()
-        self._is_rehearsed = False
+        self._is_rehearsed = self._is_noted = False
         self._ends: list[list[Callable[[], int]]] = []
         self._traces: list[OutputTrace] = []
         self._recording = ExitStack()
@@ -63,7 +63,7 @@ class RepeatCheck:
         else:
             self.phase = Phase.IDLE
             return
-        self._is_rehearsed = False
+        self._is_rehearsed = self._is_noted = False
         self._ends.append([])
         if self.phase is Phase.REHEARSAL:
             self._keep_gradients()
@@ -72,10 +72,14 @@ class RepeatCheck:
             self._recording = ExitStack()
             self._recording.enter_context(self._traces[-1].recording())
 
-    def note(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Gradients of this rank, before they are averaged."""
-        if self.phase is not Phase.IDLE:
+    def note(self, gradients: Sequence[torch.Tensor], is_last: bool) -> None:
+        """Gradients of this rank, before they are averaged; `is_last`: of a reduction.
+
+        What is added to averaged ones in another reduction of the same step is another thing in a rehearsal.
+        """
+        if self.phase is not Phase.IDLE and not self._is_noted:
             self._ends[-1].append(begun_digest([("", one) for one in gradients]))
+            self._is_noted = is_last
 
     def computed(self) -> None:
         """Before the first optimizer of the step, or at its end. Raises RehearsedError: it was the rehearsal."""
@@ -83,7 +87,7 @@ class RepeatCheck:
             return
         self._recording.close()
         if not self._ends[-1]:  # nothing is averaged
-            self.note([one.grad for one in self._module.parameters() if one.grad is not None])
+            self.note([one.grad for one in self._module.parameters() if one.grad is not None], is_last=True)
         for trace in self._traces[-1:]:
             trace.note_gradients()
         if self.phase is Phase.REHEARSAL:
