@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchelastic.errors import NonRetryableException as NonRetryableException
     from torchelastic.errors import RetryableException as RetryableException
     from torchelastic.errors import StopException as StopException
+    from torchelastic.model.compute_check.options import ComputeCheck as ComputeCheck
     from torchelastic.model.world_change import WorldChange as WorldChange
     from torchelastic.model.world_change import keep_global_batch as keep_global_batch
     from torchelastic.model.world_change import scale_learning_rate as scale_learning_rate

@@ -69,6 +69,9 @@ class GroupMembership:
     def fails_for_good(self) -> None:
         """`train` is about to raise an error that a new process would run into again: none is to be started."""
 
+    def computes_wrong(self, step: int, why: str) -> None:
+        """This worker was found to compute wrong, in this step: it leaves the run, and none is started in its place."""
+
     def group_change(self, *, in_sync: bool) -> GroupChange | None:  # noqa: ARG002 - part of the contract
         """How the present group differs from the last one in which a step has succeeded; see `join_rules`.
 

@@ -27,6 +27,22 @@ class UnsavableError(UnfitError, TypeError):
     """A state holds what no checkpoint can: names it."""
 
 
+class ComputeCheckError(NonRetryableException):
+    """A check of what workers compute has ended the run: see `torchelastic.ComputeCheck`."""
+
+
+class ComputesWrongError(ComputeCheckError):
+    """This worker was found to compute wrong: it leaves the run, and is not started again on its host.
+
+    Attributes:
+        step: the one in which it was found, counted from 1.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
     """For user code: undo this step on every worker and try it again."""
 

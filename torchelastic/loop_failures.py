@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torchelastic.checkpoint.loop_checkpoints import LoopCheckpoints
 from torchelastic.coordinator import Coordinator
 from torchelastic.error_text import in_one_line
-from torchelastic.errors import NonRetryableException, is_retryable
+from torchelastic.errors import ComputesWrongError, NonRetryableException, is_retryable
 from torchelastic.join_rules import AfterError, GroupChange, after_error
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, is_final, new_process_may_help
 from torchelastic.text import counted, listed
@@ -38,6 +38,8 @@ class LoopFailures:
         self._coordinator.on_error(error)
         if is_final(error):
             self._coordinator.fails_for_good()
+        if isinstance(error, ComputesWrongError):
+            self._coordinator.computes_wrong(error.step, in_one_line(error))
 
     def failed(
         self,
@@ -122,6 +124,8 @@ class LoopFailures:
             ends_for_good = not new_process_may_help(error)
         if ends_for_good:
             self._coordinator.fails_for_good()
+        if isinstance(error, ComputesWrongError):
+            self._coordinator.computes_wrong(error.step, in_one_line(error))
 
     def _is_dismissed(self, error: Exception, rank: int, *, is_own: bool, is_over: bool) -> bool:
         """Whether the others of the group, who had the state before, go on without this worker: it ends.

@@ -27,6 +27,7 @@ from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.inventory.names import named_parameters
 from torchelastic.model import newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
+from torchelastic.model.compute_check.options import ComputeCheck
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.replica_checks import ComparesReplicas
@@ -86,6 +87,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
             survivors have computed and trains the rest later in the epoch, "recompute" computes the rest at once. The
             last two need an `ElasticBatchSampler` or an `ElasticStream`, and, without `logical_shards`, steps in which
             every parameter is used.
+        check: a `ComputeCheck`: workers that compute wrong are found. None: it is taken that all compute right.
 
     Attributes:
         module: the user's module.
@@ -118,6 +120,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         ddp: Mapping[str, Any] | None = None,
         logical_shards: int | None = None,
         salvage: str = "discard",
+        check: ComputeCheck | None = None,
     ) -> None:
         modes = (("snapshot", snapshot, SNAPSHOT_MODES), ("on_out_of_sync", on_out_of_sync, OUT_OF_SYNC_MODES))
         for name, value, known in modes:
@@ -130,7 +133,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self.scheduler = scheduler
         self.replica_comparison = None
         self._schedulers = OneOrMany("scheduler", scheduler)
-        self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters, ddp)
+        self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters, ddp, check)
         self._backward = self._gradients.backward
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun)
@@ -144,7 +147,6 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._awaits_sync = False  # no step comes before the next one, which changes no weight before all have arrived
         self._replaced = 0  # times that this process's state was replaced by another whole one
         self._earlier_numbers = EarlierNumbers()
-        self._draws_alike = False  # whether all ranks had the same random numbers when it was seen last
         self._stored = StoredForm(model, self._optimizers, self._own)
         self._types_of_extra: set[type] = set()
         self._tried: list[int] = []  # the kind of content of which it is known whether it can be sent
@@ -204,9 +206,9 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         """
         copies = self._undo.copies and not self._awaits_sync
         self._optimizers.begin(is_copied_whole=copies)
-        self._gradients.begin_step()
         self.step_course.begin(self.step)
         snapshot = self._capture(self._undo.copy if copies else lambda: None)
+        self._gradients.begin_step(self.step)
         self._earlier_numbers.keep(snapshot.step, snapshot.random)
         return snapshot
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from torchelastic.error_text import without_particulars
-from torchelastic.errors import NonRetryableException, RetryableException, UnfitError
+from torchelastic.errors import ComputeCheckError, NonRetryableException, RetryableException, UnfitError
 from torchelastic.join_rules import Reshaped
 from torchelastic.rendezvous.loss import is_of_group
 
@@ -119,11 +119,11 @@ def new_process_may_help(error: BaseException) -> bool:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether trying again cannot help, here or in a new process: the user's own code has said so, or an `UnfitError`.
+    """Whether trying again cannot help, here or in a new process: the user's own code has said so, or such an error.
 
     Any other that torchelastic has raised is about this group: a new process may be in another one.
     """
-    if isinstance(error, UnfitError):
+    if isinstance(error, (UnfitError, ComputeCheckError)):
         return True
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

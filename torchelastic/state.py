@@ -72,6 +72,10 @@ class State(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot leave a step out")
 
+    def rehearsed(self, snapshot: Any) -> None:
+        """Undo the step that began with this snapshot, which comes again in the same group; see `ComputeCheck`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot repeat a step")
+
     def hand_over(self, leaving: bool) -> None:  # noqa: B027 - as above
         """Called on every rank, inside the group, when all are about to leave it after a committed step.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic.group.step_course import SkippedError
+from torchelastic.group.step_course import RehearsedError, SkippedError
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 
@@ -18,14 +18,15 @@ class Step:
 
     Attributes:
         committed: whether it has succeeded.
+        is_rehearsal: whether it was computed only to be compared with the next attempt, and is undone.
         is_last: whether the run ends with it, if it succeeds.
         worker_stats: what it reported, or None.
     """
 
-    __slots__ = ("_entered", "_loop", "_snapshot", "committed", "is_last", "worker_stats")
+    __slots__ = ("_entered", "_loop", "_snapshot", "committed", "is_last", "is_rehearsal", "worker_stats")
 
     def __init__(self, loop: TrainLoop) -> None:
-        self.committed = self.is_last = False
+        self.committed = self.is_last = self.is_rehearsal = False
         self.worker_stats: WorkerStats | None = None
         self._entered = False
         self._loop = loop
@@ -68,7 +69,10 @@ class Step:
         self._loop.observer.step_ends()
         snapshot, self._snapshot = self._snapshot, None  # its memory is free for the next one, once this returns
         if error is None:
-            self.committed = self._loop.commit(snapshot)
+            try:
+                self.committed = self._loop.commit(snapshot)
+            except RehearsedError:
+                return self._rehearsed(snapshot)
             if self.is_last:
                 self.stop_training()
             return False
@@ -80,7 +84,14 @@ class Step:
         if not isinstance(error, Exception):
             self._loop.observer.step_undone(type(error).__name__)
             return False  # Ctrl-C, exit, a generator being closed
+        if isinstance(error, RehearsedError):
+            return self._rehearsed(snapshot)
         if isinstance(error, SkippedError):
             self.committed = self._loop.skip(snapshot)
             return True
         return self._loop.undo(self._loop.coordinator.why_failed(error), snapshot)
+
+    def _rehearsed(self, snapshot: Any) -> Literal[True]:
+        self.is_rehearsal, self.is_last = True, False
+        self._loop.state.rehearsed(snapshot)
+        return True

@@ -26,6 +26,7 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.ended_iterators import ended_by, is_of_iterator
 from torchelastic.error_text import in_one_line
 from torchelastic.errors import (
+    ComputeCheckError,
     DrainedException,
     NonRetryableException,
     RetryableException,
@@ -196,6 +197,8 @@ class TrainLoop:
                 while not self.coordinator.should_stop_training():
                     step = Step(self)
                     yield step
+                    if step.is_rehearsal:
+                        continue  # the same group computes it once more
                     if not step.has_committed() or step.is_last or self._must_leave_group(step):
                         break
                 self.observer.group_left()
@@ -315,7 +318,7 @@ class TrainLoop:
                 raise RetryableException("the step must not count: another group may be training by now")
         except SkippedError:
             return self.skip(snapshot)
-        except RuntimeError as error:
+        except (RuntimeError, ComputeCheckError) as error:
             self._undo_or_raise(error, snapshot)
             return False
         self._say_if_not_copied()

@@ -27,13 +27,14 @@ from torchelastic.agent.host_events import (
 )
 from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
 from torchelastic.agent.ledger_recorder import LedgerRecorder
-from torchelastic.agent.membership import Membership
+from torchelastic.agent.membership import LEAVE_TIMEOUT_S, Membership
 from torchelastic.agent.metrics_endpoint import MetricsEndpoint, dashboard
 from torchelastic.agent.plain_member import host_by_host
 from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.worker import NOTICE_SIGNALS, ORDERLY_SIGNALS, forward
+from torchelastic.agent.wrong_places import WrongPlaces
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.interface_choice import InterfaceError
@@ -42,6 +43,7 @@ from torchelastic.network.this_host import chosen_address
 from torchelastic.observe.page.listening import PageOptions
 from torchelastic.observe.page.page_server import PageServer
 from torchelastic.processes import boot_time_s
+from torchelastic.processes.exit_codes import COMPUTES_WRONG
 from torchelastic.processes.lifeline import process_end
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import Keys, Round, RoundState
@@ -239,6 +241,7 @@ class Agent:
         wait_limit = WaitLimit(
             url, publish, connections.waiting_since_s, connections.waits_for_store_since_s, self._admission.others_text
         )
+        self._wrong = WrongPlaces(self._store, keys, host)
         self._metrics = MetricsEndpoint(url.run_id, host)
         self._failures = FailureReporter(incarnation, lambda: read_members(self._store, keys))
         if self._make_supervisor is not None:
@@ -259,7 +262,7 @@ class Agent:
         for part in (self.connections, self.membership, wait_limit, self._status, self._metrics):
             events.subscribe(part.on_event)
         if self.supervisor is not None and self._recorder is not None:
-            for one in (self._recorder, self._failures, self.supervisor, self):
+            for one in (self._recorder, self._failures, self.supervisor, self._wrong, self):
                 events.subscribe(one.on_event)
 
     def _make_recorder(self, supervisor: Supervisor, host: str, incarnation: str, publish: Publish) -> LedgerRecorder:
@@ -349,6 +352,9 @@ class Agent:
     async def _run_workers(self) -> Outcome:
         """Run this host's workers to the end of the run, or of their strength."""
         assert self.supervisor is not None
+        self.supervisor.skip(await self._wrong.read())
+        if all(worker.computes_wrong for worker in self.supervisor.workers):
+            return self._computes_wrong()
         await _first_of(self._admission.decide(), self._draining.wait(), self._interrupted.wait())
         if self._stop_signal is not None:
             return self._stopped()
@@ -374,6 +380,14 @@ class Agent:
             await self._leave_in_order(KILL_GRACE_S)  # who stops it does not wait for a long step of the others
             return self._stopped()
         await self._leave_in_order(self._options.url.timeout_s)
+        return await self._outcome()
+
+    async def _outcome(self) -> Outcome:
+        """How the run has ended for this host, whose workers have."""
+        assert self.supervisor is not None
+        if all(worker.computes_wrong for worker in self.supervisor.workers):
+            await _within(LEAVE_TIMEOUT_S, self._wrong.until_written())
+            return self._computes_wrong()
         failed = self._failures.after_end(self.membership.host.round)
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
@@ -389,6 +403,16 @@ class Agent:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
         report = await self._failures.last_words()
         return Outcome(1) if report is None else Outcome(1, report.text(), detail=report.to_plain())
+
+    def _computes_wrong(self) -> Outcome:
+        """Every worker of this host was found to: nothing of the run is to be started here any more."""
+        assert self.supervisor is not None
+        found = "\n".join(dict.fromkeys(worker.computes_wrong for worker in self.supervisor.workers))
+        return Outcome(
+            COMPUTES_WRONG,
+            f"this host computes wrong, and takes no further part in the run: {found}\n"
+            "do not start the run here again: have the host examined (torchelastic doctor --burn-in 600)",
+        )
 
     async def _drain(self) -> None:
         """All workers of this host leave the run; returns when they have ended, or `term_grace_s` later."""

@@ -355,6 +355,8 @@ class Connections:
             self._stop(connection)
         elif op == "fail_for_good":
             self._publish(events.WorkerSaid(events.Statement.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
+        elif op == "computes_wrong":
+            self._remove(connection, checked(op, message, wire.ComputesWrong))
         elif op == "done":
             connection.waiting_since_s, connection.done_since_s = None, self._clock()
             self._publish(events.WorkerSaid(events.Statement.FINISHED, connection.pid, connection.local_rank))
@@ -375,6 +377,13 @@ class Connections:
         if not connection.is_evicted and not self._let_go(connection):
             self._publish(events.MemberDeclared(connection.member))
             self._publish(events.MemberWaits(member.member_id))
+
+    def _remove(self, connection: WorkerConnection, found: wire.ComputesWrong) -> None:
+        """It was found to compute wrong: the others wait for it no more, whatever it does until its end."""
+        self._publish(events.WorkerComputesWrong(connection.pid, connection.local_rank, found))
+        self._publish(events.MemberWithdrawn(connection.member.member_id, for_good=True))
+        connection.is_evicted = True
+        self._release(connection)
 
     def _stop(self, connection: WorkerConnection) -> None:
         """Its group stops before a deadline: it is not started again, and who waits here for a place does not stay."""

@@ -15,6 +15,7 @@ from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.worker import Worker
 from torchelastic.observe.ledger.ledger_events import LedgerEvent as LedgerEvent
 from torchelastic.rendezvous.records import Member, Round
+from torchelastic.rendezvous.wire import ComputesWrong
 from torchelastic.rendezvous.worker_rules import Contact
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -97,6 +98,15 @@ class WorkerSaid:
 
 
 @dataclass(frozen=True)
+class WorkerComputesWrong:
+    """A worker was found to compute wrong in a step: it has left the run, and is not started again here."""
+
+    pid: int
+    local_rank: int | None
+    found: ComputesWrong
+
+
+@dataclass(frozen=True)
 class MetricsPublished:
     """A worker has published (group, name, value), ..; its local rank is None without the launcher."""
 
@@ -161,7 +171,8 @@ class LedgerSampled:
 Event = (
     RoundChanged | StoreAnswered | StoreReach
     | MemberDeclared | MemberWithdrawn | MemberWaits | WaitTimedOut
-    | WorkerSaid | MetricsPublished | WorkerLeaves | ProcessDied | WorkerExited | WorkerFailed | WorkerNotRestarted
+    | WorkerSaid | WorkerComputesWrong | MetricsPublished | WorkerLeaves | ProcessDied | WorkerExited | WorkerFailed
+    | WorkerNotRestarted
     | LedgerWritten | LedgerSampled
 )  # fmt: skip
 Publish = Callable[[Event], None]

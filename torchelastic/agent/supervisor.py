@@ -120,10 +120,17 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: dict[int, asyncio.Task[None]] = {}
 
+    def skip(self, wrong: Mapping[int, str]) -> None:
+        """Do not start these workers, by their numbers: they were found to compute wrong, earlier in this run."""
+        for worker in self.workers:
+            if worker.local_rank in wrong:
+                worker.computes_wrong, worker.gave_up = wrong[worker.local_rank], True
+
     def start(self) -> None:
         """Start all workers; of many only the first at once, so that a request to stop does not wait for the rest."""
         for worker in self.workers[:STARTED_AT_ONCE]:
-            self._spawn(worker)
+            if not worker.gave_up:
+                self._spawn(worker)
         self._task(self._start_the_rest())
         self._task(self._tick())
 
@@ -135,6 +142,10 @@ class Supervisor:
                 if by is not None:
                     by.is_spoken_for_by(pid)
                     by.leaves = True
+            case events.WorkerComputesWrong(pid, local_rank, found):
+                by = self._worker(pid, local_rank)
+                if by is not None:
+                    by.computes_wrong = found.why
             case events.WorkerSaid(said, pid, local_rank):
                 by = self._worker(pid, local_rank)
                 if by is not None:
@@ -337,7 +348,7 @@ class Supervisor:
                 has_asked=worker.asked_s is not None,
                 is_plain_group=self.is_plain_group,
                 run_is_over=self._run_is_over(),
-                restarts_left=self._max_restarts - worker.restarts,
+                restarts_left=0 if worker.computes_wrong else self._max_restarts - worker.restarts,
                 fails_for_good=worker.fails_for_good,
             )
             if after is AfterLoss.ALL_END and self._plain is not None:

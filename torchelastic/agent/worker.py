@@ -63,6 +63,7 @@ class Worker:
         started_s: when its present process was started, by the monotonic clock.
         asked_s: when that process first asked for a group; None: it has not.
         fails_for_good: that process has said that its error would come again in another one.
+        computes_wrong: a process of it was found to, and how; empty: none was.
         has_finished: that process has said that it has finished; once it has ended: and the run was closed then.
         position: where its last process stood when it ended, if the agent has said so.
         traceback_s: when its present process last began a traceback, in Unix seconds.
@@ -87,6 +88,7 @@ class Worker:
     started_s: float = 0.0
     asked_s: float | None = None
     fails_for_good: bool = False
+    computes_wrong: str = ""
     has_finished: bool = False
     position: Position = NOWHERE
     traceback_s: float | None = None

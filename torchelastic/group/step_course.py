@@ -185,6 +185,10 @@ class SkippedError(Exception):
     """Ends the user's code in a step that is left out."""
 
 
+class RehearsedError(Exception):
+    """Ends a step that was computed only to compare it with the next attempt: it is undone, in the same group."""
+
+
 def differ_error(step: int, what: str, *, is_own: bool, is_in_parts: bool = False) -> RuntimeError:
     """The error that undoes a step in which ranks have parted.
 

@@ -136,7 +136,7 @@ def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _gather(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
-    mine = torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
+    mine = torch.tensor([as_word(value) for value in values], dtype=torch.int64, device=device)
     return [each.tolist() for each in all_gathered(mine, world_size)]
 
 
@@ -250,7 +250,7 @@ def _weighted_sum(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    return (2 * torch.arange(count, dtype=torch.int64, device=device) + 1) * _signed(_FACTOR)
+    return (2 * torch.arange(count, dtype=torch.int64, device=device) + 1) * as_word(_FACTOR)
 
 
 def _to_host(sums: Sequence[torch.Tensor]) -> list[int]:
@@ -260,6 +260,7 @@ def _to_host(sums: Sequence[torch.Tensor]) -> list[int]:
     return torch.stack(list(sums)).tolist() if sums else []
 
 
-def _signed(value: int) -> int:
+def as_word(value: int) -> int:
+    """A digest as a number of 64 bits with a sign: for a message."""
     value &= _MASK
     return value - (1 << 64) if value >= 1 << 63 else value

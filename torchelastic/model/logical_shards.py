@@ -8,7 +8,7 @@ computes which shard does not matter then. (Idea: EasyScale, SC'23.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torchelastic.errors import UnfitError
 from torchelastic.group.step_course import FORWARD, REDUCTION, nowhere
 from torchelastic.model import tree_sum
+from torchelastic.model.compute_check.shard_check import ShardCheck
+from torchelastic.model.digest import as_word, digest
 from torchelastic.model.loss_counts import LossCounts, Tally
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
 
 #: Elements of each node that travel in one message: bounds the memory that the exchange takes.
 CHUNK_ELEMENTS = 1 << 20
-#: torch 2.13 has renamed it.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: What is summed, one flat tensor for each type.
 Flat = dict[torch.dtype, torch.Tensor]
 
@@ -36,8 +36,27 @@ class Summand(NamedTuple):
     flat: Flat
     tally: Tally
 
+    def digest(self) -> int:
+        """Of all bits of it."""
+        named = [(str(dtype), one) for dtype, one in sorted(self.flat.items(), key=lambda pair: str(pair[0]))]
+        return as_word(digest([*named, ("tally", str(self.tally))]))
+
 
 Nodes = dict[Node, Summand]
+
+
+class OfStep(NamedTuple):
+    """What the shards of one step share.
+
+    Attributes:
+        samples: of the step, over all ranks.
+        seed: of the run.
+        step: committed steps.
+    """
+
+    samples: int
+    seed: int
+    step: int
 
 
 class LogicalShards:
@@ -96,7 +115,12 @@ class LogicalShards:
             )
 
     def each(
-        self, batch: Any, units: Sequence[tuple[int, int]], empty: Collection[int], samples: int, seed: int, step: int
+        self,
+        batch: Any,
+        units: Sequence[tuple[int, int]],
+        empty: Collection[int],
+        of: OfStep,
+        check: ShardCheck | None = None,
     ) -> Iterator[Any]:
         """Yield the shards of this rank's batch one by one, and sum up when the last one has been used.
 
@@ -104,27 +128,38 @@ class LogicalShards:
             batch: this rank's shards, one behind the other, as the loader made it.
             units: number and samples of each shard that is this rank's and has any.
             empty: shards of the step that have no samples.
-            samples: of the step, over all ranks.
-            seed: of the run.
-            step: committed steps.
+            of: the step.
+            check: of this step; None: it is not checked.
         """
         self.at(FORWARD)
         self._buffers = [buffer.clone() for buffer in self._module.buffers()]
         parts = split_batch(batch, [size for _, size in units]) if units else []  # it may be padding
+        if check is not None:
+            check.begin(units, parts, self.shards)
         for (shard, size), part in zip(units, parts, strict=True):
-            torch.manual_seed(shard_seed(seed, step, shard))
-            self._module.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
-                    buffer.copy_(value)
-            self._counts.begin_window()
-            yield part
-            tally = self._counts.tally_of_shard()
-            factor = size / samples if tally.plain else self._counts.scale if tally.count else 0.0
-            node = Summand(self._flat(size / samples, factor), tally)
+            node = yield from self._computed(shard, size, part, of)
+            if check is not None:
+                check.computed(shard, node.digest)
             tree_sum.put(self._nodes, (0, shard), node, self.shards, _added)
+        if check is not None:
+            yield from check.compare(partial(self._digested, of))
         self._sum_up(empty)
-        torch.manual_seed(shard_seed(seed, step, self.shards))  # for what else the step draws
+        torch.manual_seed(shard_seed(of.seed, of.step, self.shards))  # for what else the step draws
+
+    def _computed(self, shard: int, size: int, part: Any, of: OfStep) -> Generator[Any, None, Summand]:
+        torch.manual_seed(shard_seed(of.seed, of.step, shard))
+        self._module.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
+                buffer.copy_(value)
+        self._counts.begin_window()
+        yield part
+        tally = self._counts.tally_of_shard()
+        factor = size / of.samples if tally.plain else self._counts.scale if tally.count else 0.0
+        return Summand(self._flat(size / of.samples, factor), tally)
+
+    def _digested(self, of: OfStep, shard: int, size: int, part: Any) -> Generator[Any, None, int]:
+        return (yield from self._computed(shard, size, part, of)).digest()
 
     def _wanted(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
@@ -272,7 +307,7 @@ def sum_over_ranks(
             gathered = part
             if world_size > 1:
                 gathered = torch.empty(world_size * rows, stop - start, dtype=dtype, device=device)
-                _ALL_GATHER(gathered, part)
+                _all_gather(gathered, part)
             values = gathered.view(world_size, rows, stop - start)
             known: list[tuple[Node, Any]] = [((0, leaf), None) for leaf in empty]
             known += [
@@ -282,6 +317,13 @@ def sum_over_ranks(
             if whole is not None:
                 result[dtype][start:stop] = whole
     return Summand(result, tally)
+
+
+def _all_gather(output: torch.Tensor, mine: torch.Tensor) -> None:
+    if hasattr(dist, "all_gather_single"):  # torch 2.13 has renamed it
+        dist.all_gather_single(output, mine)
+    else:
+        dist.all_gather_into_tensor(output, mine)
 
 
 def _gather_names(

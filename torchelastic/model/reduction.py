@@ -85,12 +85,15 @@ class Reduction:
             `take` has this rank's gradients.
         has_gone_on: whether gradients were reduced since an optimizer last began in this step.
         at: called on the way into what all ranks do together: a forward pass that sends buffers, and a reduction.
+        note: called with this rank's gradients, before they are averaged, and whether these are the last of a
+            reduction; None: nobody wants them.
     """
 
     def __init__(self, module: torch.nn.Module, sampler: Any, counts: LossCounts | None = None) -> None:
         self.world_size = 1
         self.ends_early = self.has_gone_on = False
         self.at: Callable[[str], None] = nowhere
+        self.note: Callable[[Sequence[torch.Tensor], bool], None] | None = None
         self._module, self._sampler = module, sampler
         self._counts = LossCounts(sampler) if counts is None else counts
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
@@ -100,7 +103,7 @@ class Reduction:
         self._wrapped: list[tuple[str, torch.nn.Parameter]] = []
         self._is_expected = self._has_buffers = False
         self._usual: int | None = None
-        self._skipped: SkippedError | None = None  # in this step nothing is reduced any more
+        self._skipped: Exception | None = None  # in this step nothing is reduced any more
         self._most = 0  # reductions in any step
         self._has_complained = False
 
@@ -123,6 +126,10 @@ class Reduction:
     def begun(self) -> int:
         """Reductions of this step that have come to their last bucket."""
         return self._begun
+
+    def skip(self, error: Exception) -> None:
+        """Reduce nothing in this step; `raise_if_skipped` raises the error."""
+        self._skipped = error
 
     def check_end(self) -> None:
         """Raises RetryableException: the step ends in the middle of a backward pass, for which the others wait."""
@@ -185,7 +192,7 @@ class Reduction:
         self._kept = None
 
     def raise_if_skipped(self) -> None:
-        """Raise SkippedError: all ranks leave the step out, and this one has heard it in its backward pass."""
+        """Raise what this step is left out for, by all ranks; this one has heard it in its backward pass at last."""
         if self._skipped is not None:
             raise self._skipped
 
@@ -239,6 +246,8 @@ class Reduction:
         """Reduce one bucket; registered with `DistributedDataParallel.register_comm_hook`."""
         result: torch.futures.Future[torch.Tensor]
         self.has_gone_on = True
+        if self.note is not None:
+            self.note(bucket.gradients(), bucket.is_last())
         if not self._running and self._skipped is None:
             try:
                 self.at(COUNTED if self._counts.is_running else REDUCTION)

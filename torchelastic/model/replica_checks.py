@@ -15,9 +15,10 @@ from torchelastic.inventory.module_values import buffers_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import digest
-from torchelastic.model.companions import Companions
+from torchelastic.model.companions import Companions, Snapshot, Trained
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.step_gradients import StepGradients
 from torchelastic.model.transfer import all_gathered, message_device
 
 log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
@@ -37,7 +38,13 @@ class ComparesReplicas:
     _optimizers: Optimizers
     _schedulers: OneOrMany
     _on_out_of_sync: str
-    _draws_alike: bool
+    _draws_alike: bool = False  # whether all ranks had the same random numbers when it was seen last
+    _gradients: StepGradients
+
+    @property
+    def _trained(self) -> Trained:
+        """What a step changes besides."""
+        raise NotImplementedError
 
     def _compare(self, world_size: int, device: torch.device, *, thorough: bool, when: str) -> None:
         """Whether all really are in sync now; a sample is enough where nothing was sent."""
@@ -54,11 +61,24 @@ class ComparesReplicas:
         return digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
 
     def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
-        """See `State`. Raises NonRetryableException: they have parted, and `on_out_of_sync` is "raise"."""
+        """See `State`.
+
+        Raises:
+            NonRetryableException: they have parted, and `on_out_of_sync` is "raise"; or see `ComputeCheck`.
+            RetryableException: the state of another rank has parted, and it leaves the run.
+        """
         self._draws_alike = draw_alike
         if not are_equal:
             when = "ranks have parted since the last sync"
             self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)
+            if self._gradients.checks is not None and self.replica_comparison is not None:
+                self._gradients.checks.judge_comparison(self.replica_comparison)
+
+    def rehearsed(self, snapshot: Snapshot) -> None:
+        """See `State`: called where no optimizer has begun."""
+        self._own.restore(snapshot, self._trained)
+        if self._gradients.checks is not None:
+            self._gradients.checks.repeats.undone()
 
     def _freeze_as(self, source: int, world_size: int, device: torch.device) -> None:
         """Have the source's parameters require a gradient on all ranks: DDP ends processes that differ in these."""

@@ -16,16 +16,18 @@ import torch
 
 from torchelastic.data.shares import MODES, SecondDeal, second_deals
 from torchelastic.errors import RetryableException, UnfitError
-from torchelastic.group.step_course import StepCourse
+from torchelastic.group.step_course import RehearsedError, StepCourse
 from torchelastic.inventory.generators import Generators, generators
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
 from torchelastic.model import wrapping
 from torchelastic.model.batch_norms import SingleSamples, least_local_batch
 from torchelastic.model.companions import Companions
+from torchelastic.model.compute_check.options import ComputeCheck
+from torchelastic.model.compute_check.step_checks import checks_of
 from torchelastic.model.ddp_errors import static_without_sync
 from torchelastic.model.ddp_options import as_numbers, checked_options, from_numbers
-from torchelastic.model.logical_shards import LogicalShards
+from torchelastic.model.logical_shards import LogicalShards, OfStep
 from torchelastic.model.loss_counts import all_at_once
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.salvage_rules import check_mode, check_parameters
@@ -87,6 +89,7 @@ class StepGradients:
         salvage: see `ModelState`.
         find_unused_parameters: as for DDP.
         ddp: further options of DDP, see `ddp_options`.
+        check: see `ModelState`.
 
     Attributes:
         salvaged: the last step that was salvaged; None while there was none.
@@ -103,6 +106,7 @@ class StepGradients:
         salvage: str,
         find_unused_parameters: bool,
         ddp: Mapping[str, Any] | None,
+        check: ComputeCheck | None = None,
     ) -> None:
         wrapping.check_made(module)
         sampler, counts = own.sampler, own.counts
@@ -129,6 +133,9 @@ class StepGradients:
         )
         if isinstance(self._source, Reduction):
             self._source.ends_early = salvage == "discard"
+        self.checks = checks_of(check, module, sampler, logical_shards, self._ddp)
+        if self.checks is not None and isinstance(self._source, Reduction):
+            self._source.note = self.checks.repeats.note
         self.salvaged: Salvaged | None = None
         self._thawing: frozenset[str] = frozenset()  # what the step that was refused trains, and its wrapper left out
         self._kept: KeptGradients | None = None
@@ -207,15 +214,21 @@ class StepGradients:
             raise UnfitError("with logical_shards a step goes through state.shards(loader) once")
         units = self._sampler.pending_units()
         empty = set(range(self._source.shards)) - set(self._sampler.present_units)
-        return self._source.each(batch, units, empty, share.global_samples, int(self._sampler.seed), step)
+        of = OfStep(share.global_samples, int(self._sampler.seed), step)
+        return self._source.each(batch, units, empty, of, None if self.checks is None else self.checks.shard_check())
 
     # --- a step -----------------------------------------------------------------------------------
 
     def course(self, batches: Callable[[], int], optimizer_steps: Callable[[], tuple[int, ...]]) -> StepCourse:
         """What the steps do with these gradients, from now on; called once."""
-        course = StepCourse(batches, self._reductions, optimizer_steps, self._source.check_end)
+        course = StepCourse(batches, self._reductions, optimizer_steps, self._check_end)
         self._source.at = course.pass_
         return course
+
+    def _check_end(self) -> None:
+        self._source.check_end()
+        if self.checks is not None:
+            self.checks.before_optimizer()  # where there was none
 
     def _reductions(self) -> int:
         return self._source.begun
@@ -225,10 +238,14 @@ class StepGradients:
         """Of this process in the present group."""
         return self._rank
 
-    def begin_step(self) -> None:
-        """A step (or another attempt at one) begins."""
+    def begin_step(self, step: int) -> None:
+        """A step (or another attempt at one) begins, after so many committed ones."""
         self._source.begin_step()
         self._counts.begin_step()
+        if self.checks is not None:
+            self.checks.begin_step(step)
+            if self.checks.rehearses and isinstance(self._source, Reduction):
+                self._source.skip(RehearsedError("the step was a rehearsal"))
 
     @property
     def are_salvaged(self) -> bool:
@@ -248,6 +265,7 @@ class StepGradients:
 
         Raises:
             SkippedError: all ranks leave the step out.
+            RehearsedError: it is computed again, to compare.
             RetryableException: this rank has left out what the others wait for, or the group's wrapper has.
             UnfitError: the step is not written for logical shards, leaves parameters out, or is in its backward pass.
         """
@@ -268,10 +286,14 @@ class StepGradients:
             self._thawing = frozenset()  # this attempt does not train them: if it waits for them, the next one must not
         if isinstance(self._source, Reduction):
             self._source.has_gone_on = False
+            if self.checks is not None and self.checks.rehearses:
+                self.checks.before_optimizer()
             self._source.raise_if_skipped()
         self._counts.optimizer_begins()
         if is_first and (self._wrapped is not None or isinstance(self._source, LogicalShards)):
             self._source.check_reduced(self._rank)
+        if is_first and self.checks is not None:
+            self.checks.before_optimizer()
 
     def keep(self, step: int, buffers: Sequence[torch.Tensor]) -> None:
         """A step has failed before the optimizer began: keep what this rank has computed of it, and had kept before.
@@ -317,6 +339,8 @@ class StepGradients:
         self.forget()
         self._thawing = frozenset()
         self._source.commit()
+        if self.checks is not None:
+            self.checks.committed()
         if kept is None or not is_brought or isinstance(self._source, LogicalShards):
             return
         present = buffers()
@@ -333,6 +357,8 @@ class StepGradients:
         wrapping.unwrap(self._wrapped)
         self._wrapped = None
         self._frozen = {}
+        if self.checks is not None:
+            self.checks.leave_group()
 
     @property
     def thaws(self) -> int:
@@ -382,6 +408,8 @@ class StepGradients:
         if hasattr(self._sampler, "set_world"):
             self._sampler.set_world(rank, world_size)
         self._settle(offers, step, device)
+        if self.checks is not None:
+            self.checks.enter_group(rank, world_size)
         if not isinstance(self._source, Reduction):
             return
         self._source.world_size = world_size

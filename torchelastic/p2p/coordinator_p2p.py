@@ -372,6 +372,11 @@ class CoordinatorP2P(Coordinator):
         """Have the agent start no other process in this one's place."""
         self.rendezvous.fail_for_good()
 
+    def computes_wrong(self, step: int, why: str) -> None:
+        """Have the agent and the ledger know it; see `Coordinator`."""
+        this_worker().computes_wrong(why)
+        self.rendezvous.computes_wrong(step, why)
+
     def group_change(self, *, in_sync: bool) -> GroupChange | None:
         """As the rendezvous knows it; see `Coordinator`."""
         if self._joined_round == 0:

@@ -119,6 +119,14 @@ class AgentClient:
         """
         self._send({"op": op})
 
+    def computes_wrong(self, step: int, why: str) -> None:
+        """Say that this worker was found to compute wrong in a step, and how; from any thread.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        self._send({"op": "computes_wrong", "step": step, "why": why})
+
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
 

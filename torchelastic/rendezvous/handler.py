@@ -25,7 +25,7 @@ from torchelastic.rendezvous.own_agent import (
     over_here,
     start_private_agent,
 )
-from torchelastic.rendezvous.records import NO_ROUND, JoinRequest, Round, RoundState, StateStatus
+from torchelastic.rendezvous.records import MAX_TEXT, NO_ROUND, JoinRequest, Round, RoundState, StateStatus
 from torchelastic.rendezvous.round_store import RoundStore
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 
@@ -152,6 +152,9 @@ class RendezvousHandler(ABC):
 
     def fail_for_good(self) -> None:  # noqa: B027 - as above
         """This worker is about to end with an error that another process in its place would run into again."""
+
+    def computes_wrong(self, step: int, why: str) -> None:  # noqa: B027 - as above
+        """This worker was found to compute wrong in a step: none is to be started in its place, on this host."""
 
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run, so that all are to stop at an agreed step."""
@@ -299,6 +302,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def fail_for_good(self) -> None:
         """Tell the agent, which does not start another process in this one's place; waits for nothing."""
         self._send_if_there("fail_for_good")
+
+    def computes_wrong(self, step: int, why: str) -> None:
+        """Tell the agent, which remembers it for as long as the run is; waits for nothing."""
+        if self._client is not None:
+            with suppress(AgentError):  # as below
+                self._client.computes_wrong(step, why[:MAX_TEXT])
 
     def _send_if_there(self, op: str) -> None:
         if self._client is not None:

@@ -279,6 +279,7 @@ class Keys:
         self.root = root
         self.round, self.leader, self.incarnation = f"{root}/round", f"{root}/leader", f"{root}/incarnation"
         self.members, self.agents, self.processes = f"{root}/members/", f"{root}/agents/", f"{root}/processes/"
+        self.wrong = f"{root}/wrong/"
         self.drain, self.status, self.look = f"{root}/drain/", f"{root}/status/", f"{root}/look"
         self.kept_out = f"{root}/kept_out/"
 
@@ -293,6 +294,10 @@ class Keys:
     def drain_of_host(self, host: str) -> str:
         """The prefix under which a host's agent looks for requests to let one of its members leave."""
         return f"{self.drain}{host}/"
+
+    def wrong_of_host(self, host: str) -> str:
+        """The prefix of those places of a host that were found to compute wrong."""
+        return f"{self.wrong}{host}/"
 
     def drain_of(self, member: Member) -> str:
         """The request that a member leaves: written by whoever wants it, deleted by the member's own agent."""

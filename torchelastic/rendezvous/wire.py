@@ -11,6 +11,7 @@ Worker to agent:
     {"op": "elsewhere", "pid": .., "local_rank": .., "run": .., "closed": ..}    instead of a hello: the script names
         another run than the launcher's, which may be closed already; then the worker hangs up
     {"op": "fail_for_good"} is about to end with an error that another process in its place would run into again
+    {"op": "computes_wrong", "step": .., "why": ..}    was found to: no other process is started in its place
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store
@@ -68,6 +69,13 @@ class Done(Struct):
     """Of a worker that has finished the run."""
 
     step: MemberCount
+
+
+class ComputesWrong(Struct):
+    """Of a worker that was found to compute wrong, in a step; a place that did, in the store."""
+
+    step: MemberCount
+    why: Name
 
 
 def who(environment: Mapping[str, str]) -> Message:

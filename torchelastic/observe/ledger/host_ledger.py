@@ -15,6 +15,7 @@ import msgspec
 from torchelastic.foreign_json import RecordError, converted
 from torchelastic.observe.ledger.accounts import NOTHING, Account, Amounts, added
 from torchelastic.observe.ledger.ledger_events import (
+    ComputesWrong,
     Counted,
     Drain,
     End,
@@ -63,6 +64,7 @@ class Counts:
         skipped_steps, skipped_samples: left out on purpose, each step once.
         last_skipped_step: the newest of those.
         drains, stragglers, outages: events.
+        wrong: workers that were found to compute wrong.
         away_ns: sum of the outages that are over.
         first_ns, last_ns: the first and the last that is known of the host.
     """
@@ -77,6 +79,7 @@ class Counts:
     saves: int = 0
     drains: int = 0
     stragglers: int = 0
+    wrong: int = 0
     skipped_steps: int = 0
     skipped_samples: int = 0
     last_skipped_step: int = -1
@@ -152,6 +155,8 @@ class HostLedger:
             case Skipped() if event.step > ledger.counts.last_skipped_step:  # every worker of the host says so
                 counts = replace(ledger.counts, last_skipped_step=event.step)
                 return replace(ledger, counts=counts)._plus(skipped_steps=1, skipped_samples=event.samples)
+            case ComputesWrong():
+                return ledger._plus(wrong=1)
             case Straggler():
                 return ledger._plus(stragglers=1)
             case StoreOutage():

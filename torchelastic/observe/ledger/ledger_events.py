@@ -219,6 +219,13 @@ class MayHang(LedgerEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputesWrong(LedgerEvent):
+    """A worker was found to compute wrong: it leaves the run, and is not started again on its host."""
+
+    kind: ClassVar[str] = "computes_wrong"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreOutage(LedgerEvent):
     """etcd is unreachable from the host, or reachable again. No account: training goes on.
 
@@ -237,7 +244,7 @@ KINDS: dict[str, type[LedgerEvent]] = {
     kind.kind: kind
     for kind in (
         Start, Counted, End, Join, Failure, Restore, ReForm, FirstStep, Save, Drain, Skipped, Straggler, MayHang,
-        StoreOutage,
+        ComputesWrong, StoreOutage,
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from torchelastic.loop_observer import LoopObserver
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.counters import Counters
 from torchelastic.observe.ledger.ledger_events import (
+    ComputesWrong,
     Failure,
     FirstStep,
     Join,
@@ -239,6 +240,10 @@ class Meter(LoopObserver):
     def straggles(self, relative_percent: float) -> None:
         """This worker is slower than the others."""
         self._note(Straggler(at_ns=self._clock_ns(), relative_percent=relative_percent))
+
+    def computes_wrong(self, why: str) -> None:
+        """This worker was found to compute wrong, and leaves the run."""
+        self._note(ComputesWrong(at_ns=self._clock_ns(), cause=short(why)))
 
     def may_hang(self, for_s: float, bound_s: float, where: str) -> None:
         """This worker does nothing that is seen as work, in its own code; from any thread."""

@@ -10,6 +10,7 @@ from torchelastic.observe.ledger.figures import Seen, figures_of, seen
 from torchelastic.observe.ledger.host_ledger import HostLedger
 from torchelastic.observe.ledger.journal import Journal
 from torchelastic.observe.ledger.ledger_events import (
+    ComputesWrong,
     Counted,
     Drain,
     End,
@@ -265,6 +266,8 @@ def _mark(one: RunEvent) -> Iterator[Mark]:
         yield _at(one, "drain", "left in order" + (f" after step {event.step}" if event.step >= 0 else ""))
     elif isinstance(event, Skipped):
         yield _at(one, "skip", f"skips step {event.step}: {event.cause}")
+    elif isinstance(event, ComputesWrong):
+        yield _at(one, "loss", f"computes wrong: {event.cause}")
     elif isinstance(event, Straggler):
         yield _at(one, "straggler", f"slow: {event.relative_percent:.0f} % of the best")
     elif isinstance(event, Restore) and event.source == "checkpoint":

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torchelastic.foreign_json import MAX_TEXT
 from torchelastic.observe.ledger.ledger_events import (
+    ComputesWrong,
     Drain,
     End,
     Failure,
@@ -158,11 +159,7 @@ def _text(event: LedgerEvent) -> str:
         case Start():
             return "started"
         case End():
-            what = "lost" if event.is_loss else "ended"
-            if event.exit_code is None:
-                return what
-            how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
-            return f"{what}, {how}"
+            return _end_text(event)
         case Join():
             rank = f" as rank {event.rank}" if event.rank >= 0 else ""
             verb = "joined" if event.is_first else "re-formed:"
@@ -192,12 +189,22 @@ def _text(event: LedgerEvent) -> str:
             return f"step {event.step} is skipped" + (f", {event.samples} samples" if event.samples else "")
         case Straggler():
             return f"slow: {event.relative_percent:.0f} % of the best"
+        case ComputesWrong():
+            return "computes wrong: it leaves the run, and is not started again on its host"
         case MayHang():
             return f"may hang: idle {event.for_s:.0f} s of {event.bound_s:.0f} s, a guess"
         case StoreOutage():
             away = "etcd is unreachable, training goes on as long as no worker is lost"
             return f"etcd is back after {duration(event.away_ns)}" if event.is_over else away
     return ""
+
+
+def _end_text(event: End) -> str:
+    what = "lost" if event.is_loss else "ended"
+    if event.exit_code is None:
+        return what
+    how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+    return f"{what}, {how}"
 
 
 # --- which lines are new ----------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ _COUNTS: tuple[tuple[str, str, Callable[[HostLedger], float]], ...] = (
     ("saves", "Checkpoints taken, each counted for every worker in it.", lambda book: book.counts.saves),
     ("drains", "Workers of this host that left in order, as they were asked to.", lambda book: book.counts.drains),
     ("steps_skipped", "Steps left out because a worker called skip_step.", lambda book: book.counts.skipped_steps),
+    ("workers_wrong", "Workers that were found to compute wrong.", lambda book: book.counts.wrong),
     ("samples_skipped", "Samples of these, over all hosts.", lambda book: book.counts.skipped_samples),
     ("stragglers", "Times that a worker of this host was found to be slow.", lambda book: book.counts.stragglers),
     ("etcd_outages", "Times that etcd was unreachable from this host.", lambda book: book.counts.outages),

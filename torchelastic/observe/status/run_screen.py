@@ -20,7 +20,7 @@ from torchelastic.text import age_text, printable
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
 _EVENTS = {
     "failure": "red", "end": "yellow", "store_outage": "red", "skipped": "yellow", "straggler": "yellow",
-    "may_hang": "yellow", "kept_out": "red",
+    "may_hang": "yellow", "kept_out": "red", "computes_wrong": "red",
 }  # fmt: skip
 #: Lines of events that are there before all workers are, and from how many lines on for both.
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6

@@ -1,0 +1,110 @@
+"""A training job in which one rank computes wrong from some step on, with a check of computations: see its tests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+import torchelastic
+from tests.cluster.elastic_job import EventLog, hold_until, make_dataset, make_model
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.p2p import CoordinatorP2P
+from torchelastic.testing.faults import FaultPlan
+from torchelastic.testing.wrong_bits import computes_wrong
+
+SAMPLES, GLOBAL_BATCH, SEED = 240, 12, 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logical-shards", type=int, default=None)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--on-wrong", default="leave")
+    parser.add_argument("--on-doubt", default="stop")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--batchnorm", action="store_true")
+    parser.add_argument("--wrong-at", default="", help="see `testing.wrong_bits.PLACES`")
+    parser.add_argument("--wrong-rank", type=int, default=1)
+    parser.add_argument("--wrong-host", help="what JOB_HOST says; in place of a rank")
+    parser.add_argument("--gate", type=int, help="a step that waits for a file gate-STEP")
+    parser.add_argument("--wrong-from", type=int, default=6, help="committed steps")
+    parser.add_argument("--times", type=int, default=10**9)
+    parser.add_argument("--only-large", action="store_true", help="only of what is large")
+    parser.add_argument("--varies", choices=["each time", "by rank"], help="a model that is not repeatable")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # bits depend on it
+    log, plan = EventLog(options.out), FaultPlan(options.out)
+    dataset = make_dataset(SAMPLES)
+    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH, seed=SEED)
+    loader = ElasticLoader(dataset, sampler)
+    coordinator = CoordinatorP2P("gloo")
+    model = make_model(SEED, dropout=options.dropout, batchnorm=options.batchnorm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = torchelastic.ModelState(
+        model,
+        optimizer,
+        sampler=sampler,
+        logical_shards=options.logical_shards,
+        check=torchelastic.ComputeCheck(every=options.every, on_wrong=options.on_wrong, on_doubt=options.on_doubt),
+    )
+    flips: list[int] = []
+    chosen: list[int] = []
+
+    def becomes_wrong() -> bool:
+        """One process of the run does, and no other, which may get its rank later."""
+        if options.wrong_host:
+            return bool(os.environ.get("JOB_HOST") == options.wrong_host)
+        if coordinator.rank != options.wrong_rank:
+            return False
+        try:
+            (options.out / "wrong-worker").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        chosen.append(state.step)
+        return True
+
+    def is_wrong(tensor: torch.Tensor) -> bool:
+        if state.step < options.wrong_from or len(flips) >= options.times or not (chosen or becomes_wrong()):
+            return False
+        if options.only_large and tensor.detach().abs().max() < 1.0:
+            return False
+        flips.append(state.step)
+        log("flipped", step=state.step, rank=coordinator.rank)
+        return True
+
+    if options.wrong_at:
+        where = next(model.children()) if options.wrong_at == "output" else model
+        computes_wrong(where, options.wrong_at, is_wrong, optimizer=optimizer)
+
+    def train_step(state: torchelastic.ModelState) -> None:
+        plan.reach("begin", state.step, coordinator.rank)
+        if state.step == options.gate:
+            hold_until((options.out / f"gate-{options.gate}").exists, "the gate opens")
+        for inputs, targets in state.shards(loader):
+            outputs = state.model(inputs)
+            if options.varies == "each time":
+                outputs = outputs + 1e-9 * torch.rand(1, generator=chance, dtype=torch.float64)
+            elif options.varies == "by rank":
+                outputs = outputs + 1e-9 * coordinator.rank
+            if not options.logical_shards:
+                state.optimizer.zero_grad()
+            torch.nn.functional.mse_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+        state.optimizer.step()
+        indices = [index for share in sampler.pending for index in share.indices]
+        log("trained", step=state.step, round=coordinator.rendezvous.joined.number, indices=indices)
+
+    chance = torch.Generator().manual_seed(1)
+    torchelastic.train(coordinator, train_step, state)
+    if coordinator.rank < 0:
+        return  # it came when the others had finished, and has no result
+    flat = torch.cat([one.detach().reshape(-1) for one in (*model.parameters(), *model.buffers())])
+    torch.save(flat, options.out / f"weights-{log.worker}-{coordinator.rank}.pt")
+    log("finished", step=state.step, rank=coordinator.rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What follows from a check: who is named, what is raised on which rank, and when a check switches itself off."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from torchelastic.errors import ComputeCheckError, ComputesWrongError, RetryableException
+from torchelastic.metrics import publish_metric
+from torchelastic.model.compute_check.members import CheckMembers, wait_for_verdict
+from torchelastic.model.compute_check.options import ComputeCheck
+from torchelastic.model.compute_check.verdict import Outcome, Verdict
+from torchelastic.model.transfer import message_device
+from torchelastic.text import shortlist
+
+log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
+
+#: Numbers of `CheckRecord.words`.
+WORDS = 4
+
+
+class CheckRecord:
+    """What the checks of a run have found so far; one per state, on the training thread.
+
+    Args:
+        options: as the user chose.
+
+    Attributes:
+        is_off: whether no more is checked, since the steps cannot be repeated to the last bit.
+        agreed: checks in which all was equal.
+        agreed_step: committed steps when the last of them was; -1: there was none.
+        steps: by rank, the same of the last one in which that rank took part.
+    """
+
+    def __init__(self, options: ComputeCheck) -> None:
+        self.options = options
+        self.is_off = False
+        self.agreed, self.agreed_step = 0, -1
+        self.steps: tuple[int, ...] = ()
+        self._own_step = -1
+
+    @property
+    def words(self) -> list[int]:
+        """For a message to the other ranks; see `take`."""
+        return [int(self.is_off), self.agreed, self.agreed_step, self._own_step]
+
+    def take(self, rows: Sequence[Sequence[int]]) -> None:
+        """Know what any rank knows: newcomers have seen no check."""
+        off, self.agreed, self.agreed_step, _ = (max(column) for column in zip(*rows, strict=True))
+        self.steps = tuple(row[-1] for row in rows)
+        self.is_off = bool(off)
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether a check has."""
+        return self.agreed > 0
+
+    def conclude(
+        self,
+        verdict: Verdict,
+        step: int,
+        members: CheckMembers,
+        what: str,
+        *,
+        where: str = "",
+        parties: Sequence[int] = (),
+    ) -> None:
+        """Act on a verdict; called on every rank, in a step that can still be undone or after one.
+
+        Args:
+            verdict: the same on all ranks.
+            step: committed steps before the one that was checked.
+            members: of the group.
+            what: what was compared.
+            where: the first thing in the model that differs; empty: not known.
+            parties: whose computations were compared.
+
+        Raises:
+            ComputesWrongError: this worker is wrong, and leaves.
+            RetryableException: another one is: the step is undone, and repeated without it.
+            ComputeCheckError: it is not known who is wrong, or another worker is, and the run is to stop.
+        """
+        rank = members.rank
+        if verdict.outcome is Outcome.AGREED:
+            self.agreed, self.agreed_step = self.agreed + 1, max(step, self.agreed_step)
+            if rank in parties:
+                self._own_step = step
+            publish_metric("torchelastic", "compute_check.agreed", self.agreed)
+            return
+        publish_metric("torchelastic", "compute_check.differed", 1)
+        wait_for_verdict(members, message_device())
+        place = f"; the first difference: {where}" if where else ""
+        who = shortlist([members.names[one] for one in verdict.ranks])
+        if verdict.outcome is Outcome.NOT_REPEATABLE:
+            self.is_off = True
+            if rank == 0:
+                log.warning(
+                    "step %d: the check of computations is off from here on: the same step gives other bits each time, "
+                    "or on each worker (%s, on %s)%s; have torch.use_deterministic_algorithms(True), and random "
+                    "numbers from torch alone", step + 1, what, who, place,
+                )  # fmt: skip
+            return
+        if verdict.outcome is Outcome.DOUBT:
+            text = f"step {step + 1}: {what} differ on {who}, and it cannot be told who computes wrong{place}"
+            self._doubt(f"{text}; {self._since(verdict.ranks)}", rank)
+        else:
+            text = f"step {step + 1}: {who} computes wrong: {what} differ{place}; {self._since(verdict.ranks)}"
+            self._wrong(verdict, text, step, rank, who)
+
+    def _doubt(self, text: str, rank: int) -> None:
+        if self.options.on_doubt == "stop":
+            raise ComputeCheckError(text)
+        if rank == 0:
+            log.error("%s", text)
+
+    def _wrong(self, verdict: Verdict, text: str, step: int, rank: int, who: str) -> None:
+        if self._only_warns:
+            if rank == 0:
+                log.error("%s", text)
+        elif rank in verdict.ranks:
+            raise ComputesWrongError(text, step + 1)
+        elif self.options.on_wrong == "stop":
+            raise ComputeCheckError(text)
+        else:
+            if rank == min(each for each in range(len(self.steps) or rank + 1) if each not in verdict.ranks):
+                log.error("%s; it leaves the run", text)
+            raise RetryableException(f"{text.partition(':')[0]}: a worker computes wrong and leaves the run: {who}")
+
+    @property
+    def _only_warns(self) -> bool:
+        """A GPU's sums may differ without a fault, where torch was not asked for those that do not."""
+        may_vary = torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled()
+        return self.options.on_wrong == "warn" or may_vary
+
+    def _since(self, ranks: Sequence[int]) -> str:
+        steps = [self.steps[rank] for rank in ranks if rank < len(self.steps)]
+        if not steps or min(steps) < 0:
+            return "no check with it has agreed before, so all that was trained with it may be wrong"
+        return (
+            f"the last check with it that agreed was in step {min(steps) + 1}, so weights may be wrong since then: go "
+            f"back to a checkpoint of at most {min(steps)} steps if that matters"
+        )

@@ -1,0 +1,157 @@
+"""The check with logical shards: one shard of a step is computed by two workers, and by a third one if they differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.errors import UnfitError
+from torchelastic.inventory.names import named_parameters
+from torchelastic.model.compute_check.choice import Place, Task, choose, third
+from torchelastic.model.compute_check.consequences import WORDS, CheckRecord
+from torchelastic.model.compute_check.members import CheckMembers, gathered, gathered_texts
+from torchelastic.model.compute_check.outputs import OutputTrace, first_difference
+from torchelastic.model.compute_check.verdict import Outcome, judge_replicas, judge_shard
+from torchelastic.model.digest import as_word, digest, leaves_of
+from torchelastic.model.transfer import check_sendable, synchronize
+
+#: Forward and backward pass of one shard (its number, its samples, its part of the batch); gives a digest of what comes
+#: out. A generator, since the user's loop does the work.
+Compute = Callable[[int, int, Any], Generator[Any, None, int]]
+
+
+class ShardCheck:
+    """The check of one step, on every rank of the group, on the training thread.
+
+    Args:
+        record: of the run.
+        members: of the group.
+        module: the plain module.
+        step: committed steps.
+        number: of the check.
+        device: where messages must lie.
+    """
+
+    def __init__(
+        self,
+        record: CheckRecord,
+        members: CheckMembers,
+        module: torch.nn.Module,
+        step: int,
+        number: int,
+        device: torch.device,
+    ) -> None:
+        self._record, self._members, self._module = record, members, module
+        self._step, self._number, self._device = step, number, device
+        self._task: Task | None = None
+        self._third: int | None = None
+        self._part: Any = None
+        self._size = 0
+        self._own = 0
+
+    def begin(self, units: Sequence[tuple[int, int]], parts: Sequence[Any], shards: int) -> None:
+        """Choose who computes what, and send the witness its part of the batch.
+
+        Args:
+            units: number and samples of each shard that is this rank's.
+            parts: of the batch, for each of them.
+            shards: of a global batch.
+
+        Raises:
+            RuntimeError: a peer is lost.
+            Exception: what `CheckRecord.conclude` raises, of weights that have parted.
+        """
+        has = [0] * shards
+        for shard, _ in units:
+            has[shard] = 1
+        weights = as_word(digest(list(leaves_of(named_parameters(self._module)))))
+        words = [*self._record.words, int(_can_be_sent(parts)), weights, *has]
+        rows = gathered(words, self._members, self._device)
+        self._record.take([row[:WORDS] for row in rows])
+        if self._record.is_off or not all(row[WORDS] for row in rows):
+            return
+        verdict = judge_replicas([row[WORDS + 1] for row in rows])
+        if verdict.outcome is not Outcome.AGREED:
+            self._record.conclude(verdict, self._step, self._members, "weights")
+        places = [
+            Place(kind, host, tuple(shard for shard, is_there in enumerate(row[WORDS + 2 :]) if is_there))
+            for kind, host, row in zip(self._members.kinds, self._members.hosts, rows, strict=True)
+        ]
+        self._task = choose(places, self._number)
+        if self._task is None:
+            return
+        self._third = third(places, self._task)
+        if self._members.rank == self._task.owner:
+            number = [shard for shard, _ in units].index(self._task.shard)
+            self._part, self._size = copy.deepcopy(parts[number]), units[number][1]  # the step may change it in place
+        if self._task.witness != self._task.owner:
+            self._send(self._task.witness)
+
+    def computed(self, shard: int, digest: Callable[[], int]) -> None:
+        """A shard of this rank was computed; the digest is of what came out, and asked for if it is wanted."""
+        if self._task is not None and (shard, self._members.rank) == self._task[:2]:
+            self._own = digest()
+
+    def compare(self, compute: Compute) -> Generator[Any, None, None]:
+        """Have the shard computed again where it has to be, and compare; raises what `CheckRecord.conclude` raises."""
+        task, rank = self._task, self._members.rank
+        if task is None:
+            return
+        if rank == task.witness != task.owner:
+            self._own = yield from compute(task.shard, self._size, copy.deepcopy(self._part))
+        results = [row[0] for row in gathered([self._own], self._members, self._device)]
+        first = {each: results[each] for each in task[1:]}
+        again, where = first, ""
+        if len(first) == 1 or len(set(first.values())) > 1:
+            again, where = yield from self._again(task, compute, is_traced=len(first) > 1)
+        verdict = judge_shard(first, again, has_agreed=self._record.has_agreed)
+        what = f"the gradients of shard {task.shard}"
+        self._record.conclude(verdict, self._step, self._members, what, where=where, parties=task[1:])
+
+    def _again(
+        self, task: Task, compute: Compute, *, is_traced: bool
+    ) -> Generator[Any, None, tuple[dict[int, int], str]]:
+        """All computations anew, with a third one where there is another rank for it; and where they part first.
+
+        `is_traced`: with hooks on the modules, to find that place.
+        """
+        rank, trace = self._members.rank, OutputTrace(self._module)
+        parties = list(dict.fromkeys(task[1:]))
+        if is_traced and self._third is not None:
+            self._send(self._third)
+            parties.append(self._third)
+        own = 0
+        if rank in parties:
+            with trace.recording() if is_traced else nullcontext():
+                own = yield from compute(task.shard, self._size, copy.deepcopy(self._part))
+            trace.note_gradients()
+        rows = gathered([own, *(trace.digests() if is_traced else ())], self._members, self._device)
+        place = first_difference({each: rows[each][1:] for each in parties})
+        names = ["" if place is None or rank not in parties else trace.name_of(place)]
+        if place is not None:
+            names = gathered_texts(names[0], self._members.world_size, self._device)
+        return {each: rows[each][0] for each in parties}, max(names)
+
+    def _send(self, receiver: int) -> None:
+        assert self._task is not None
+        rank = self._members.rank
+        tree = {"batch": self._part, "samples": self._size} if rank == self._task.owner else None
+        received = synchronize(
+            tree, source=self._task.owner, stale=[receiver], rank=rank, world_size=self._members.world_size,
+            device=self._device,
+        )  # fmt: skip
+        if received is not None:
+            self._part, self._size = received["batch"], received["samples"]
+
+
+def _can_be_sent(parts: Sequence[Any]) -> bool:
+    try:
+        check_sendable({"batch": list(parts[:1])})
+    except (UnfitError, CheckpointError):
+        return False
+    return True
