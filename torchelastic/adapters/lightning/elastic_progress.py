@@ -1,0 +1,202 @@
+"""How far a trainer of Lightning is, as one value of a training state: undone with a step, sent to newcomers, saved."""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from torchelastic.adapters.lightning.elastic_results import described, rebuild, restores_of
+from torchelastic.inventory.attributes import attributes_of
+
+#: Larger outputs of a batch are not kept for who joins at its end.
+MOST_OUTPUTS_BYTES = 4096
+#: Attributes of the logger connector: which values are those of now.
+_OF_CONNECTOR = ("_current_fx", "_first_loop_iter")
+_METRICS = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Phase(str, enum.Enum):
+    """What the next step does."""
+
+    EPOCH_START = "epoch start"
+    TRAIN = "train"
+    BATCH_END = "batch end"
+    EPOCH_END = "epoch end"
+    END = "end"
+
+
+class LightningProgress:
+    """The counters of one trainer, which stay where they are; this reads and sets them.
+
+    Args:
+        trainer: in `fit`, with its state set up.
+        classes: Lightning's module with the classes of logged values.
+
+    Attributes:
+        phase: what the next step does.
+        ended: outputs, batch and number of each batch of which no callback has seen the end; the batch is None where
+            another worker has trained it.
+        names: of the files of loggers and checkpoints, as rank 0 had them when the run began; None: not yet.
+    """
+
+    def __init__(self, trainer: Any, classes: Any) -> None:
+        self._trainer, self._classes = trainer, classes
+        self._own = uuid.uuid4().hex
+        self.phase = Phase.EPOCH_START
+        self.ended: list[tuple[Any, Any, int]] = []
+        self.names: dict[str, Any] | None = None
+
+    # --- undone with a step -------------------------------------------------------------------------------------------
+
+    def restores(self) -> list[Callable[[], object]]:
+        """What undoes in callbacks and logged values what a step does, beside what is in `state_dict`."""
+        found = restores_of(self._trainer.fit_loop.epoch_loop._results)
+        for callback in self._callbacks():
+            found += attributes_of(callback, type(callback).__name__)
+        return found
+
+    def _callbacks(self) -> list[Any]:
+        return [one for one in self._trainer.callbacks if not hasattr(one, "is_armed")]
+
+    # --- of this run, and of another worker ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it; small."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        return {
+            "of": self._own,
+            "phase": self.phase.value,
+            "names": self.names,
+            "should_stop": trainer.should_stop,
+            "loops": {name: _counters(loop) for name, loop in _loops(trainer)},
+            "connector": {name: getattr(connector, name) for name in _OF_CONNECTOR},
+            "metrics": {name: _leaves(getattr(connector, name)) for name in _METRICS},
+            "results": described(trainer.fit_loop.epoch_loop._results),
+            "callbacks": [_leaves(one.state_dict()) for one in self._callbacks()],
+            "attributes": [_attributes(one) for one in self._callbacks() if _is_lightnings(one)],
+            "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, in place: callbacks and loops hold these objects."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        is_own = state["of"] == self._own
+        self.phase, self.names = Phase(state["phase"]), state["names"]
+        trainer.should_stop = state["should_stop"]
+        for name, loop in _loops(trainer):
+            _set_counters(loop, state["loops"][name])
+        for name in _OF_CONNECTOR:
+            setattr(connector, name, state["connector"][name])
+        device = trainer.strategy.root_device
+        for name in _METRICS:
+            setattr(connector, name, _placed(state["metrics"][name], device))
+        if is_own:
+            return  # the rest is undone by `restores`
+        results = trainer.fit_loop.epoch_loop._results
+        rebuild(results, state["results"], self._classes, trainer.strategy.reduce, device)
+        self.ended = [(outputs, None, number) for outputs, number in _placed(state["ended"], device)]
+        callbacks = self._callbacks()
+        for callback, of_callback in zip(callbacks, state["callbacks"], strict=False):
+            if of_callback and not _is_lightnings(callback):
+                callback.load_state_dict(of_callback)
+        for callback, attributes in zip(filter(_is_lightnings, callbacks), state["attributes"], strict=False):
+            for name, value in attributes.items():
+                known = getattr(callback, name, None)
+                setattr(callback, name, type(known)(value) if isinstance(known, enum.Enum) else value)
+
+
+def _loops(trainer: Any) -> Iterator[tuple[str, Any]]:
+    fit = trainer.fit_loop
+    yield "fit", fit
+    yield "epoch", fit.epoch_loop
+    yield "optimization", fit.epoch_loop.automatic_optimization
+    yield "validation", fit.epoch_loop.val_loop
+
+
+def _counters(loop: Any) -> dict[str, Any]:
+    """What a loop counts: its trackers, and plain values."""
+    found: dict[str, Any] = {}
+    for name, value in vars(loop).items():
+        if type(value) in _PLAIN:
+            found[name] = value
+        elif hasattr(value, "from_state_dict"):  # a tracker
+            found[name] = value.state_dict()
+    return found
+
+
+def _set_counters(loop: Any, counters: Mapping[str, Any]) -> None:
+    for name, value in counters.items():
+        own = vars(loop).get(name)
+        if hasattr(own, "from_state_dict"):
+            _set_tracker(own, value)
+        else:
+            setattr(loop, name, value)
+
+
+def _set_tracker(tracker: Any, state: Mapping[str, Any]) -> None:
+    """Into the dataclasses as they are: others hold them."""
+    for name, value in state.items():
+        own = getattr(tracker, name)
+        if isinstance(value, Mapping):
+            _set_tracker(own, value)
+        else:
+            setattr(tracker, name, value)
+
+
+def _is_lightnings(callback: Any) -> bool:
+    """Whether it is a callback that decides by what it has seen, of the library: all its plain values are sent."""
+    return any(one.__name__ in ("ModelCheckpoint", "EarlyStopping") for one in type(callback).__mro__)
+
+
+def _attributes(callback: Any) -> dict[str, Any]:
+    return {name: leaf for name, value in vars(callback).items() if (leaf := _leaf(value)) is not _NOTHING}
+
+
+_NOTHING = object()
+
+
+def _leaf(value: Any) -> Any:
+    """A value as it can be sent; `_NOTHING`: it cannot."""
+    if isinstance(value, enum.Enum):
+        return _leaf(value.value)
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return _leaves(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(leaf for item in value if (leaf := _leaf(item)) is not _NOTHING)
+    return value if type(value) in _PLAIN else _NOTHING
+
+
+def _leaves(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: leaf for name, value in values.items() if (leaf := _leaf(value)) is not _NOTHING}
+
+
+def _small(outputs: Any) -> Any:
+    """What is kept of the outputs of a batch for who joins at its end: the loss, and what else is small."""
+    if not isinstance(outputs, Mapping):
+        return _leaf(outputs) if type(outputs) in _PLAIN else None
+    leaves = _leaves(outputs)
+    return {
+        name: value
+        for name, value in leaves.items()
+        if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() <= MOST_OUTPUTS_BYTES
+    }
+
+
+def _placed(values: Any, device: torch.device) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.to(device)
+    if isinstance(values, Mapping):
+        return {name: _placed(value, device) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(_placed(value, device) for value in values)
+    return values
