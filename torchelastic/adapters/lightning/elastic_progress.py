@@ -18,6 +18,10 @@ MOST_OUTPUTS_BYTES = 4096
 #: Attributes of the logger connector: which values are those of now.
 _OF_CONNECTOR = ("_current_fx", "_first_loop_iter")
 _METRICS = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
+#: In `extra`: what each rank has for itself.
+_OF_RANK = "lightning_rank"
+#: By the clock of one process.
+_OF_PROCESS = {"_last_time_checked"}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -47,7 +51,7 @@ class LightningProgress:
 
     def __init__(self, trainer: Any, classes: Any) -> None:
         self._trainer, self._classes = trainer, classes
-        self._own = uuid.uuid4().hex
+        self._own = uuid.uuid4().hex  # this process
         self.phase = Phase.EPOCH_START
         self.ended: list[tuple[Any, Any, int]] = []
         self.names: dict[str, Any] | None = None
@@ -64,51 +68,56 @@ class LightningProgress:
     def _callbacks(self) -> list[Any]:
         return [one for one in self._trainer.callbacks if not hasattr(one, "is_armed")]
 
-    # --- of this run, and of another worker ---------------------------------------------------------------------------
+    # --- of the run: equal on all ranks -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it; small."""
+        """Counters, and what comes next."""
         trainer, connector = self._trainer, self._trainer._logger_connector
         return {
-            "of": self._own,
             "phase": self.phase.value,
             "names": self.names,
             "should_stop": trainer.should_stop,
             "loops": {name: _counters(loop) for name, loop in _loops(trainer)},
             "connector": {name: getattr(connector, name) for name in _OF_CONNECTOR},
-            "metrics": {name: _leaves(getattr(connector, name)) for name in _METRICS},
-            "results": described(trainer.fit_loop.epoch_loop._results),
-            "callbacks": [_leaves(one.state_dict()) for one in self._callbacks()],
-            "attributes": [_attributes(one) for one in self._callbacks() if _is_lightnings(one)],
-            "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, in place: callbacks and loops hold these objects."""
+        """The inverse, in place: loops hold these objects."""
         trainer, connector = self._trainer, self._trainer._logger_connector
-        is_own = state["of"] == self._own
         self.phase, self.names = Phase(state["phase"]), state["names"]
         trainer.should_stop = state["should_stop"]
         for name, loop in _loops(trainer):
             _set_counters(loop, state["loops"][name])
         for name in _OF_CONNECTOR:
             setattr(connector, name, state["connector"][name])
+
+    # --- of each rank, for who takes a place in the group -------------------------------------------------------------
+
+    def give(self, extra: dict[str, Any]) -> None:
+        """Put this rank's own values into `extra`, before a step begins."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        extra[_OF_RANK] = {
+            "of": self._own,
+            "metrics": {name: _leaves(getattr(connector, name)) for name in _METRICS},
+            "results": described(trainer.fit_loop.epoch_loop._results),
+            "callbacks": [_sent(one) for one in self._callbacks()],
+            "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
+        }
+
+    def take(self, extra: Mapping[str, Any]) -> None:
+        """The inverse, where they have come from another rank, or from a checkpoint."""
+        of_rank = extra[_OF_RANK]
+        if of_rank["of"] == self._own:
+            return  # `restores` has undone what was done
+        trainer, connector = self._trainer, self._trainer._logger_connector
         device = trainer.strategy.root_device
         for name in _METRICS:
-            setattr(connector, name, _placed(state["metrics"][name], device))
-        if is_own:
-            return  # the rest is undone by `restores`
+            setattr(connector, name, _placed(of_rank["metrics"][name], device))
         results = trainer.fit_loop.epoch_loop._results
-        rebuild(results, state["results"], self._classes, trainer.strategy.reduce, device)
-        self.ended = [(outputs, None, number) for outputs, number in _placed(state["ended"], device)]
-        callbacks = self._callbacks()
-        for callback, of_callback in zip(callbacks, state["callbacks"], strict=False):
-            if of_callback and not _is_lightnings(callback):
-                callback.load_state_dict(of_callback)
-        for callback, attributes in zip(filter(_is_lightnings, callbacks), state["attributes"], strict=False):
-            for name, value in attributes.items():
-                known = getattr(callback, name, None)
-                setattr(callback, name, type(known)(value) if isinstance(known, enum.Enum) else value)
+        rebuild(results, of_rank["results"], self._classes, trainer.strategy.reduce, device)
+        self.ended = [(outputs, None, number) for outputs, number in _placed(of_rank["ended"], device)]
+        for callback, sent in zip(self._callbacks(), of_rank["callbacks"], strict=False):
+            _receive(callback, _placed(sent, device))
 
 
 def _loops(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -149,13 +158,26 @@ def _set_tracker(tracker: Any, state: Mapping[str, Any]) -> None:
             setattr(tracker, name, value)
 
 
-def _is_lightnings(callback: Any) -> bool:
-    """Whether it is a callback that decides by what it has seen, of the library: all its plain values are sent."""
+def _decides(callback: Any) -> bool:
+    """Whether it is a callback of the library that decides by what it has seen: all its plain values are sent."""
     return any(one.__name__ in ("ModelCheckpoint", "EarlyStopping") for one in type(callback).__mro__)
 
 
-def _attributes(callback: Any) -> dict[str, Any]:
-    return {name: leaf for name, value in vars(callback).items() if (leaf := _leaf(value)) is not _NOTHING}
+def _sent(callback: Any) -> dict[Any, Any]:
+    if not _decides(callback):
+        return _leaves(callback.state_dict())
+    leaves = _leaves(vars(callback))
+    return {name: value for name, value in leaves.items() if name not in _OF_PROCESS}
+
+
+def _receive(callback: Any, sent: dict[Any, Any]) -> None:
+    if not _decides(callback):
+        if sent:
+            callback.load_state_dict(sent)
+        return
+    for name, value in sent.items():
+        known = getattr(callback, name, None)
+        setattr(callback, name, type(known)(value) if isinstance(known, enum.Enum) else value)
 
 
 _NOTHING = object()

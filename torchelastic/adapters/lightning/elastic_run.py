@@ -121,6 +121,7 @@ class ElasticRun:
         trainer = self._trainer
         strategy = trainer.strategy
         extra: dict[str, Any] = {"lightning": self._progress}
+        self._progress.give(extra)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             extra["scaler"] = scaler
@@ -169,7 +170,9 @@ class ElasticRun:
 
     def _begin(self) -> bool:
         self._restores = []
+        self._progress.give(self.state.extra)
         has_begun = self._steps.begin()
+        self._progress.take(self.state.extra)
         self._follow_group()
         if has_begun:
             self._restores = self._progress.restores()
