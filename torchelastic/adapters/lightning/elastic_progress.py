@@ -31,6 +31,7 @@ class Phase(str, enum.Enum):
     EPOCH_START = "epoch start"
     TRAIN = "train"
     BATCH_END = "batch end"
+    VALIDATE = "validate"
     EPOCH_END = "epoch end"
     END = "end"
 
@@ -61,6 +62,9 @@ class LightningProgress:
     def restores(self) -> list[Callable[[], object]]:
         """What undoes in callbacks and logged values what a step does, beside what is in `state_dict`."""
         found = restores_of(self._trainer.fit_loop.epoch_loop._results)
+        connector = self._trainer._logger_connector
+        metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
+        found.append(lambda: vars(connector).update(metrics))
         for callback in self._callbacks():
             found += attributes_of(callback, type(callback).__name__)
         return found

@@ -79,6 +79,7 @@ class ElasticRun:
             Phase.EPOCH_START: self._start_epoch,
             Phase.TRAIN: self._train,
             Phase.BATCH_END: self._end_batch,
+            Phase.VALIDATE: self._validate,
             Phase.EPOCH_END: self._end_epoch,
             Phase.END: self._end,
         }
@@ -274,7 +275,7 @@ class ElasticRun:
         return None
 
     def _end_batch(self) -> Phase:
-        """Callbacks, log and validation."""
+        """Callbacks, and the log."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         connector = trainer._logger_connector
         for outputs, batch, number in self._progress.ended:
@@ -285,6 +286,13 @@ class ElasticRun:
             connector.on_batch_end()
             loop.batch_progress.increment_completed()
             connector.update_train_step_metrics()
+        if loop._should_check_val_fx(self._fetcher) and not loop._skip_next_val:
+            return Phase.VALIDATE
+        return self._validate()
+
+    def _validate(self) -> Phase:
+        """If it is due; and what follows it."""
+        loop = self._trainer.fit_loop.epoch_loop
         loop.on_advance_end(self._fetcher)
         loop.on_iteration_done()
         return Phase.EPOCH_END if loop.done else Phase.TRAIN
