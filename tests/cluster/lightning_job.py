@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import torchelastic
@@ -37,8 +38,12 @@ class Model(LightningModule):
     def reach(self, phase: str) -> None:
         self.plan.reach(phase, self.trainer.global_step, self.trainer.global_rank)
 
+    def as_trained(self, batch: Any) -> Any:
+        dtype = next(self.parameters()).dtype
+        return [one.to(dtype) if one.is_floating_point() else one for one in batch]
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, targets, numbers = batch
+        inputs, targets, numbers = self.as_trained(batch)
         if self.trainer.global_step >= 6 and self.trainer.world_size < self.wait_for:
             time.sleep(0.7)  # a run gives up after 100 failures
             raise torchelastic.RetryableException("waits for a newcomer")
@@ -58,7 +63,7 @@ class Model(LightningModule):
         self.reach("optimizer")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, targets, _ = batch
+        inputs, targets, _ = self.as_trained(batch)
         if not self.trainer.sanity_checking:
             self.reach("validate")
         loss = torch.nn.functional.mse_loss(self.layers(inputs), targets)
@@ -135,6 +140,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--wait-for", type=int, default=0, help="workers, from half of the steps on")
     parser.add_argument("--patience", type=int, default=9)
+    parser.add_argument("--min-delta", type=float, default=0.0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--precision", default="64-true")
     parser.add_argument("--resume", action="store_true")
@@ -146,15 +152,18 @@ def main() -> None:
     model = Model(log, plan, options.wait_for, options.step_s)
     told = Told(model)
     best = ModelCheckpoint(options.out / "best", monitor="val_loss", filename="{step}", save_last=True)
-    early = EarlyStopping("val_loss", patience=options.patience)
+    early = EarlyStopping("val_loss", min_delta=options.min_delta, patience=options.patience)
     manager = None
     if options.memory:
         manager = TieredCheckpointManager([MemoryTier(options.memory)], policy=EverySteps(1))
+    precision: dict[str, Any] = {"precision": options.precision}
+    if options.precision == "16-mixed":  # a Trainer on a CPU would take another one, which scales no losses
+        precision = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]}
     trainer = Trainer(
         accelerator="cpu",
         strategy=ElasticDDPStrategy(checkpoint=manager),
         max_epochs=options.epochs,
-        precision=options.precision,
+        **precision,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         val_check_interval=4,
@@ -177,7 +186,7 @@ def main() -> None:
         "finished",
         step=trainer.global_step,
         epoch=trainer.current_epoch,
-        best=float(best.best_model_score),
+        best=float(best.best_model_score or 0.0),
         best_file=Path(best.best_model_path).name,
         waited=early.wait_count,
         epochs_told=told.epochs,

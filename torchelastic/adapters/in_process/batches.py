@@ -152,10 +152,7 @@ class EpochBatches:
 
     def go_to(self, step: int) -> None:
         """The next batch is that of this step, counted from 0."""
-        self.go_to_batch(*divmod(step, len(self)))
-
-    def go_to_batch(self, epoch: int, number: int) -> None:
-        """The next batch is this one of that epoch, both counted from 0."""
+        epoch, number = divmod(step, len(self))
         cursor = number * self.sampler.global_batch_size
         self.sampler.load_state_dict({**self.sampler.state_dict(), "epoch": epoch, "cursor": cursor})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from torchelastic.adapters.lightning.elastic_rank_zero import become_rank_zero, 
 from torchelastic.adapters.lightning.elastic_requirements import require_permutations, require_plain_loop
 from torchelastic.adapters.lightning.elastic_results import settle, share_sums, sums_of
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
+from torchelastic.errors import UnfitError
 from torchelastic.model_state import ModelState
 from torchelastic.p2p import CoordinatorP2P
 
@@ -243,9 +245,12 @@ class ElasticRun:
     def _start_epoch(self) -> Phase:
         fit, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         fit.on_advance_start()
-        loop.reset()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
+            loop.reset()  # the counters say where the data go on
         loop.on_run_start(self._fetcher)
-        self._batches.go_to_batch(fit.epoch_progress.current.processed, loop.batch_progress.current.ready)
+        batches = self._batches
+        batches.go_to(fit.epoch_progress.current.processed * len(batches) + loop.batch_progress.current.ready)
         return Phase.EPOCH_END if loop.done else Phase.TRAIN
 
     def _train(self) -> Phase:
@@ -269,6 +274,11 @@ class ElasticRun:
             loop.advance(self._fetcher)
         except BatchEndedError as error:
             return error
+        except StopIteration as stop:
+            raise UnfitError(
+                "on_train_batch_start returned -1, and ElasticDDPStrategy ends no epoch before its data: set "
+                "trainer.should_stop, or limit_train_batches"
+            ) from stop
         finally:
             self._marker.is_armed = False
             self._trainer.lightning_module._current_fx_name = None
