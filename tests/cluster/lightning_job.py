@@ -144,12 +144,18 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--precision", default="64-true")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--late", action="store_true", help="who is started again waits until the others have ended")
     parser.add_argument("--memory", help="a folder of the host's memory, for checkpoints beside Lightning's")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    while options.late and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        time.sleep(0.1)
+        options.late = len(list(options.out.glob("weights-*.pt"))) < 2
     seed_everything(5)
     log, plan = EventLog(options.out), FaultPlan(options.out)
     model = Model(log, plan, options.wait_for, options.step_s)
+    if options.precision == "64-true":
+        model.double()  # else Lightning loads a checkpoint into single precision
     told = Told(model)
     best = ModelCheckpoint(options.out / "best", monitor="val_loss", filename="{step}", save_last=True)
     early = EarlyStopping("val_loss", min_delta=options.min_delta, patience=options.patience)
@@ -182,6 +188,7 @@ def main() -> None:
         raise
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     torch.save(flat, options.out / f"weights-{log.worker}-{trainer.global_rank}.pt")
+    trainer.save_checkpoint(options.out / "final.ckpt")
     log(
         "finished",
         step=trainer.global_step,
