@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 import torch
 
+from torchelastic.adapters.lightning.elastic_packing import packed, unpacked
 from torchelastic.adapters.lightning.elastic_results import described, rebuild, restores_of
 from torchelastic.inventory.attributes import attributes_of
 
@@ -77,17 +77,20 @@ class LightningProgress:
     def state_dict(self) -> dict[str, Any]:
         """Counters, and what comes next."""
         trainer, connector = self._trainer, self._trainer._logger_connector
-        return {
-            "phase": self.phase.value,
-            "names": self.names,
-            "should_stop": trainer.should_stop,
-            "loops": {name: _counters(loop) for name, loop in _loops(trainer)},
-            "connector": {name: getattr(connector, name) for name in _OF_CONNECTOR},
-        }
+        return packed(
+            {
+                "phase": self.phase,
+                "names": self.names,
+                "should_stop": trainer.should_stop,
+                "loops": {name: _counters(loop) for name, loop in _loops(trainer)},
+                "connector": {name: getattr(connector, name) for name in _OF_CONNECTOR},
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, in place: loops hold these objects."""
         trainer, connector = self._trainer, self._trainer._logger_connector
+        state = unpacked(state)
         self.phase, self.names = Phase(state["phase"]), state["names"]
         trainer.should_stop = state["should_stop"]
         for name, loop in _loops(trainer):
@@ -102,26 +105,30 @@ class LightningProgress:
         trainer, connector = self._trainer, self._trainer._logger_connector
         extra[_OF_RANK] = {
             "of": self._own,
-            "metrics": {name: _leaves(getattr(connector, name)) for name in _METRICS},
-            "results": described(trainer.fit_loop.epoch_loop._results),
-            "callbacks": [_sent(one) for one in self._callbacks()],
-            "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
+            **packed(
+                {
+                    "metrics": {name: getattr(connector, name) for name in _METRICS},
+                    "results": described(trainer.fit_loop.epoch_loop._results),
+                    "callbacks": [_sent(one) for one in self._callbacks()],
+                    "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
+                }
+            ),
         }
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """The inverse, where they have come from another rank, or from a checkpoint."""
-        of_rank = extra[_OF_RANK]
-        if of_rank["of"] == self._own:
+        if extra[_OF_RANK]["of"] == self._own:
             return  # `restores` has undone what was done
         trainer, connector = self._trainer, self._trainer._logger_connector
         device = trainer.strategy.root_device
+        of_rank = unpacked(extra[_OF_RANK], device)
         for name in _METRICS:
-            setattr(connector, name, _placed(of_rank["metrics"][name], device))
+            setattr(connector, name, of_rank["metrics"][name])
         results = trainer.fit_loop.epoch_loop._results
         rebuild(results, of_rank["results"], self._classes, trainer.strategy.reduce, device)
-        self.ended = [(outputs, None, number) for outputs, number in _placed(of_rank["ended"], device)]
+        self.ended = [(outputs, None, number) for outputs, number in of_rank["ended"]]
         for callback, sent in zip(self._callbacks(), of_rank["callbacks"], strict=False):
-            _receive(callback, _placed(sent, device))
+            _receive(callback, sent)
 
 
 def _loops(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -169,9 +176,8 @@ def _decides(callback: Any) -> bool:
 
 def _sent(callback: Any) -> dict[Any, Any]:
     if not _decides(callback):
-        return _leaves(callback.state_dict())
-    leaves = _leaves(vars(callback))
-    return {name: value for name, value in leaves.items() if name not in _OF_PROCESS}
+        return dict(callback.state_dict())
+    return {name: value for name, value in vars(callback).items() if name not in _OF_PROCESS}
 
 
 def _receive(callback: Any, sent: dict[Any, Any]) -> None:
@@ -184,45 +190,12 @@ def _receive(callback: Any, sent: dict[Any, Any]) -> None:
         setattr(callback, name, type(known)(value) if isinstance(known, enum.Enum) else value)
 
 
-_NOTHING = object()
-
-
-def _leaf(value: Any) -> Any:
-    """A value as it can be sent; `_NOTHING`: it cannot."""
-    if isinstance(value, enum.Enum):
-        return _leaf(value.value)
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, Mapping):
-        return _leaves(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(leaf for item in value if (leaf := _leaf(item)) is not _NOTHING)
-    return value if type(value) in _PLAIN else _NOTHING
-
-
-def _leaves(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: leaf for name, value in values.items() if (leaf := _leaf(value)) is not _NOTHING}
-
-
 def _small(outputs: Any) -> Any:
     """What is kept of the outputs of a batch for who joins at its end: the loss, and what else is small."""
     if not isinstance(outputs, Mapping):
-        return _leaf(outputs) if type(outputs) in _PLAIN else None
-    leaves = _leaves(outputs)
+        return None
     return {
         name: value
-        for name, value in leaves.items()
+        for name, value in outputs.items()
         if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() <= MOST_OUTPUTS_BYTES
     }
-
-
-def _placed(values: Any, device: torch.device) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values.to(device)
-    if isinstance(values, Mapping):
-        return {name: _placed(value, device) for name, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_placed(value, device) for value in values)
-    return values

@@ -67,7 +67,7 @@ class ElasticRun:
         global_batch_size: int | None,
         checkpoint: CheckpointManager | None,
     ) -> None:
-        self._trainer, self._library, self._marker, self.coordinator = trainer, library, marker, coordinator
+        self.trainer, self._library, self._marker, self.coordinator = trainer, library, marker, coordinator
         self._global_batch_size, self._checkpoint = global_batch_size, checkpoint
         self._call = importlib.import_module(f"{library}.trainer.call")
         classes = importlib.import_module(f"{library}.trainer.connectors.logger_connector.result")
@@ -100,7 +100,7 @@ class ElasticRun:
     def shares_of(self, plain: Any) -> EpochBatches:
         """The training data as global batches of a constant size, of which each rank has a share."""
         require_permutations(plain)
-        epochs = self._trainer.fit_loop.max_epochs
+        epochs = self.trainer.fit_loop.max_epochs
         options = {"worker_init_fn": plain.worker_init_fn, "timeout": plain.timeout}
         return EpochBatches(
             plain,
@@ -116,12 +116,12 @@ class ElasticRun:
 
     def fetcher_of(self, combined_loader: Any, fetcher: Any, length: int) -> TrainingFetcher:
         """What the training loop draws from; Lightning's own would fetch ahead, and could not go back."""
-        self._batches = require_plain_loop(self._trainer, combined_loader, fetcher)
-        self._fetcher = TrainingFetcher(self._batches, self._trainer.fit_loop.epoch_loop, length)
+        self._batches = require_plain_loop(self.trainer, combined_loader, fetcher)
+        self._fetcher = TrainingFetcher(self._batches, self.trainer.fit_loop.epoch_loop, length)
         return self._fetcher
 
     def _make_state(self) -> None:
-        trainer = self._trainer
+        trainer = self.trainer
         strategy = trainer.strategy
         extra: dict[str, Any] = {"lightning": self._progress}
         self._progress.give(extra)
@@ -151,7 +151,7 @@ class ElasticRun:
             StoppedEarly: this worker was asked to leave the run, which has not finished.
         """
         self._make_state()
-        self._trainer.callbacks.insert(0, self._marker)
+        self.trainer.callbacks.insert(0, self._marker)
         try:
             while self._begin():
                 try:
@@ -180,7 +180,7 @@ class ElasticRun:
         if has_begun:
             self._restores = self._progress.restores()
         else:
-            self._steps.raise_if_left(self._trainer.global_step, self._trainer.max_steps)
+            self._steps.raise_if_left(self.trainer.global_step, self.trainer.max_steps)
             if self._steps.came_late:
                 log.warning("the other workers had finished when this one came: it has the state that it began with")
         return has_begun
@@ -193,7 +193,7 @@ class ElasticRun:
 
     def _put_back(self) -> None:
         """What a failed step has changed in the trainer, beside what is in the state."""
-        trainer = self._trainer
+        trainer = self.trainer
         for restore in self._restores:
             restore()
         trainer.training = True
@@ -203,7 +203,7 @@ class ElasticRun:
 
     def close(self) -> None:
         """This worker trains no further, whatever the reason."""
-        trainer = self._trainer
+        trainer = self.trainer
         trainer.callbacks[:] = [one for one in trainer.callbacks if one is not self._marker]
         self._steps.close()
         self._batches.close()
@@ -213,7 +213,7 @@ class ElasticRun:
 
     def _follow_group(self) -> None:
         """What Lightning keeps of the group, as it is now."""
-        trainer, world = self._trainer, (self.coordinator.rank, self.coordinator.world_size)
+        trainer, world = self.trainer, (self.coordinator.rank, self.coordinator.world_size)
         trainer.strategy.model = self.state.model
         if world == self._world:
             return
@@ -222,13 +222,15 @@ class ElasticRun:
         trainer.strategy.cluster_environment.enter_group(*world)
         trainer.strategy.set_world_ranks()
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # it has the shares of another group
+        if world[0] != 0 and trainer.progress_bar_callback is not None:
+            trainer.progress_bar_callback.disable()  # the first worker of each host had one
         if world[0] == 0 and not was_zero and self._progress.names is not None:
             take_file_names(trainer, self._progress.names)
             become_rank_zero(trainer, self._library, is_first=False)
 
     def _enter_group(self) -> None:
         """The run begins: in its first step, on all ranks."""
-        trainer = self._trainer
+        trainer = self.trainer
         if self._progress.names is None:
             self._progress.names = trainer.strategy.broadcast(file_names(trainer))
             take_file_names(trainer, self._progress.names)
@@ -240,10 +242,10 @@ class ElasticRun:
     @property
     def results(self) -> Any:
         """What the training has logged."""
-        return self._trainer.fit_loop.epoch_loop._results
+        return self.trainer.fit_loop.epoch_loop._results
 
     def _start_epoch(self) -> Phase:
-        fit, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        fit, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
         fit.on_advance_start()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
@@ -255,7 +257,7 @@ class ElasticRun:
 
     def _train(self) -> Phase:
         """Forward and backward passes up to the optimizer's step; no callback sees the end of a batch yet."""
-        loop, ended = self._trainer.fit_loop.epoch_loop, []
+        loop, ended = self.trainer.fit_loop.epoch_loop, []
         while True:
             last = self._advance(loop)
             if last is None:  # it resumes behind this batch
@@ -263,7 +265,7 @@ class ElasticRun:
             ended.append((last.outputs, last.batch, last.number))
             if not loop._should_accumulate():
                 break
-            self._trainer._logger_connector.on_batch_end()
+            self.trainer._logger_connector.on_batch_end()
             loop.batch_progress.increment_completed()
         self._progress.ended = ended
         return Phase.BATCH_END
@@ -281,12 +283,12 @@ class ElasticRun:
             ) from stop
         finally:
             self._marker.is_armed = False
-            self._trainer.lightning_module._current_fx_name = None
+            self.trainer.lightning_module._current_fx_name = None
         return None
 
     def _end_batch(self) -> Phase:
         """Callbacks, and the log."""
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop
         connector = trainer._logger_connector
         for outputs, batch, number in self._progress.ended:
             own = batch if batch is not None else self._batch_of_others(number)
@@ -302,26 +304,26 @@ class ElasticRun:
 
     def _validate(self) -> Phase:
         """If it is due; and what follows it."""
-        loop = self._trainer.fit_loop.epoch_loop
+        loop = self.trainer.fit_loop.epoch_loop
         loop.on_advance_end(self._fetcher)
         loop.on_iteration_done()
         return Phase.EPOCH_END if loop.done else Phase.TRAIN
 
     def _batch_of_others(self, number: int) -> Any:
         """This worker has come at the end of a batch: its share of it, for callbacks that look at it."""
-        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        epoch = self.trainer.fit_loop.epoch_progress.current.processed
         return self._place(self._batches.share_of(epoch, number))
 
     def _end_epoch(self) -> Phase:
-        fit = self._trainer.fit_loop
+        fit = self.trainer.fit_loop
         settle(self.results)
         fit.on_advance_end()
         fit.on_iteration_done()
         return Phase.END if fit.done else Phase.EPOCH_START
 
     def _end(self) -> Phase:
-        self._trainer.fit_loop._restarting = False
-        self._trainer.fit_loop.on_run_end()
+        self.trainer.fit_loop._restarting = False
+        self.trainer.fit_loop.on_run_end()
         assert self._steps.current is not None
         self._steps.current.stop_training()
         return Phase.END
@@ -338,7 +340,7 @@ class ElasticRun:
         return [first, *(self._place(part.inputs) for part in self.parts[1:])]
 
     def _place(self, inputs: Any) -> Any:
-        trainer = self._trainer
+        trainer = self.trainer
         batch = trainer.precision_plugin.convert_input(inputs)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -349,7 +351,7 @@ class ElasticRun:
 
     def backward(self, loss: torch.Tensor) -> None:
         """In place of `loss.backward()`: batches count alike, and in each of them each sample."""
-        trainer, share = self._trainer, self._batches.sampler.pending[-1]
+        trainer, share = self.trainer, self._batches.sampler.pending[-1]
         assert self._part is not None
         number = trainer.fit_loop.epoch_loop.batch_idx
         accumulate = trainer.accumulate_grad_batches
@@ -360,6 +362,7 @@ class ElasticRun:
     def mean_over_samples(self, value: torch.Tensor) -> torch.Tensor | None:
         """Of all ranks' micro batches; None: there is none at hand."""
         if self._part is None or not dist.is_initialized():
+            self.samples_of_all = self._part or 0
             return None
         flat = torch.cat([value.detach().double().reshape(-1) * self._part, value.new_tensor([self._part]).double()])
         dist.all_reduce(flat)

@@ -209,9 +209,10 @@ class ElasticDDP:
 
     def teardown(self) -> None:
         """The trainer ends, or has failed."""
-        trainer = self._trainer
-        vars(trainer._data_connector).pop("prepare_data", None)
-        vars(trainer._signal_connector).pop("register_signal_handlers", None)
+        if self._run is not None:
+            trainer = self._run.trainer
+            vars(trainer._data_connector).pop("prepare_data", None)
+            vars(trainer._signal_connector).pop("register_signal_handlers", None)
         super().teardown()  # type: ignore[misc]
 
 
