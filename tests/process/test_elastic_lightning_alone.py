@@ -21,6 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 import torchelastic.adapters.lightning.elastic_requirements as requirements
 from torchelastic.adapters.lightning import ElasticDDPStrategy, classes_for
+from torchelastic.adapters.lightning.elastic_evaluation import EvenBatches
+from torchelastic.adapters.lightning.elastic_packing import packed, unpacked
 
 DATA = TensorDataset(
     torch.randn(22, 4, generator=torch.Generator().manual_seed(3)),
@@ -68,6 +70,7 @@ def fitted(folder: Path, strategy: Any, model: Any = None, data: Any = None, **o
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,6 +96,7 @@ def test_alone_it_trains_and_logs_as_lightning_does(tmp_path: Path, options: dic
     assert ours == theirs
 
 
+@pytest.mark.long
 def test_it_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """From Lightning's own checkpoint, with each batch once."""
     every = ModelCheckpoint(tmp_path / "all", every_n_train_steps=1, save_top_k=-1, filename="{step}")
@@ -110,6 +114,37 @@ def test_the_other_package_has_it_too() -> None:
     assert isinstance(strategy, library.strategies.DDPStrategy)
     trainer = library.Trainer(accelerator="cpu", devices=1, max_steps=2, strategy=strategy, logger=False)
     assert isinstance(trainer.strategy, type(strategy))
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(9, 4), (10, 4), (7, 1), (2, 3), (24, 4)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_validation_sees_each_sample_once(samples: int, batch_size: int, world_size: int) -> None:
+    ranks = [list(EvenBatches(samples, batch_size, rank, world_size)) for rank in range(world_size)]
+    assert sorted(index for batches in ranks for batch in batches for index in batch) == list(range(samples))
+    assert all(0 < len(batch) <= batch_size for batches in ranks for batch in batches)
+    most = max(map(len, ranks))
+    for batches in ranks:
+        own = sum(map(len, batches))
+        assert len(batches) == min(most, own), "as many batches on each rank, where it has so many samples"
+
+
+def test_what_is_copied_before_each_step_comes_back_as_it_was() -> None:
+    values = {
+        "a": [1, 2.5, None, True, "text"],
+        "numbers": {"half": torch.tensor(0.1, dtype=torch.float16), "count": torch.tensor([7])},
+        "rows": torch.arange(6.0).reshape(2, 3),
+        "infinite": float("inf"),
+    }
+    found = packed({**values, "left out": object()})
+    assert torch.is_tensor(found["numbers"])
+    back = unpacked(found)
+    assert back.keys() == values.keys()
+    assert back["a"] == values["a"]
+    assert back["infinite"] == values["infinite"]
+    for one, other in ((back["numbers"], values["numbers"]), ({"rows": back["rows"]}, {"rows": values["rows"]})):
+        for name, tensor in other.items():  # type: ignore[attr-defined]
+            assert one[name].dtype == tensor.dtype
+            assert torch.equal(one[name], tensor), name
 
 
 class Manual(Model):
@@ -148,6 +183,7 @@ class Stream(IterableDataset[Any]):
         return iter(DATA)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "data", "options", "named"),
     [

@@ -48,6 +48,7 @@ class ElasticRun:
         checkpoint: saves beside Lightning's own checkpoints; None: nothing does.
 
     Attributes:
+        trainer: as given.
         state: of the training.
         samples_of_all: of all ranks in the micro batch at hand, when they have reduced a value of it.
         reads_training_data: whether the DataLoader at hand is that of the training.
@@ -364,7 +365,8 @@ class ElasticRun:
         if self._part is None or not dist.is_initialized():
             self.samples_of_all = self._part or 0
             return None
-        flat = torch.cat([value.detach().double().reshape(-1) * self._part, value.new_tensor([self._part]).double()])
+        samples = torch.tensor([self._part], dtype=torch.float64, device=value.device)
+        flat = torch.cat([value.detach().double().reshape(-1) * samples, samples])
         dist.all_reduce(flat)
         self.samples_of_all = int(flat[-1])
         return value.copy_((flat[:-1] / flat[-1]).to(value.dtype).reshape(value.shape))
