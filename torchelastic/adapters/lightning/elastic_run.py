@@ -150,6 +150,7 @@ class ElasticRun:
 
         Raises:
             StoppedEarly: this worker was asked to leave the run, which has not finished.
+            SystemExit: the others had finished when this worker came.
         """
         self._make_state()
         self.trainer.callbacks.insert(0, self._marker)
@@ -183,7 +184,8 @@ class ElasticRun:
         else:
             self._steps.raise_if_left(self.trainer.global_step, self.trainer.max_steps)
             if self._steps.came_late:
-                log.warning("the other workers had finished when this one came: it has the state that it began with")
+                log.warning("the other workers had finished when this one came: it has no result, and ends here")
+                raise SystemExit(0)  # what comes behind `fit` would look for its best checkpoint
         return has_begun
 
     def _undo(self, error: BaseException) -> bool:
