@@ -28,8 +28,8 @@ from torchelastic.adapters.hugging_face.accelerator_requirements import (
     require_training_data,
 )
 from torchelastic.adapters.hugging_face.accelerator_steps import AcceleratedRun, ElasticStep, LookedAt
-from torchelastic.adapters.hugging_face.one_process import largest_group, stay_alone
-from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches
+from torchelastic.adapters.hugging_face.one_process import stay_alone
+from torchelastic.adapters.in_process.batches import EpochBatches, largest_group
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.errors import UnfitError

@@ -20,15 +20,16 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; transformers is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.one_process import largest_group, said_to_be_of, stay_alone
+from torchelastic.adapters.hugging_face.one_process import said_to_be_of, stay_alone
 from torchelastic.adapters.hugging_face.resume import checked_resume
-from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch, MicroBatches
 from torchelastic.adapters.hugging_face.trainer_requirements import (
     require_known_version,
     require_own_batches,
+    require_permutations,
     require_supported,
 )
 from torchelastic.adapters.hugging_face.trainer_steps import EnterAgainError, TrainerSteps
+from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatch, MicroBatches, largest_group
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.p2p import CoordinatorP2P
 
@@ -110,6 +111,7 @@ class ElasticTrainerMixin:
             return super().get_train_dataloader()  # type: ignore[misc]
         args: Any = self.args  # type: ignore[attr-defined]
         plain, size = super().get_train_dataloader(), self.get_total_train_batch_size(args)  # type: ignore[misc]
+        require_permutations(plain, args.per_device_train_batch_size)
         return EpochBatches(
             plain,
             size,

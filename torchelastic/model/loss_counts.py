@@ -227,6 +227,8 @@ class LossCounts:
         return loss / self.scale if number else loss * 0.0  # nothing of a batch that is padding counts
 
     def _is_padding(self) -> bool:
+        if not getattr(self._sampler, "counts_padding", True):
+            return False  # whoever calls gives it the count 0
         pending = getattr(self._sampler, "pending", ())
         are_empty = [not getattr(share, "local_samples", 1) for share in pending]
         if not any(are_empty) or all(are_empty):

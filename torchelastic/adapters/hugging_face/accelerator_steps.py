@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from torchelastic.adapters.hugging_face.one_process import report_group
-from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch, MicroBatches
+from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatch, MicroBatches
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.errors import UnfitError

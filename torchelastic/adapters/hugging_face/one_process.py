@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-
-from torchelastic.p2p import CoordinatorP2P
 
 #: By these Accelerate finds out that there is to be a group.
 _OF_A_GROUP = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -54,12 +51,6 @@ def _hidden(names: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         os.environ.update(kept)
-
-
-def largest_group(coordinator: CoordinatorP2P) -> int:
-    """How many workers the launcher allows at most, by which a global batch is measured; 1 without a launcher."""
-    workers = coordinator.max_num_trainers
-    return 1 if workers == sys.maxsize else workers
 
 
 def report_group(rank: int, world_size: int) -> None:

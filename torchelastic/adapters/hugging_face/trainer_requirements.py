@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import transformers
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches
+from torchelastic.adapters.in_process.batches import EpochBatches
 from torchelastic.errors import UnfitError
 
 if TYPE_CHECKING:
@@ -69,4 +70,29 @@ def require_own_batches(batches: object) -> None:
             f"get_train_dataloader of the Trainer's class gives a {type(batches).__name__} to the training loop, so "
             "lost samples would not come back: write that method in a class behind ElasticTrainerMixin "
             "(`class MyTrainer(ElasticTrainerMixin, TheirTrainer)`), or give the data as train_dataset"
+        )
+
+
+def require_permutations(plain: DataLoader[Any], size: int) -> None:
+    """Raise UnfitError for data without a length, or drawn otherwise: that order, or those sizes, would be lost."""
+    if isinstance(plain.dataset, IterableDataset):
+        raise UnfitError(
+            "train_dataset is an IterableDataset, of which no worker can give another one its place in the data: "
+            "give a dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
+        )
+    batches: Any = plain.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # of Accelerate, where a group has been formed before
+    sampler = getattr(batches, "sampler", None)
+    kind = type(sampler if type(batches) is BatchSampler else batches).__name__
+    is_permutation = isinstance(sampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    if type(batches) is not BatchSampler or not is_permutation or len(sampler) != len(plain.dataset):  # type: ignore[arg-type]
+        raise UnfitError(
+            f"the training data would be drawn by a {kind}, and ElasticTrainer draws a permutation of each epoch: "
+            "leave out get_train_dataloader or _get_train_sampler of the Trainer's class, and put weights or an order "
+            "into the dataset; or train it with MemoryCheckpointCallback (docs/transformers.md)"
+        )
+    if batches.batch_size != size:
+        raise UnfitError(
+            f"get_train_dataloader of the Trainer's class makes batches of {batches.batch_size} samples: give that "
+            f"number as per_device_train_batch_size, which is {size}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,13 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from torchelastic.adapters.hugging_face.one_process import report_group
-from torchelastic.adapters.hugging_face.trainer_batches import EpochBatches, MicroBatch
 from torchelastic.adapters.hugging_face.trainer_progress import TrainerProgress
+from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatch
+from torchelastic.adapters.in_process.driven_steps import DrivenSteps
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.errors import UnfitError
-from torchelastic.lifetime.requeue import StoppedEarly
 from torchelastic.model_state import ModelState
 from torchelastic.p2p import CoordinatorP2P
-from torchelastic.rendezvous.records import RoundState
-from torchelastic.step import Step
-from torchelastic.train_loop import TrainLoop
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -71,10 +68,7 @@ class TrainerSteps:
             module, optimizer, scheduler=scheduler, sampler=batches.sampler, extra=extra, ddp=_options_of_ddp(trainer)
         )
         self.is_over = False
-        self._loop: TrainLoop | None = None
-        self._steps: Iterator[Step] = iter(())
-        self._checkpoint = checkpoint
-        self._step: Step | None = None  # begun, and neither committed nor undone
+        self._steps = DrivenSteps(coordinator, self.state, checkpoint)
         self._world: tuple[int, int] | None = None
         self._part = MicroBatch(None, 0)
         self._counted: tuple[float, float] | None = None
@@ -93,39 +87,28 @@ class TrainerSteps:
             EnterAgainError: the run has ended meanwhile, on the other workers.
             StoppedEarly: this worker was asked to leave the run, which has not finished.
         """
-        if self._step is not None:
+        if self._steps.current is not None:
             return
-        if self._loop is None:
-            self._loop = TrainLoop(self._coordinator, self.state, self._checkpoint, None)
-            self._steps = self._loop.steps()
         self.progress.give(self.state.extra)
-        step = next(self._steps, None)
+        self.is_over = not self._steps.begin()
         self.progress.take(self.state.extra)
-        self.is_over = step is None
         self._follow_group()
-        if step is None:
-            if self._loop.has_left:
-                done = self._trainer.state.global_step
-                because = f"left the training at step {done} of {self._trainer.state.max_steps}, as it was asked to"
-                is_left_alone = self._coordinator.rendezvous.round.state is RoundState.BROKEN
-                raise StoppedEarly(because, step=done, others_go_on=not is_left_alone)
-            self._trainer.control.should_training_stop = True
+        if self.is_over:
+            trainer = self._trainer
+            self._steps.raise_if_left(trainer.state.global_step, trainer.state.max_steps)
+            trainer.control.should_training_stop = True
             raise EnterAgainError
-        self._step = step.__enter__()
 
     def commit(self) -> bool:
         """The step counts; false: it must not, and was undone."""
-        step, self._step = self._step, None
-        assert step is not None
         self.progress.give(self.state.extra)
-        step.__exit__(None, None, None)
+        is_committed = self._steps.commit()
         self.progress.take(self.state.extra)
-        return step.committed
+        return is_committed
 
     def undo(self, error: BaseException) -> bool:
         """The step has failed; false: its error is to be raised, or no step has begun."""
-        step, self._step = self._step, None
-        if step is None or not step.__exit__(type(error), error, error.__traceback__):
+        if not self._steps.undo(error):
             return False
         self.progress.take(self.state.extra)
         return True
@@ -135,9 +118,9 @@ class TrainerSteps:
         while not self.is_over:
             try:
                 self.begin()
-                assert self._step is not None
+                assert self._steps.current is not None
                 self._trainer.store_flos()
-                self._step.stop_training()
+                self._steps.current.stop_training()
             except EnterAgainError:
                 return
             except BaseException as error:
@@ -152,8 +135,7 @@ class TrainerSteps:
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [one for one in callbacks if one is not self._callback]
         vars(self._trainer.accelerator).pop("backward", None)
-        if self._loop is not None:
-            self._steps.close()  # type: ignore[attr-defined]  # it is a generator
+        self._steps.close()
         self.batches.close()
 
     def slow_section(self) -> AbstractContextManager[None]:
@@ -168,7 +150,7 @@ class TrainerSteps:
         self._world = (rank, world_size)
         trainer = self._trainer
         report_group(rank, world_size)
-        if rank < 0 and self._loop is not None and not self._loop.has_left:
+        if self._steps.came_late:
             log.warning("the other workers had finished when this one came: it has the state that it began with")
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()

@@ -21,7 +21,9 @@ from torchelastic.adapters.lightning.local import LOCAL_CHECKPOINT, LOCAL_CKPT_O
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins.io import CheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy
 
+    from torchelastic.adapters.lightning.elastic_strategy import ElasticDDP
     from torchelastic.adapters.lightning.local import HierarchicalCheckpointing, LocalCheckpointing
     from torchelastic.adapters.lightning.memory import MemorySaving
     from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     class MemoryCheckpointCallback(MemorySaving, Callback):
         """See `MemorySaving`."""
 
+    class ElasticDDPStrategy(ElasticDDP, DDPStrategy):
+        """See `ElasticDDP`."""
+
     class MemoryCheckpointIO(MemoryCheckpointing, CheckpointIO):
         """See `MemoryCheckpointing`."""
 
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LOCAL_CHECKPOINT",
     "LOCAL_CKPT_OPTS_KEY",
+    "ElasticDDPStrategy",
     "HierarchicalCheckpointIO",
     "LocalCheckpointCallback",
     "MemoryAutoResume",
@@ -60,6 +66,7 @@ _CLASSES = {
     "HierarchicalCheckpointIO": ("HierarchicalCheckpointing", "local", "CheckpointIO", "plugins.io"),
     "MemoryCheckpointCallback": ("MemorySaving", "memory", "Callback", "callbacks"),
     "MemoryCheckpointIO": ("MemoryCheckpointing", "memory_io", "CheckpointIO", "plugins.io"),
+    "ElasticDDPStrategy": ("ElasticDDP", "elastic_strategy", "DDPStrategy", "strategies"),
 }
 
 

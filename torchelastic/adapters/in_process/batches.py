@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.errors import UnfitError
+from torchelastic.p2p import CoordinatorP2P
 
 
 class MicroBatch(NamedTuple):
@@ -24,7 +25,7 @@ class MicroBatch(NamedTuple):
 
 
 class MicroBatches(tuple[MicroBatch, ...]):
-    """What a Trainer takes for one batch: as many micro batches on each rank, which may call each other in each."""
+    """What a framework takes for one batch: as many micro batches on each rank, which may call each other in each."""
 
 
 def cut(samples: Sequence[Any], most: int) -> list[Sequence[Any]]:
@@ -33,7 +34,15 @@ def cut(samples: Sequence[Any], most: int) -> list[Sequence[Any]]:
     >>> cut("abcdefg", 3)
     ['abc', 'de', 'fg']
     """
-    parts = -(-len(samples) // most)
+    return cut_into(samples, -(-len(samples) // most))
+
+
+def cut_into(samples: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """So many parts of nearly equal size. Pure.
+
+    >>> cut_into("abcdefg", 2)
+    ['abcd', 'efg']
+    """
     sizes = [len(samples) // parts + (number < len(samples) % parts) for number in range(parts)]
     return [samples[sum(sizes[:number]) : sum(sizes[: number + 1])] for number in range(parts)]
 
@@ -42,6 +51,12 @@ def padded(parts: Sequence[MicroBatch], count: int, *, is_padding: bool) -> Micr
     """So many micro batches: those that are missing repeat the last one, and count nothing. Pure."""
     own = [part._replace(samples=0) if is_padding else part for part in parts]
     return MicroBatches([*own, *[parts[-1]._replace(samples=0)] * (count - len(parts))])
+
+
+def largest_group(coordinator: CoordinatorP2P) -> int:
+    """How many workers the launcher allows at most, by which a global batch is measured; 1 without a launcher."""
+    workers = coordinator.max_num_trainers
+    return 1 if workers == sys.maxsize else workers
 
 
 class _Collator:
@@ -54,31 +69,21 @@ class _Collator:
         return [(self._collate(part), len(part)) for part in cut(samples, self._most)]
 
 
-def _require_permutations(plain: DataLoader[Any], size: int) -> None:
-    """Raise UnfitError for a loader that draws its batches otherwise: that order, or those sizes, would be lost."""
-    batches: Any = plain.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # of Accelerate, where a group has been formed before
-    sampler = getattr(batches, "sampler", None)
-    kind = type(sampler if type(batches) is BatchSampler else batches).__name__
-    is_permutation = isinstance(sampler, RandomSampler) and not getattr(sampler, "replacement", False)
-    if type(batches) is not BatchSampler or not is_permutation or len(sampler) != len(plain.dataset):  # type: ignore[arg-type]
-        raise UnfitError(
-            f"the training data would be drawn by a {kind}, and ElasticTrainer draws a permutation of each epoch: "
-            "leave out get_train_dataloader or _get_train_sampler of the Trainer's class, and put weights or an order "
-            "into the dataset; or train it with MemoryCheckpointCallback (docs/transformers.md)"
-        )
-    if batches.batch_size != size:
-        raise UnfitError(
-            f"get_train_dataloader of the Trainer's class makes batches of {batches.batch_size} samples: give that "
-            f"number as per_device_train_batch_size, which is {size}"
-        )
+class _Sampler(ElasticBatchSampler):
+    """Of loops that know which micro batches are padding, and give them the count 0."""
+
+    counts_padding = False
+
+    def load_of(self, position: tuple[int, int]) -> tuple[int, ...]:
+        """The dataset indices of this rank's share of a batch of any epoch."""
+        return self._share(position).load
 
 
 class EpochBatches:
-    """Takes the place of the Trainer's DataLoader: each `next` is this rank's share of the next global batch.
+    """Takes the place of a framework's DataLoader: each `next` is this rank's share of the next global batch.
 
     Args:
-        plain: the DataLoader that the Trainer would have used: its dataset, collator and processes.
+        plain: the DataLoader that the framework would have used: its dataset, collator and processes.
         global_batch_size: samples of a step, whatever the size of the group.
         micro_batch_size: samples that the model gets at once, at most.
         epochs: of the run, where it ends after so many.
@@ -87,9 +92,6 @@ class EpochBatches:
         drop_last: leave out an epoch's last batch if it is not full.
         shuffle: a new order in each epoch; else the dataset's own.
         **options: more for the `ElasticLoader`.
-
-    Raises:
-        UnfitError: the data has no length, or is drawn in another way.
     """
 
     def __init__(
@@ -105,20 +107,13 @@ class EpochBatches:
         shuffle: bool = True,
         **options: Any,
     ) -> None:
-        if isinstance(plain.dataset, IterableDataset):
-            raise UnfitError(
-                "train_dataset is an IterableDataset, of which no worker can give another one its place in the data: "
-                "give a dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
-            )
-        if shuffle:
-            _require_permutations(plain, micro_batch_size)
         dataset: Any = plain.dataset
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         if max_steps > 0:
             full, rest = divmod(len(dataset), global_batch_size)
             epochs = -(-max_steps // max(1, full + bool(rest and not drop_last)))
-        self.sampler = ElasticBatchSampler(
+        self.sampler = _Sampler(
             dataset,
             global_batch_size,
             epochs=epochs,
@@ -130,8 +125,8 @@ class EpochBatches:
         if plain.num_workers:
             options["multiprocessing_context"] = plain.multiprocessing_context
             options["prefetch_factor"] = plain.prefetch_factor
-        collate = _Collator(plain.collate_fn, micro_batch_size)
-        self._loader = ElasticLoader(plain.dataset, self.sampler, collate_fn=collate, **options)
+        self._collate = _Collator(plain.collate_fn, micro_batch_size)
+        self._loader = ElasticLoader(plain.dataset, self.sampler, collate_fn=self._collate, **options)
 
     def __len__(self) -> int:
         return self.sampler.batches_per_epoch
@@ -144,6 +139,11 @@ class EpochBatches:
         share = self.sampler.pending[-1]
         most = self.sampler.largest_share(share.global_samples)
         return padded(parts, -(-most // self.micro_batch_size), is_padding=not share.local_samples)
+
+    def share_of(self, epoch: int, number: int) -> Any:
+        """The first micro batch of this rank's share of a batch of any epoch, read anew."""
+        samples = [self.dataset[index] for index in self.sampler.load_of((epoch, number))]
+        return self._collate(samples)[0][0]
 
     @property
     def committed(self) -> int:
