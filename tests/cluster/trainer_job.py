@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.testing.faults import FaultPlan
 
 SAMPLES, EPOCHS = 40, 4
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "steps", "evaluated")
 
 
 class Told(TrainerCallback):
@@ -36,12 +38,16 @@ class Told(TrainerCallback):
     def __init__(self, log: EventLog, plan: FaultPlan) -> None:
         self._log, self._plan = log, plan
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del control
+        self._log("begins", rank=args.process_index, world=args.world_size, is_zero=state.is_world_process_zero)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
         self._log("step", step=state.global_step, incarnation=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        kept = {name: (logs or {}).get(name) for name in ("loss", "grad_norm", "learning_rate", "eval_loss")}
+        kept = {name: (logs or {}).get(name) for name in LOGGED}
         self._log("log", step=state.global_step, **{name: value for name, value in kept.items() if value is not None})
         self._plan.reach("log", state.global_step, args.process_index)
 
@@ -52,6 +58,7 @@ class Told(TrainerCallback):
         self._plan.reach("optimizer", state.global_step, args.process_index)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._log("epoch", step=state.global_step)
         self._plan.reach("epoch", state.global_step, args.process_index)
 
 
@@ -62,6 +69,8 @@ class Trainer(ElasticTrainer):
     log_of_job: EventLog
     wait_for: int
     step_s: float
+    counts: dict[str, int]
+    elastic_attributes = ("counts",)
 
     def get_batch_samples(self, *arguments: Any) -> Any:
         drawn = super().get_batch_samples(*arguments)
@@ -77,6 +86,7 @@ class Trainer(ElasticTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self.plan.reach("forward", self.state.global_step, self.args.process_index)
+        self.counts["evaluated"] += not model.training
         if num_items_in_batch is None or not self.has_own_loss:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)  # not multiplied by the number of ranks
@@ -88,11 +98,16 @@ class Trainer(ElasticTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
+        self.counts["steps"] += 1
         self.plan.reach("backward", self.state.global_step, self.args.process_index)
         samples = [row for part in inputs if part.samples for row in part.inputs["input_ids"].tolist()]
         round_ = this_worker().position().round
         self.log_of_job("trained", step=self.state.global_step, round=round_, samples=samples)
         return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        name = "evaluated" if "eval_loss" in logs else "steps"
+        super().log(logs | {name: self.counts.pop(name, 0)}, *arguments, **options)
 
     def _evaluate(self, *arguments: Any, **options: Any) -> Any:
         self.plan.reach("evaluate", self.state.global_step, self.args.process_index)
@@ -169,7 +184,7 @@ def main() -> None:
     trainer = Trainer(
         make_model(options.classified), arguments, train_dataset=data, eval_dataset=data[:6], callbacks=callbacks
     )
-    trainer.plan, trainer.log_of_job = plan, log
+    trainer.plan, trainer.log_of_job, trainer.counts = plan, log, defaultdict(int)
     trainer.wait_for, trainer.step_s, trainer.has_own_loss = options.wait_for, options.step_s, options.own_loss
     if options.memory:
         tiers = [MemoryTier(options.memory), DiskTier(options.out / "tiers", every=EverySteps(5))]

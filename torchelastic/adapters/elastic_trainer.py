@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,10 +56,13 @@ class ElasticTrainerMixin:
         elastic_global_batch_size: samples of a step; None: as above.
         elastic_checkpoint: saves beside the Trainer's own checkpoints, in memory say, for the case that all workers are
             lost at once (`torchelastic.checkpoint.TieredCheckpointManager`); None: nothing does.
+        elastic_attributes: names of attributes in which a class of yours counts while it computes losses (numbers,
+            texts, lists and dicts of them): undone with a step, and sent to newcomers. Those of TRL's trainers are.
     """
 
     elastic_global_batch_size: int | None = None
     elastic_checkpoint: CheckpointManager | None = None
+    elastic_attributes: Sequence[str] = ()
     _coordinator: CoordinatorP2P | None = None
     _elastic: TrainerSteps | None = None
     _has_trained = False  # in this process, which has the group of its last training then
@@ -142,8 +146,9 @@ class ElasticTrainerMixin:
         assert self._coordinator is not None
         require_own_batches(batches)
         self._elastic = TrainerSteps(
-            trainer, self._coordinator, batches, model, optimizer, trainer.lr_scheduler, self.elastic_checkpoint
-        )
+            trainer, self._coordinator, batches, model, optimizer, trainer.lr_scheduler, self.elastic_checkpoint,
+            self.elastic_attributes,
+        )  # fmt: skip
         self._elastic.progress.epochs_ended = trainer.state.global_step // len(batches)
         self._numbers_of = resume_from_checkpoint
         batches.go_to(trainer.state.global_step)
@@ -158,10 +163,9 @@ class ElasticTrainerMixin:
         if elastic is None:
             super()._run_epoch(**arguments)  # type: ignore[misc]
             return
+        elastic.keep_what_was_met()
         while not elastic.is_over:
             try:
-                if self.elastic_checkpoint is not None and epoch == 0:
-                    elastic.begin()  # only then is it known which epoch it is
                 while self._work_is_due():
                     self._work(elastic, arguments["model"], arguments["trial"], arguments["ignore_keys_for_eval"])
                 if epoch < elastic.progress.epochs_ended:
