@@ -70,10 +70,13 @@ class Trainer(ElasticTrainer):
     wait_for: int
     step_s: float
     counts: dict[str, int]
+    drawn: list[Any]
+    calls = 0  # of training_step, in the step under way
     elastic_attributes = ("counts",)
 
     def get_batch_samples(self, *arguments: Any) -> Any:
         drawn = super().get_batch_samples(*arguments)
+        self.drawn, self.calls = list(drawn[0][0]), 0
         if self.state.global_step >= self.state.max_steps // 2 and self.args.world_size < self.wait_for:
             time.sleep(0.7)  # a run gives up after 100 failures
             raise torchelastic.RetryableException("waits for a newcomer")
@@ -98,9 +101,13 @@ class Trainer(ElasticTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
+        assert len(inputs["input_ids"]) <= self.args.per_device_train_batch_size, "a micro batch, as with accumulation"
+        self.calls += 1
+        if self.calls < len(self.drawn):
+            return loss
         self.counts["steps"] += 1
         self.plan.reach("backward", self.state.global_step, self.args.process_index)
-        samples = [row for part in inputs if part.samples for row in part.inputs["input_ids"].tolist()]
+        samples = [row for part in self.drawn if part.samples for row in part.inputs["input_ids"].tolist()]
         round_ = this_worker().position().round
         self.log_of_job("trained", step=self.state.global_step, round=round_, samples=samples)
         return loss

@@ -110,6 +110,14 @@ def test_between_steps_the_run_may_end() -> None:
     assert "[0, 1, 2]\n" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.long
+def test_a_step_that_is_skipped_changes_nothing() -> None:
+    skips = "step.skip('too large a loss') if step.number in (1, 4) else accelerator.backward(loss)"
+    by_hand = BY_HAND.replace("for begin in (0, 4, 8):", "for begin in ((0, 8), (0, 8))[epoch]:")
+    done = ran(backward=skips, after=by_hand)
+    assert "as by hand [0, 1, 2, 3, 4, 5]" in done.stdout, done.stderr[-3000:]
+
+
 ONE = "init_method='tcp://127.0.0.1:0', rank=0, world_size=1"
 SHARED = "ElasticAccelerator cannot go on in the running process with "
 

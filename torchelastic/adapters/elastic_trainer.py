@@ -28,6 +28,7 @@ from torchelastic.adapters.hugging_face.trainer_requirements import (
     require_known_version,
     require_own_batches,
     require_supported,
+    warn_of_other_epochs,
 )
 from torchelastic.adapters.hugging_face.trainer_steps import EnterAgainError, TrainerSteps
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
@@ -89,10 +90,12 @@ class ElasticTrainerMixin:
         resume_from_checkpoint = checked_resume(resume_from_checkpoint, trainer.args.output_dir)
         self._coordinator = CoordinatorP2P("nccl" if args.device.type == "cuda" else "gloo")
         self._accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
+        vars(self)["training_step"] = self._train_share
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)  # type: ignore[misc]
         finally:
             args.gradient_accumulation_steps = self._accumulation
+            del vars(self)["training_step"]
             if self._elastic is not None:
                 self._elastic.close()
             self._elastic = self._coordinator = None
@@ -151,7 +154,9 @@ class ElasticTrainerMixin:
         )  # fmt: skip
         self._elastic.progress.epochs_ended = trainer.state.global_step // len(batches)
         self._numbers_of = resume_from_checkpoint
+        warn_of_other_epochs(trainer.state, len(batches))
         batches.go_to(trainer.state.global_step)
+        trainer.args.gradient_accumulation_steps = self._accumulation  # for trackers, which begin with the training
         return self._elastic.state.model, batches
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -164,6 +169,7 @@ class ElasticTrainerMixin:
             super()._run_epoch(**arguments)  # type: ignore[misc]
             return
         elastic.keep_what_was_met()
+        trainer.args.gradient_accumulation_steps = 1  # a step is one batch for the loop
         while not elastic.is_over:
             try:
                 while self._work_is_due():
@@ -223,16 +229,15 @@ class ElasticTrainerMixin:
             args.average_tokens_across_devices = True
         return count if part.samples or count is None else 0
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward passes of this rank's share; the gradients are averaged in the last one."""
-        elastic = self._elastic
-        if elastic is None or not isinstance(inputs, MicroBatches):
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
+    def _train_share(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """In place of `training_step`, which is called for each micro batch; the last one averages the gradients."""
+        elastic, train = self._elastic, type(self).training_step  # type: ignore[attr-defined]
+        assert elastic is not None
         losses = []
         for number, (part, items) in enumerate(zip(inputs, self._items, strict=True), start=1):
             elastic.take_part(part, items)
             with nullcontext() if number == len(inputs) else elastic.state.no_sync():
-                losses.append((super().training_step(model, part.inputs, num_items_in_batch), part.samples))  # type: ignore[misc]
+                losses.append((train(self, model, part.inputs, num_items_in_batch), part.samples))
         return elastic.reported(losses)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -279,7 +284,8 @@ class ElasticTrainerMixin:
             raise EnterAgainError
         if not self._work_is_due():
             return  # the others have done it
-        progress, control = elastic.progress, trainer.control
+        progress, control, args = elastic.progress, trainer.control, trainer.args
+        args.gradient_accumulation_steps = self._accumulation  # it is saved with the model
         try:
             with elastic.slow_section():
                 super()._maybe_log_save_evaluate(  # type: ignore[misc]
@@ -290,6 +296,8 @@ class ElasticTrainerMixin:
             if not elastic.undo(error):
                 raise
             return
+        finally:
+            args.gradient_accumulation_steps = 1
         control.should_log = control.should_evaluate = control.should_save = False
         elastic.commit()
 
@@ -305,6 +313,7 @@ class ElasticTrainerMixin:
     def _finalize_training(self, *arguments: Any) -> Any:
         if self._elastic is not None:
             self._elastic.finish()
+        self.args.gradient_accumulation_steps = self._accumulation  # type: ignore[attr-defined]
         return super()._finalize_training(*arguments)  # type: ignore[misc]
 
 
