@@ -22,7 +22,7 @@ pytest.importorskip(
 STEPS = 4 * 4
 PHASES = ("forward", "backward", "optimizer", "log", "evaluate", "save", "epoch")
 #: Steps at which each of these happens; a phase of a train step is named by the steps before it.
-AT = {"forward": 5, "backward": 6, "optimizer": 7, "log": 6, "evaluate": 8, "save": 8, "epoch": 8}
+AT = {"forward": 0, "backward": 6, "optimizer": 7, "log": 6, "evaluate": 8, "save": 8, "epoch": 8}
 #: Here the losses are logged in the same step.
 BEHIND_A_LOG = {"evaluate": 12, "save": 12}
 
@@ -46,6 +46,7 @@ def assert_like(job: Job, other: Job, *, finishers: int = 3) -> None:
     assert all(torch.equal(finals[0], one) for one in finals[1:]), "workers end with different weights"
     torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
     assert {event["step"] for event in job.of("finished")} == {event["step"] for event in other.of("finished")}
+    assert all(event["counted"] == event["step"] for event in job.of("finished")), "the state of a callback"
     assert_logged_alike(job, other)
     for pid in {event["pid"] for event in job.of("step")}:
         told = [event["step"] for event in job.of("step") if event["pid"] == pid]

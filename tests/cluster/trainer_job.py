@@ -19,6 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 import torchelastic
 from tests.cluster.elastic_job import EventLog
@@ -60,6 +61,22 @@ class Told(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._log("epoch", step=state.global_step)
         self._plan.reach("epoch", state.global_step, args.process_index)
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Counts from the beginning, in a state that the Trainer saves."""
+
+    steps: int | None = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.steps = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        assert self.steps is not None
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
 
 
 class Trainer(ElasticTrainer):
@@ -186,7 +203,8 @@ def main() -> None:
     )
     data = make_data(options.classified)
     log, plan = EventLog(options.out), FaultPlan(options.out)
-    callbacks: list[TrainerCallback] = [Told(log, plan)]
+    counting = Counting()
+    callbacks: list[TrainerCallback] = [Told(log, plan), counting]
     callbacks += [EarlyStoppingCallback(options.patience)] if options.patience else []
     trainer = Trainer(
         make_model(options.classified), arguments, train_dataset=data, eval_dataset=data[:6], callbacks=callbacks
@@ -211,6 +229,7 @@ def main() -> None:
         step=trainer.state.global_step,
         best=trainer.state.best_metric,
         loss=result.training_loss,
+        counted=counting.steps,
         tokens=trainer.state.num_input_tokens_seen,
         rank=trainer.args.process_index,
         publishes=trainer.args.should_save,

@@ -81,6 +81,7 @@ class TrainerSteps:
         self._world: tuple[int, int] | None = None
         self.is_telling = False
         self._met_with: dict[str, Any] | None = None
+        self._began_with: dict[str, Any] | None = None
         self._meeting = ExitStack()
         self._part = MicroBatch(None, 0)
         self._counted: tuple[float, float] | None = None
@@ -135,11 +136,19 @@ class TrainerSteps:
         self._met_with = self.progress.state_dict() if self.state.step else None
 
     def keep_what_was_met(self) -> None:
-        """All callbacks have begun."""
+        """All callbacks have begun; what they have begun with in a new run outlives an undone first step."""
         self._meeting.close()
         if self._met_with is not None:
             self.progress.load_state_dict(self._met_with)
+        elif not self.state.step:
+            self._began_with = self.progress.state_dict()
         self._met_with = None
+
+    def _take(self) -> None:
+        """What a step has become: committed, or undone."""
+        self.progress.take(self.state.extra)
+        if self._began_with is not None and not self.state.step:
+            self.progress.load_state_dict(self._began_with)
 
     def _tell(self, known: tuple[int, int]) -> None:
         """Others have counted the step that was undone here: its end, which callbacks have not seen here yet.
@@ -165,7 +174,7 @@ class TrainerSteps:
         assert step is not None
         self.progress.give(self.state.extra)
         step.__exit__(None, None, None)
-        self.progress.take(self.state.extra)
+        self._take()
         return step.committed
 
     def undo(self, error: BaseException) -> bool:
@@ -173,7 +182,7 @@ class TrainerSteps:
         step, self._step = self._step, None
         if step is None or not step.__exit__(type(error), error, error.__traceback__):
             return False
-        self.progress.take(self.state.extra)
+        self._take()
         return True
 
     def finish(self) -> None:
