@@ -148,6 +148,8 @@ SHARED = "ElasticAccelerator cannot go on in the running process with "
         ({"loaded": "list(accelerator.steps(loader))"}, "steps() trains what was prepared"),
         ({"prepared": "accelerator.prepare(torch.nn.Linear(1, 1))"}, "a second one was prepared"),
         ({"prepared": "accelerator.backward(torch.zeros(1))"}, "backward() belongs into a step"),
+        ({"prepared": "accelerator.skip_first_batches(loader, 1)"}, "leave skip_first_batches out"),
+        ({"prepared": "next(iter(loader))"}, "is iterated by steps"),
         ({"backward": "loss.backward()"}, "left without accelerator.backward(loss)"),
         ({"backward": "accelerator.backward(loss); accelerator.backward(loss)"}, "was called twice for one batch"),
         ({"backward": "accelerator.backward(loss, retain_graph=True)"}, "does not take retain_graph"),

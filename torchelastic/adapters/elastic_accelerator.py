@@ -21,7 +21,11 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; accelerate is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.accelerator_parts import LoaderOfGroup, MicroBatchOptimizer
+from torchelastic.adapters.hugging_face.accelerator_parts import (
+    LoaderOfGroup,
+    MicroBatchOptimizer,
+    TrainingBatches,
+)
 from torchelastic.adapters.hugging_face.accelerator_requirements import (
     require_fit_options,
     require_no_group,
@@ -215,7 +219,7 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
         plain = require_training_data(dataloader)
         assert plain.batch_size is not None
         workers = largest_group(self._its_coordinator())
-        batches = EpochBatches(
+        batches = TrainingBatches(
             plain,
             global_batch_size or plain.batch_size * self.gradient_accumulation_steps * workers,
             plain.batch_size,
