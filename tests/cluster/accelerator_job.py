@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.tracking import GeneralTracker, on_main_process
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchelastic
@@ -32,13 +33,41 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
 
+class Tracker(GeneralTracker):  # type: ignore[misc, unused-ignore]
+    """Writes down when it begins, and what it is told."""
+
+    name, requires_logging_directory = "events", False
+
+    def __init__(self, log: EventLog) -> None:
+        super().__init__()
+        self._log = log
+
+    @property
+    def tracker(self) -> EventLog:
+        return self._log
+
+    @on_main_process  # type: ignore[untyped-decorator, unused-ignore]
+    def start(self) -> None:
+        self._log("tracker begins")
+
+    @on_main_process  # type: ignore[untyped-decorator, unused-ignore]
+    def store_init_configuration(self, values: Any) -> None:
+        del values
+
+    @on_main_process  # type: ignore[untyped-decorator, unused-ignore]
+    def log(self, values: dict[str, Any], step: int | None, **_: Any) -> None:
+        self._log("tracked", step=step, **values)
+
+
 class Job:
     """What the script holds."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.log, self.plan = EventLog(options.out), FaultPlan(options.out)
-        self.accelerator = ElasticAccelerator(cpu=True)
+        self.accelerator = ElasticAccelerator(cpu=True, log_with=Tracker(self.log))
+        self.accelerator.init_trackers("job", config={"samples": SAMPLES})
+        self.accelerator.log({"error": 1.0}, step=0)
         if options.scaled:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
         self.data = make_data()
@@ -53,6 +82,7 @@ class Job:
         )
         self.accelerator.extra["trained"] = 0
         self.accelerator.extra["losses"] = []
+        self.accelerator.extra["evaluated"] = []
 
     def reach(self, phase: str, number: int) -> None:
         self.plan.reach(phase, number, self.accelerator.process_index)
@@ -100,6 +130,8 @@ class Job:
         self.model.train()
         count, error = len(set(torch.cat(seen).tolist())), float(torch.cat(errors).mean())
         assert count == sum(map(len, seen)) == SAMPLES, "a sample is missing, or counts twice"
+        self.accelerator.log({"error": error}, step=number)
+        self.accelerator.extra["evaluated"].append(number)
         if self.options.saved:
             self.accelerator.save_state(str(self.options.out / "state"))
         self.log(
@@ -125,7 +157,13 @@ class Job:
         flat = torch.cat([one.detach().reshape(-1) for one in self.model.parameters()])
         torch.save(flat, out / f"weights-{self.log.worker}-{accelerator.process_index}.pt")
         scale = accelerator.scaler.get_scale() if accelerator.scaler else 1.0
-        self.log("finished", trained=accelerator.extra["trained"], losses=accelerator.extra["losses"], scale=scale)
+        self.log(
+            "finished",
+            trained=accelerator.extra["trained"],
+            losses=accelerator.extra["losses"],
+            scale=scale,
+            evaluated=accelerator.extra["evaluated"],
+        )
 
 
 def main() -> None:

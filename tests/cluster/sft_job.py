@@ -43,7 +43,7 @@ class Trainer(ElasticTrainerMixin, SFTTrainer):  # type: ignore[misc, unused-ign
     plan: FaultPlan
 
     def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        loss = super().training_step(*arguments, **options)
+        loss: torch.Tensor = super().training_step(*arguments, **options)
         self.plan.reach("backward", self.state.global_step, self.args.process_index)
         return loss
 

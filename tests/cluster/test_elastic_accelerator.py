@@ -40,11 +40,13 @@ def assert_like(job: Job, other: Job, *, finishers: int = 3) -> None:
     torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
     [expected, *_] = other.of("finished")
     for event in job.of("finished"):
+        assert event["evaluated"] == [3, 6, 9, 12]
         assert (event["trained"], event["scale"]) == (STEPS, expected["scale"])
         assert event["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert values(job.of("step"), "rate") == values(other.of("step"), "rate")
     assert values(job.of("evaluated"), "error") == values(other.of("evaluated"), "error")
     assert_each_sample_once(job)
+    assert values(job.of("tracked"), "error").keys() >= {0, 3, 6, 9, 12}
 
 
 def values(events: list[Event], name: str) -> dict[int, float]:
@@ -72,6 +74,15 @@ def assert_each_sample_once(job: Job) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_is_killed_wherever_it_is(tmp_path: Path, undisturbed: Job, phase: str, rank: int) -> None:
     job = run(tmp_path / "job", [Fault("kill", phase, rank=rank, step=AT[phase])], *ALONE)
+    assert_like(job, undisturbed, finishers=2)
+
+
+@pytest.mark.long
+def test_trackers_begin_once_and_with_rank_0(undisturbed: Job, tmp_path: Path) -> None:
+    assert len(undisturbed.of("tracker begins")) == 1
+    assert {event["pid"] for event in undisturbed.of("tracked")} == {undisturbed.of("tracker begins")[0]["pid"]}
+    job = run(tmp_path / "job", [Fault("kill", "forward", rank=0, step=4)], *ALONE)
+    assert len(job.of("tracker begins")) == 2
     assert_like(job, undisturbed, finishers=2)
 
 
@@ -117,6 +128,7 @@ def test_all_at_once_go_on_from_what_save_state_has_saved(tmp_path: Path, undist
     job = run(tmp_path / "job", faults, saved=True)
     assert_ends_like(job, undisturbed)
     assert min(event["step"] for event in job.of("step") if event["pid"] in pids(job)) == 6
+    assert_like(job, undisturbed)  # what is in `extra`, too
 
 
 def pids(job: Job) -> set[int]:

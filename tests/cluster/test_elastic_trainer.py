@@ -22,7 +22,9 @@ pytest.importorskip(
 STEPS = 4 * 4
 PHASES = ("forward", "backward", "optimizer", "log", "evaluate", "save", "epoch")
 #: Steps at which each of these happens; a phase of a train step is named by the steps before it.
-AT = {"forward": 5, "backward": 6, "optimizer": 7, "log": 6, "evaluate": 8, "save": 8, "epoch": 8}
+AT = {"forward": 0, "backward": 6, "optimizer": 7, "log": 6, "evaluate": 8, "save": 8, "epoch": 8}
+#: Here the losses are logged in the same step.
+BEHIND_A_LOG = {"evaluate": 12, "save": 12}
 
 
 class TrainerJob(Job):
@@ -44,6 +46,7 @@ def assert_like(job: Job, other: Job, *, finishers: int = 3) -> None:
     assert all(torch.equal(finals[0], one) for one in finals[1:]), "workers end with different weights"
     torch.testing.assert_close(finals[0], other.final_weights()[0], rtol=1e-9, atol=1e-9)
     assert {event["step"] for event in job.of("finished")} == {event["step"] for event in other.of("finished")}
+    assert all(event["counted"] == event["step"] for event in job.of("finished")), "the state of a callback"
     assert_logged_alike(job, other)
     for pid in {event["pid"] for event in job.of("step")}:
         told = [event["step"] for event in job.of("step") if event["pid"] == pid]
@@ -55,7 +58,7 @@ def assert_logged_alike(job: Job, other: Job) -> None:
     def logged(of: Job) -> dict[tuple[int, str], list[float]]:
         found: dict[tuple[int, str], list[float]] = {}
         for event in of.of("log"):
-            for name in ("loss", "grad_norm", "learning_rate"):
+            for name in ("loss", "grad_norm", "learning_rate", "steps"):
                 if name in event:
                     found.setdefault((event["step"], name), []).append(event[name])
         return found
@@ -80,10 +83,34 @@ def samples_of(job: Job) -> list[Counter[str]]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_is_killed_wherever_it_is(tmp_path: Path, undisturbed: Job, phase: str, rank: int) -> None:
-    job = run(
-        tmp_path / "job", [Fault("kill", phase, rank=rank, step=AT[phase])], "--max-restarts=0", "--min-workers=1"
-    )
+    step = BEHIND_A_LOG.get(phase, AT[phase])
+    job = run(tmp_path / "job", [Fault("kill", phase, rank=rank, step=step)], "--max-restarts=0", "--min-workers=1")
     assert_like(job, undisturbed, finishers=2)
+
+
+@pytest.mark.long
+def test_callbacks_begin_in_the_group(undisturbed: Job) -> None:
+    begins = {event["pid"]: (event["rank"], event["world"], event["is_zero"]) for event in undisturbed.of("begins")}
+    assert sorted(begins.values()) == [(0, 3, True), (1, 3, False), (2, 3, False)]
+    assert {event["pid"]: event["rank"] for event in undisturbed.of("finished")} == {
+        pid: rank for pid, (rank, _, _) in begins.items()
+    }
+
+
+@pytest.mark.long
+def test_a_step_that_others_have_counted_is_told_to_callbacks_all_the_same(tmp_path: Path, undisturbed: Job) -> None:
+    job = run(tmp_path / "job", [Fault("raise", "optimizer", rank=1, step=7)])  # the others are through by then
+    assert_like(job, undisturbed)
+    ends = Counter((event["pid"], event["step"]) for event in job.of("epoch"))
+    assert sorted(step for _, step in ends) == sorted([4, 8, 12, 16] * 3)
+    assert set(ends.values()) == {1}
+
+
+@pytest.mark.long
+def test_what_a_trainer_counts_is_no_part_of_how_losses_are_looked_at(undisturbed: Job) -> None:
+    counted = [event["evaluated"] for event in undisturbed.of("log") if "eval_loss" in event]
+    assert counted
+    assert counted == [2] * len(counted)  # of 6 samples, on each of 3 ranks
 
 
 @pytest.mark.long

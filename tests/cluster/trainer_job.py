@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 import torchelastic
 from tests.cluster.elastic_job import EventLog
@@ -28,6 +30,7 @@ from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.testing.faults import FaultPlan
 
 SAMPLES, EPOCHS = 40, 4
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "steps", "evaluated")
 
 
 class Told(TrainerCallback):
@@ -36,12 +39,16 @@ class Told(TrainerCallback):
     def __init__(self, log: EventLog, plan: FaultPlan) -> None:
         self._log, self._plan = log, plan
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del control
+        self._log("begins", rank=args.process_index, world=args.world_size, is_zero=state.is_world_process_zero)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
         self._log("step", step=state.global_step, incarnation=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        kept = {name: (logs or {}).get(name) for name in ("loss", "grad_norm", "learning_rate", "eval_loss")}
+        kept = {name: (logs or {}).get(name) for name in LOGGED}
         self._log("log", step=state.global_step, **{name: value for name, value in kept.items() if value is not None})
         self._plan.reach("log", state.global_step, args.process_index)
 
@@ -52,7 +59,24 @@ class Told(TrainerCallback):
         self._plan.reach("optimizer", state.global_step, args.process_index)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._log("epoch", step=state.global_step)
         self._plan.reach("epoch", state.global_step, args.process_index)
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Counts from the beginning, in a state that the Trainer saves."""
+
+    steps: int | None = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.steps = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        assert self.steps is not None
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
 
 
 class Trainer(ElasticTrainer):
@@ -62,9 +86,14 @@ class Trainer(ElasticTrainer):
     log_of_job: EventLog
     wait_for: int
     step_s: float
+    counts: dict[str, int]
+    drawn: list[Any]
+    calls = 0  # of training_step, in the step under way
+    elastic_attributes = ("counts",)
 
     def get_batch_samples(self, *arguments: Any) -> Any:
         drawn = super().get_batch_samples(*arguments)
+        self.drawn, self.calls = list(drawn[0][0]), 0
         if self.state.global_step >= self.state.max_steps // 2 and self.args.world_size < self.wait_for:
             time.sleep(0.7)  # a run gives up after 100 failures
             raise torchelastic.RetryableException("waits for a newcomer")
@@ -77,6 +106,7 @@ class Trainer(ElasticTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self.plan.reach("forward", self.state.global_step, self.args.process_index)
+        self.counts["evaluated"] += not model.training
         if num_items_in_batch is None or not self.has_own_loss:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)  # not multiplied by the number of ranks
@@ -88,11 +118,20 @@ class Trainer(ElasticTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
+        assert len(inputs["input_ids"]) <= self.args.per_device_train_batch_size, "a micro batch, as with accumulation"
+        self.calls += 1
+        if self.calls < len(self.drawn):
+            return loss
+        self.counts["steps"] += 1
         self.plan.reach("backward", self.state.global_step, self.args.process_index)
-        samples = [row for part in inputs if part.samples for row in part.inputs["input_ids"].tolist()]
+        samples = [row for part in self.drawn if part.samples for row in part.inputs["input_ids"].tolist()]
         round_ = this_worker().position().round
         self.log_of_job("trained", step=self.state.global_step, round=round_, samples=samples)
         return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        name = "evaluated" if "eval_loss" in logs else "steps"
+        super().log(logs | {name: self.counts.pop(name, 0)}, *arguments, **options)
 
     def _evaluate(self, *arguments: Any, **options: Any) -> Any:
         self.plan.reach("evaluate", self.state.global_step, self.args.process_index)
@@ -164,12 +203,13 @@ def main() -> None:
     )
     data = make_data(options.classified)
     log, plan = EventLog(options.out), FaultPlan(options.out)
-    callbacks: list[TrainerCallback] = [Told(log, plan)]
+    counting = Counting()
+    callbacks: list[TrainerCallback] = [Told(log, plan), counting]
     callbacks += [EarlyStoppingCallback(options.patience)] if options.patience else []
     trainer = Trainer(
         make_model(options.classified), arguments, train_dataset=data, eval_dataset=data[:6], callbacks=callbacks
     )
-    trainer.plan, trainer.log_of_job = plan, log
+    trainer.plan, trainer.log_of_job, trainer.counts = plan, log, defaultdict(int)
     trainer.wait_for, trainer.step_s, trainer.has_own_loss = options.wait_for, options.step_s, options.own_loss
     if options.memory:
         tiers = [MemoryTier(options.memory), DiskTier(options.out / "tiers", every=EverySteps(5))]
@@ -189,6 +229,7 @@ def main() -> None:
         step=trainer.state.global_step,
         best=trainer.state.best_metric,
         loss=result.training_loss,
+        counted=counting.steps,
         tokens=trainer.state.num_input_tokens_seen,
         rank=trainer.args.process_index,
         publishes=trainer.args.should_save,

@@ -110,6 +110,14 @@ def test_between_steps_the_run_may_end() -> None:
     assert "[0, 1, 2]\n" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.long
+def test_a_step_that_is_skipped_changes_nothing() -> None:
+    skips = "step.skip('too large a loss') if step.number in (1, 4) else accelerator.backward(loss)"
+    by_hand = BY_HAND.replace("for begin in (0, 4, 8):", "for begin in ((0, 8), (0, 8))[epoch]:")
+    done = ran(backward=skips, after=by_hand)
+    assert "as by hand [0, 1, 2, 3, 4, 5]" in done.stdout, done.stderr[-3000:]
+
+
 ONE = "init_method='tcp://127.0.0.1:0', rank=0, world_size=1"
 SHARED = "ElasticAccelerator cannot go on in the running process with "
 
@@ -140,6 +148,8 @@ SHARED = "ElasticAccelerator cannot go on in the running process with "
         ({"loaded": "list(accelerator.steps(loader))"}, "steps() trains what was prepared"),
         ({"prepared": "accelerator.prepare(torch.nn.Linear(1, 1))"}, "a second one was prepared"),
         ({"prepared": "accelerator.backward(torch.zeros(1))"}, "backward() belongs into a step"),
+        ({"prepared": "accelerator.skip_first_batches(loader, 1)"}, "leave skip_first_batches out"),
+        ({"prepared": "next(iter(loader))"}, "is iterated by steps"),
         ({"backward": "loss.backward()"}, "left without accelerator.backward(loss)"),
         ({"backward": "accelerator.backward(loss); accelerator.backward(loss)"}, "was called twice for one batch"),
         ({"backward": "accelerator.backward(loss, retain_graph=True)"}, "does not take retain_graph"),

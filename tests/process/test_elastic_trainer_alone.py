@@ -23,7 +23,8 @@ sizes = dict(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_to
 rows = torch.randint(16, (20, 6), generator=torch.Generator().manual_seed(3))
 data = [{{"input_ids": row, "labels": row}} for row in rows]
 options = dict(max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True)
-arguments = TrainingArguments({folder!r}, **(options | dict({options})))
+options |= dict({options})
+arguments = TrainingArguments({folder!r}, **options)
 trainer = ElasticTrainer(GPT2LMHeadModel(GPT2Config(**sizes)), arguments, train_dataset={data}, eval_dataset=data)
 {change}
 trainer.train()
@@ -83,6 +84,23 @@ def test_a_second_training_and_half_precision(tmp_path: Path) -> None:
     done = ran(tmp_path, "bf16=True, num_train_epochs=1, max_steps=-1", after="trainer.train(); print('again')")
     assert "trained 5 1.0 2." in done.stdout, done.stderr[-3000:]
     assert "again" in done.stdout, done.stderr[-3000:]
+
+
+RESUMES_OTHERWISE = """
+saved = torch.load(arguments.output_dir + "/checkpoint-3/training_args.bin", weights_only=False)
+print("saved with an accumulation of", saved.gradient_accumulation_steps)
+class Other(ElasticTrainer):
+    elastic_global_batch_size = 2
+arguments = TrainingArguments(arguments.output_dir, **(options | dict(max_steps=4)))
+Other(GPT2LMHeadModel(GPT2Config(**sizes)), arguments, train_dataset=data).train(resume_from_checkpoint=True)
+"""
+
+
+@pytest.mark.long
+def test_a_checkpoint_has_the_users_arguments_and_steps_of_another_size_are_said(tmp_path: Path) -> None:
+    done = ran(tmp_path, "gradient_accumulation_steps=2, save_steps=3", after=RESUMES_OTHERWISE)
+    assert "saved with an accumulation of 2" in done.stdout, done.stderr[-3000:]
+    assert "the checkpoint of step 3 was trained in 3 steps for an epoch, which has 10 now" in done.stderr
 
 
 @pytest.mark.long

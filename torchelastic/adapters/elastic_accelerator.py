@@ -21,13 +21,17 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; accelerate is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.accelerator_parts import LoaderOfGroup, MicroBatchOptimizer
+from torchelastic.adapters.hugging_face.accelerator_parts import (
+    LoaderOfGroup,
+    MicroBatchOptimizer,
+    TrainingBatches,
+)
 from torchelastic.adapters.hugging_face.accelerator_requirements import (
     require_fit_options,
     require_no_group,
     require_training_data,
 )
-from torchelastic.adapters.hugging_face.accelerator_steps import AcceleratedRun, ElasticStep, LookedAt
+from torchelastic.adapters.hugging_face.accelerator_steps import AcceleratedRun, ElasticStep, ExtraOfScript, LookedAt
 from torchelastic.adapters.hugging_face.one_process import stay_alone
 from torchelastic.adapters.in_process.batches import EpochBatches, largest_group
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
@@ -76,7 +80,9 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
         self.gradient_state.plugin_kwargs["adjust_scheduler"] = False  # micro batches are no steps of the schedule
         self._extra: dict[str, Any] = {}
         self._looked_at = LookedAt()
-        self.register_for_checkpointing(self._looked_at)
+        self.register_for_checkpointing(self._looked_at, ExtraOfScript(self._extra))
+        self._trackers_wanted: tuple[Any, ...] | None = None
+        self._logged_before: list[tuple[Any, ...]] = []
         self._run: AcceleratedRun | None = None
         self._coordinator: CoordinatorP2P | None = None
         self._module: torch.nn.Module | None = None
@@ -86,6 +92,42 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
     def extra(self) -> dict[str, Any]:
         """Your own counters and objects by name, as in `ModelState`: undone with a step, sent to newcomers, saved."""
         return self._extra
+
+    # --- trackers -----------------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """As Accelerate's; they begin in the first step, on rank 0, and anew on who takes its place."""
+        self._trackers_wanted = (project_name, config, init_kwargs)
+        if self._run is not None:
+            self._begin_trackers()
+
+    def _begin_trackers(self) -> None:
+        """Begin those that `init_trackers` was called for, if this worker is rank 0 by now; called by the loop."""
+        if self._trackers_wanted is None or self.process_index != 0:
+            return
+        wanted, self._trackers_wanted = self._trackers_wanted, None
+        super().init_trackers(*wanted)
+        for logged in self._logged_before:
+            super().log(*logged)
+        self._logged_before.clear()
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """As Accelerate's; before the first step it is kept until trackers begin."""
+        if self._run is None and self._trackers_wanted is not None:
+            self._logged_before.append((values, step, log_kwargs))
+        else:
+            super().log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """As Accelerate's. Raises UnfitError: before the first step, when no worker is rank 0 yet."""
+        if self._run is None and self._trackers_wanted is not None:
+            raise UnfitError(
+                "get_tracker() comes before the first step, when no worker is rank 0 yet and trackers have not begun: "
+                "call it in a step, or in the function that steps(between=) is given"
+            )
+        return super().get_tracker(name, unwrap)
 
     # --- set up -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +219,7 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
         plain = require_training_data(dataloader)
         assert plain.batch_size is not None
         workers = largest_group(self._its_coordinator())
-        batches = EpochBatches(
+        batches = TrainingBatches(
             plain,
             global_batch_size or plain.batch_size * self.gradient_accumulation_steps * workers,
             plain.batch_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchelastic.adapters.hugging_face.trainer_requirements import (
     require_own_batches,
     require_permutations,
     require_supported,
+    warn_of_other_epochs,
 )
 from torchelastic.adapters.hugging_face.trainer_steps import EnterAgainError, TrainerSteps
 from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatch, MicroBatches, largest_group
@@ -56,10 +58,13 @@ class ElasticTrainerMixin:
         elastic_global_batch_size: samples of a step; None: as above.
         elastic_checkpoint: saves beside the Trainer's own checkpoints, in memory say, for the case that all workers are
             lost at once (`torchelastic.checkpoint.TieredCheckpointManager`); None: nothing does.
+        elastic_attributes: names of attributes in which a class of yours counts while it computes losses (numbers,
+            texts, lists and dicts of them): undone with a step, and sent to newcomers. Those of TRL's trainers are.
     """
 
     elastic_global_batch_size: int | None = None
     elastic_checkpoint: CheckpointManager | None = None
+    elastic_attributes: Sequence[str] = ()
     _coordinator: CoordinatorP2P | None = None
     _elastic: TrainerSteps | None = None
     _has_trained = False  # in this process, which has the group of its last training then
@@ -86,10 +91,12 @@ class ElasticTrainerMixin:
         resume_from_checkpoint = checked_resume(resume_from_checkpoint, trainer.args.output_dir)
         self._coordinator = CoordinatorP2P("nccl" if args.device.type == "cuda" else "gloo")
         self._accumulation, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
+        vars(self)["training_step"] = self._train_share
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)  # type: ignore[misc]
         finally:
             args.gradient_accumulation_steps = self._accumulation
+            del vars(self)["training_step"]
             if self._elastic is not None:
                 self._elastic.close()
             self._elastic = self._coordinator = None
@@ -144,11 +151,14 @@ class ElasticTrainerMixin:
         assert self._coordinator is not None
         require_own_batches(batches)
         self._elastic = TrainerSteps(
-            trainer, self._coordinator, batches, model, optimizer, trainer.lr_scheduler, self.elastic_checkpoint
-        )
+            trainer, self._coordinator, batches, model, optimizer, trainer.lr_scheduler, self.elastic_checkpoint,
+            self.elastic_attributes,
+        )  # fmt: skip
         self._elastic.progress.epochs_ended = trainer.state.global_step // len(batches)
         self._numbers_of = resume_from_checkpoint
+        warn_of_other_epochs(trainer.state, len(batches))
         batches.go_to(trainer.state.global_step)
+        trainer.args.gradient_accumulation_steps = self._accumulation  # for trackers, which begin with the training
         return self._elastic.state.model, batches
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -160,10 +170,10 @@ class ElasticTrainerMixin:
         if elastic is None:
             super()._run_epoch(**arguments)  # type: ignore[misc]
             return
+        elastic.keep_what_was_met()
+        trainer.args.gradient_accumulation_steps = 1  # a step is one batch for the loop
         while not elastic.is_over:
             try:
-                if self.elastic_checkpoint is not None and epoch == 0:
-                    elastic.begin()  # only then is it known which epoch it is
                 while self._work_is_due():
                     self._work(elastic, arguments["model"], arguments["trial"], arguments["ignore_keys_for_eval"])
                 if epoch < elastic.progress.epochs_ended:
@@ -221,16 +231,15 @@ class ElasticTrainerMixin:
             args.average_tokens_across_devices = True
         return count if part.samples or count is None else 0
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward passes of this rank's share; the gradients are averaged in the last one."""
-        elastic = self._elastic
-        if elastic is None or not isinstance(inputs, MicroBatches):
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
+    def _train_share(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """In place of `training_step`, which is called for each micro batch; the last one averages the gradients."""
+        elastic, train = self._elastic, type(self).training_step  # type: ignore[attr-defined]
+        assert elastic is not None
         losses = []
         for number, (part, items) in enumerate(zip(inputs, self._items, strict=True), start=1):
             elastic.take_part(part, items)
             with nullcontext() if number == len(inputs) else elastic.state.no_sync():
-                losses.append((super().training_step(model, part.inputs, num_items_in_batch), part.samples))  # type: ignore[misc]
+                losses.append((train(self, model, part.inputs, num_items_in_batch), part.samples))
         return elastic.reported(losses)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -277,7 +286,8 @@ class ElasticTrainerMixin:
             raise EnterAgainError
         if not self._work_is_due():
             return  # the others have done it
-        progress, control = elastic.progress, trainer.control
+        progress, control, args = elastic.progress, trainer.control, trainer.args
+        args.gradient_accumulation_steps = self._accumulation  # it is saved with the model
         try:
             with elastic.slow_section():
                 super()._maybe_log_save_evaluate(  # type: ignore[misc]
@@ -288,6 +298,8 @@ class ElasticTrainerMixin:
             if not elastic.undo(error):
                 raise
             return
+        finally:
+            args.gradient_accumulation_steps = 1
         control.should_log = control.should_evaluate = control.should_save = False
         elastic.commit()
 
@@ -303,6 +315,7 @@ class ElasticTrainerMixin:
     def _finalize_training(self, *arguments: Any) -> Any:
         if self._elastic is not None:
             self._elastic.finish()
+        self.args.gradient_accumulation_steps = self._accumulation  # type: ignore[attr-defined]
         return super()._finalize_training(*arguments)  # type: ignore[misc]
 
 

@@ -8,6 +8,9 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.utils.data import DataLoader
 
+from torchelastic.adapters.in_process.batches import EpochBatches
+from torchelastic.errors import UnfitError
+
 
 class MicroBatchOptimizer(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]
     """Steps, and drops gradients, once in a step, wherever among the micro batches it is asked to.
@@ -39,6 +42,25 @@ class MicroBatchOptimizer(AcceleratedOptimizer):  # type: ignore[misc, unused-ig
         """Of torch's own; nothing while gradients add up, since many scripts begin, or end, each batch with it."""
         if self._has_stepped or not self._accumulates():
             self.optimizer.zero_grad(set_to_none is not False)
+
+
+class TrainingBatches(EpochBatches):
+    """What `ElasticAccelerator.loader` gives: for `steps` alone, and no DataLoader of the script's own loops."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises UnfitError: always."""
+        raise UnfitError(
+            "what accelerator.loader() gives is iterated by steps: `for step in accelerator.steps(train_loader):`, in "
+            "it `with step:`, and in that `for batch in step:`"
+        )
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Raises UnfitError: always; `skip_first_batches` asks for it."""
+        raise UnfitError(
+            "the training data of an ElasticAccelerator goes on by itself behind the steps that load_state has loaded: "
+            "leave skip_first_batches out"
+        )
 
 
 class LoaderOfGroup:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from accelerate.utils import send_to_device
@@ -16,6 +16,8 @@ from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatch, M
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.errors import UnfitError
+from torchelastic.model.companions import MOST_SKIPS
+from torchelastic.model.extras import Extras
 from torchelastic.model_state import ModelState
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.step import Step
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Between = Callable[[int], Any]
+#: Names in `extra` of what Accelerate saves by itself begin with it.
+_OF_ACCELERATE = "accelerate/"
 
 
 class LookedAt:
@@ -46,6 +50,26 @@ class LookedAt:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """The inverse."""
         self.steps = int(state["steps"])
+
+
+class ExtraOfScript:
+    """What the script keeps in `ElasticAccelerator.extra`, for `save_state` and `load_state`.
+
+    Args:
+        values: by name; it stays the same object.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and the states of objects."""
+        own = {name: value for name, value in self._values.items() if not name.startswith(_OF_ACCELERATE)}
+        return Extras(own).state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse. What the state does not know stays."""
+        Extras(self._values).load_state_dict({**Extras(self._values).state_dict(), **state}, is_own=True)
 
 
 class ElasticStep:
@@ -75,6 +99,19 @@ class ElasticStep:
     def stop_training(self) -> None:
         """End the run for everybody with this step; one worker that calls it is enough."""
         self._step.stop_training()
+
+    def skip(self, reason: str, *, most_in_a_row: int = MOST_SKIPS) -> NoReturn:
+        """Leave this step out, on all ranks, for a loss that is no number, say; see `ModelState.skip_step`.
+
+        Args:
+            reason: for the log and the report.
+            most_in_a_row: so many steps may be skipped in a row.
+
+        Raises:
+            NonRetryableException: so many were.
+            RuntimeError: the step has stepped an optimizer already.
+        """
+        self._run.state.skip_step(reason, most_in_a_row=most_in_a_row)
 
     def __iter__(self) -> Iterator[Any]:
         if self._micro_batches is not None:
@@ -162,10 +199,14 @@ class AcceleratedRun:
         self._optimizers = accelerator._optimizers
         optimizers = [one.optimizer for one in self._optimizers]
         schedulers = [one.scheduler for one in accelerator._schedulers]
-        kept = [one for one in accelerator._custom_objects if one is not batches.sampler]
-        extra |= {f"accelerate/{number}": one for number, one in enumerate(kept)}
+        kept = [
+            one
+            for one in accelerator._custom_objects
+            if one is not batches.sampler and not isinstance(one, ExtraOfScript)
+        ]
+        extra |= {f"{_OF_ACCELERATE}{number}": one for number, one in enumerate(kept)}
         if accelerator.scaler is not None:
-            extra["accelerate/scaler"] = accelerator.scaler
+            extra[f"{_OF_ACCELERATE}scaler"] = accelerator.scaler
         handler = accelerator.ddp_handler
         self.state = ModelState(
             module,
@@ -205,9 +246,9 @@ class AcceleratedRun:
         assert self._between is not None
         with step:
             self._forget_loaders()
+            self._looked_at.steps = self.batches.committed  # before: what `save_state` saves in there goes on behind it
             with self._coordinator.slow_section():
                 is_over = bool(self._between(self.batches.committed))
-            self._looked_at.steps = self.batches.committed
             if is_over:
                 step.stop_training()
 
@@ -242,3 +283,5 @@ class AcceleratedRun:
         report_group(*world)
         if world[0] < 0:
             log.warning("the other workers had finished when this one came: it has the state that it began with")
+        with self._coordinator.slow_section():
+            self.accelerator._begin_trackers()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState
@@ -25,6 +26,8 @@ _OF_STATE = (
 _OF_TRAINER = (
     "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen",
 )  # fmt: skip
+#: What TRL's trainers count in `compute_loss`, until it is logged.
+_OF_TRL = ("_metrics", "_total_train_tokens")
 #: In `extra`, as plain values: what each rank has measured for itself.
 LOGGED, FLOATING_POINT_OPS = "log_history", "floating_point_ops"
 
@@ -34,6 +37,7 @@ class TrainerProgress:
 
     Args:
         trainer: in `train()`, with its state set up.
+        names: of attributes of it, beside TRL's, that are undone and sent, too; of plain values.
 
     Attributes:
         epochs_ended: for so many epochs the callbacks have seen `on_epoch_end`.
@@ -44,8 +48,9 @@ class TrainerProgress:
         multiplies_by_ranks: whether such a loss is multiplied by the number of ranks, as the Trainer's own is.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, names: Sequence[str] = ()) -> None:
         self._trainer = trainer
+        self._names = [name for name in (*_OF_TRL, *names) if hasattr(trainer, name)]
         self.epochs_ended = 0
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
@@ -64,6 +69,7 @@ class TrainerProgress:
         plain = {
             "state": {name: getattr(trainer.state, name) for name in _OF_STATE},
             "trainer": {name: getattr(trainer, name) for name in _OF_TRAINER},
+            "attributes": {name: getattr(trainer, name) for name in self._names},
             "callbacks": [one.state() for one in self._exportable()],
             "epochs_ended": self.epochs_ended,
             "grad_norm": self.grad_norm,
@@ -80,6 +86,7 @@ class TrainerProgress:
             setattr(trainer.state, name, plain["state"][name])
         for name in _OF_TRAINER:
             setattr(trainer, name, plain["trainer"][name])
+        self._put_attributes(plain["attributes"])
         for one, saved in zip(self._exportable(), plain["callbacks"], strict=False):
             # what a callback was made with stays as it was made here; the flags of the control are such arguments
             for name, value in saved["args" if one is trainer.control else "attributes"].items():
@@ -89,6 +96,17 @@ class TrainerProgress:
         self.divides_by_items = plain["divides_by_items"]
         self.multiplies_by_ranks = plain["multiplies_by_ranks"]
         trainer._tr_loss.copy_(state["tr_loss"])
+
+    @contextmanager
+    def unchanged_attributes(self) -> Iterator[None]:
+        """Within, what `compute_loss` counts counts for nothing."""
+        text = json.dumps(json_like({name: getattr(self._trainer, name) for name in self._names}, _skip))
+        yield
+        self._put_attributes(json.loads(text))
+
+    def _put_attributes(self, saved: Mapping[str, Any]) -> None:
+        for name, value in saved.items():
+            setattr(self._trainer, name, _put(getattr(self._trainer, name), value))
 
     def _exportable(self) -> list[ExportableState]:
         """The callbacks with a state of their own, and the flags that say what is due."""
@@ -110,6 +128,21 @@ class TrainerProgress:
         if extra[LOGGED] != self._history[1] or len(self._trainer.state.log_history) != self._history[0]:
             self._trainer.state.log_history = history = json.loads(extra[LOGGED])
             self._history = len(history), extra[LOGGED]
+
+
+def _put(current: Any, saved: Any) -> Any:
+    """What was saved as text, in the containers that are there: of their kinds (a defaultdict) a text says nothing."""
+    if isinstance(current, MutableMapping) and isinstance(saved, dict):
+        keys = {str(key): key for key in current}
+        values = {keys.get(name, name): _put(current.get(keys.get(name)), value) for name, value in saved.items()}
+        current.clear()
+        current.update(values)
+        return current
+    if isinstance(current, MutableSequence) and isinstance(saved, list):
+        current.clear()
+        current.extend(saved)
+        return current
+    return saved
 
 
 def _skip(place: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torchelastic.adapters.in_process.batches import EpochBatches
 from torchelastic.errors import UnfitError
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerState
+
+log = logging.getLogger(__name__)
 
 #: The arguments of the one method that is entered again, as far as they are used.
 _OF_RUN_EPOCH = {"model", "epoch", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"}
@@ -96,3 +99,20 @@ def require_permutations(plain: DataLoader[Any], size: int) -> None:
             f"get_train_dataloader of the Trainer's class makes batches of {batches.batch_size} samples: give that "
             f"number as per_device_train_batch_size, which is {size}"
         )
+
+
+def warn_of_other_epochs(state: TrainerState, steps_per_epoch: int) -> None:
+    """Say that a checkpoint was trained in steps of another size: its step is another place in the data now.
+
+    Args:
+        state: of the checkpoint, or of a run that begins.
+        steps_per_epoch: in this run.
+    """
+    before = round(state.global_step / state.epoch) if state.epoch else steps_per_epoch
+    if before != steps_per_epoch:
+        log.warning(
+            "the checkpoint of step %d was trained in %d steps for an epoch, which has %d now, so this run goes on at "
+            "epoch %.2f in place of %.2f: with another largest number of workers (or batch size, or data) a step has "
+            "other samples; set elastic_global_batch_size of the Trainer's class to the samples of a step then",
+            state.global_step, before, steps_per_epoch, state.global_step / steps_per_epoch, state.epoch,
+        )  # fmt: skip

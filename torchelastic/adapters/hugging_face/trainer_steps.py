@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,10 +42,12 @@ class TrainerSteps:
         optimizer: torch's own.
         scheduler: of the Trainer.
         checkpoint: saves beside the Trainer's own checkpoints; None: nothing does.
+        attributes: of the trainer, by name, that are undone with a step.
 
     Attributes:
         state: of the training.
         is_over: whether the run has ended.
+        is_telling: whether callbacks are told of a step that has counted already.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class TrainerSteps:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         checkpoint: CheckpointManager | None,
+        attributes: Sequence[str],
     ) -> None:
         self._trainer, self._coordinator, self.batches = trainer, coordinator, batches
-        self.progress = TrainerProgress(trainer)
+        self.progress = TrainerProgress(trainer, attributes)
         extra: dict[str, Any] = {"trainer": self.progress}
         self.progress.give(extra)
         if trainer.accelerator.scaler is not None:
@@ -70,6 +73,10 @@ class TrainerSteps:
         self.is_over = False
         self._steps = DrivenSteps(coordinator, self.state, checkpoint)
         self._world: tuple[int, int] | None = None
+        self.is_telling = False
+        self._met_with: dict[str, Any] | None = None
+        self._began_with: dict[str, Any] | None = None
+        self._meeting = ExitStack()
         self._part = MicroBatch(None, 0)
         self._counted: tuple[float, float] | None = None
         self._callback = CommitCallback(self)
@@ -90,6 +97,7 @@ class TrainerSteps:
         if self._steps.current is not None:
             return
         self.progress.give(self.state.extra)
+        position, is_first = self.progress.position, self._world is None
         self.is_over = not self._steps.begin()
         self.progress.take(self.state.extra)
         self._follow_group()
@@ -98,19 +106,65 @@ class TrainerSteps:
             self._steps.raise_if_left(trainer.state.global_step, trainer.state.max_steps)
             trainer.control.should_training_stop = True
             raise EnterAgainError
+        if not is_first and self.progress.position != position:
+            self._tell(position)
+
+    def meet(self) -> None:
+        """The first step begins before any callback asks who is process zero, and behind what the Trainer resets.
+
+        A callback that begins at nothing, in a worker that joins, must not undo what it has from the others:
+        `keep_what_was_met`.
+        """
+        with suppress(EnterAgainError):  # the run has ended meanwhile
+            self.begin()
+        self._meeting.enter_context(self.slow_section())  # a callback may start a tracker, or copy the weights
+        self._met_with = self.progress.state_dict() if self.state.step else None
+
+    def keep_what_was_met(self) -> None:
+        """All callbacks have begun; what they have begun with in a new run outlives an undone first step."""
+        self._meeting.close()
+        if self._met_with is not None:
+            self.progress.load_state_dict(self._met_with)
+        elif not self.state.step:
+            self._began_with = self.progress.state_dict()
+        self._met_with = None
+
+    def _take(self) -> None:
+        """What a step has become: committed, or undone."""
+        self.progress.take(self.state.extra)
+        if self._began_with is not None and not self.state.step:
+            self.progress.load_state_dict(self._began_with)
+
+    def _tell(self, known: tuple[int, int]) -> None:
+        """Others have counted the step that was undone here: its end, which callbacks have not seen here yet.
+
+        Args:
+            known: the position before; weights and counters are those behind the step by now.
+        """
+        trainer = self._trainer
+        handler, met_with = trainer.callback_handler, self.progress.state_dict()
+        steps, epochs = (now - before for now, before in zip(self.progress.position, known, strict=True))
+        self.is_telling = True
+        try:
+            for is_missed, event in ((steps == 1, handler.on_step_end), (epochs == 1, handler.on_epoch_end)):
+                if is_missed:
+                    event(trainer.args, trainer.state, trainer.control)
+        finally:
+            self.is_telling = False
+        self.progress.load_state_dict(met_with)  # what is due, and the states of callbacks, have come from the others
 
     def commit(self) -> bool:
         """The step counts; false: it must not, and was undone."""
         self.progress.give(self.state.extra)
         is_committed = self._steps.commit()
-        self.progress.take(self.state.extra)
+        self._take()
         return is_committed
 
     def undo(self, error: BaseException) -> bool:
         """The step has failed; false: its error is to be raised, or no step has begun."""
         if not self._steps.undo(error):
             return False
-        self.progress.take(self.state.extra)
+        self._take()
         return True
 
     def finish(self) -> None:
@@ -132,6 +186,7 @@ class TrainerSteps:
 
     def close(self) -> None:
         """This worker trains no further, whatever the reason; the Trainer is as it was before."""
+        self._meeting.close()
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [one for one in callbacks if one is not self._callback]
         vars(self._trainer.accelerator).pop("backward", None)
@@ -147,6 +202,7 @@ class TrainerSteps:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (rank, world_size) == self._world:
             return
+        has_bars = self._world is not None
         self._world = (rank, world_size)
         trainer = self._trainer
         report_group(rank, world_size)
@@ -155,7 +211,7 @@ class TrainerSteps:
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         trainer.__dict__.pop("_eval_dataloaders", None)  # they have the shares of another group
-        if trainer.state.is_world_process_zero:
+        if trainer.state.is_world_process_zero and has_bars:
             for callback in trainer.callback_handler.callbacks:
                 if getattr(callback, "training_bar", self) is None:  # it was made where rank 0 was before
                     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
@@ -185,7 +241,8 @@ class TrainerSteps:
         if any(one is None for one in items):
             progress.divides_by_items = False
             return
-        once, by_two, of_two = loss_of(1.0, 1), loss_of(2.0, 1), loss_of(1.0, 2)
+        with progress.unchanged_attributes():
+            once, by_two, of_two = loss_of(1.0, 1), loss_of(2.0, 1), loss_of(1.0, 2)
         is_seen = math.isfinite(once) and once != 0.0
         is_divided, is_multiplied = (not math.isclose(once, other, rel_tol=1e-3) for other in (by_two, of_two))
         flags = [is_seen and not is_divided, is_seen and is_divided, is_seen and is_multiplied]
@@ -254,14 +311,20 @@ class CommitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(self, of_run: TrainerSteps) -> None:
         self._steps = of_run
 
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Behind what the Trainer resets."""
+        self._steps.meet()
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Behind optimizer, scheduler and counters. Raises EnterAgainError: the step was undone."""
-        if not self._steps.commit():
+        if not self._steps.is_telling and not self._steps.commit():
             raise EnterAgainError
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """No other callback has seen it either. Raises UnfitError: a callback has ended it before its data did."""
         del args
+        if self._steps.is_telling:
+            return
         if state.global_step % len(self._steps.batches) and not control.should_training_stop:
             raise UnfitError(
                 "a callback has set control.should_epoch_stop in the middle of an epoch, and ElasticTrainer goes on "
