@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 
 from tests.cluster.compute_check_job import GLOBAL_BATCH, SAMPLES
 from tests.cluster.harness import Job
+from tests.waiting import wait_until
 from torchelastic.processes.exit_codes import COMPUTES_WRONG
+from torchelastic.rendezvous.etcd import EtcdStore
+from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.rendezvous.url import DEFAULT_PREFIX
 from torchelastic.testing.faults import Fault
 
 PAGE = Path(__file__).parents[2] / "docs" / "silent-corruption.md"
@@ -142,6 +147,37 @@ def test_a_host_with_only_wrong_workers_ends_with_a_code_of_its_own_and_is_not_t
     finally:
         job.stop()
     job.only_weights(2)
+
+
+@pytest.mark.long
+def test_a_place_that_was_found_wrong_stays_empty_when_its_launcher_is_started_again(
+    tmp_path: Path, etcd: EtcdServer, run_id: str
+) -> None:
+    job = CheckJob(tmp_path / "job", [], wrong_at="gradient", logical_shards=6, gate=STEPS - 1)
+    options = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--nnodes=1", "--min-workers=1")
+    try:
+        first = job.start(*options, nproc=3)
+        wait_until(lambda: WRONG.search(job.output()), 60, "a worker is found")
+        wrong = {event["worker"] for event in job.of("flipped")}
+        assert len(wrong) == 1
+        wait_until(lambda: etcd_has(etcd, run_id), 30, "that is in etcd")
+        first.kill()
+        first.wait()
+        job.open_gate(STEPS - 1)
+        started = len(job.of("started"))
+        second = job.start(*options, nproc=3)
+        assert second.wait(90) == 0, job.output()[-4000:]
+        again = [event["worker"] for event in job.of("started")[started:]]
+        assert sorted(again) == sorted({0, 1, 2} - wrong)
+        assert "is not started: earlier in this run ComputesWrongError" in job.output_of(1)
+    finally:
+        job.stop()
+
+
+def etcd_has(etcd: EtcdServer, run_id: str) -> bool:
+    """Whether a place of the run is recorded as wrong."""
+    with closing(EtcdStore([(etcd.host, etcd.port)])) as store:
+        return bool(store.list_prefix(Keys(f"{DEFAULT_PREFIX}/{run_id}").wrong).items)
 
 
 @pytest.mark.long

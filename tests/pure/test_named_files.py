@@ -25,6 +25,7 @@ ELSEWHERE = {
     ("/srv/job/train.py", "docs/kubernetes.md"): "in the image that the page builds",
     ("/srv/job/train.py", "tests/cluster/pods.py"): "in that image",
     ("train.py", "tests/cluster/conftest.py"): "written by the test",
+    ("check.py", "docs/silent-corruption.md"): "written by the reader",
     ("tests/check_weights_equality.py", "docs/migrating/pyrecover.md"): "of the other system",
     ("aws/petctl.py", "docs/migrating/torchelastic-0.1.md"): "of the other system",
 }

@@ -27,6 +27,8 @@ OF_OTHERS: dict[str, frozenset[str]] = {
     "checkpoint/command/main.py": frozenset({"_SubParsersAction"}),  # argparse
     "p2p/stacks.py": frozenset({"_current_frames"}),  # sys
     "p2p/watchdog.py": frozenset({"_exit"}),  # os
+    "doctor/burn_in_party.py": frozenset({"_exit"}),  # os
+    "adapters/lightning/elastic_rank_zero.py": frozenset({"_version"}),  # of Lightning's loggers
     "processes/script_import.py": frozenset({"_inheriting"}),  # multiprocessing
     "data/sources/stateful.py": frozenset({"_ex_iterable"}),  # datasets
     "checkpoint/compat/nvrx/local/strategies.py": frozenset({"_parameters"}),  # its own

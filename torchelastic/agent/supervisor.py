@@ -125,6 +125,7 @@ class Supervisor:
         for worker in self.workers:
             if worker.local_rank in wrong:
                 worker.computes_wrong, worker.gave_up = wrong[worker.local_rank], True
+                log.error("worker %d is not started: earlier in this run %s", worker.local_rank, worker.computes_wrong)
 
     def start(self) -> None:
         """Start all workers; of many only the first at once, so that a request to stop does not wait for the rest."""
