@@ -11,7 +11,7 @@ import torch
 import torchelastic
 from tests.cluster.elastic_job import EventLog, hold_until, make_dataset, make_model
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import CoordinatorP2P
+from torchelastic.p2p import CoordinatorP2P, step_agreement
 from torchelastic.testing.faults import FaultPlan
 from torchelastic.testing.wrong_bits import computes_wrong
 
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--on-wrong", default="leave")
     parser.add_argument("--on-doubt", default="stop")
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--batchnorm", action="store_true")
     parser.add_argument("--wrong-at", default="", help="see `testing.wrong_bits.PLACES`")
@@ -39,7 +40,8 @@ def main() -> None:
     torch.set_num_threads(1)  # bits depend on it
     log, plan = EventLog(options.out), FaultPlan(options.out)
     dataset = make_dataset(SAMPLES)
-    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH, seed=SEED)
+    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH, epochs=options.epochs, seed=SEED)
+    step_agreement.interval_steps = lambda *_: 1  # digests of replicas travel with it
     loader = ElasticLoader(dataset, sampler)
     coordinator = CoordinatorP2P("gloo")
     model = make_model(SEED, dropout=options.dropout, batchnorm=options.batchnorm)

@@ -110,6 +110,14 @@ def test_without_logical_shards_weights_that_were_changed_behind_the_optimizer_a
 
 
 @pytest.mark.long
+def test_weights_that_part_between_two_checks_are_found_by_the_digests_of_replicas(tmp_path: Path) -> None:
+    job = CheckJob.finished(tmp_path / "job", [], nproc=3, wrong_at="weight", times=1, every=10_000, epochs=10)
+    found = re.findall(r"ERROR.*: step \d+: rank (\d) \([^)]*\) computes wrong: (.*?);", job.output())
+    assert found == [("1", "weights, or what optimizers keep, differ")], job.output()[-4000:]
+    assert len(job.final_weights()) == 2
+
+
+@pytest.mark.long
 def test_of_two_workers_both_are_named_and_the_run_stops_or_goes_on_as_was_chosen(tmp_path: Path) -> None:
     job = CheckJob(tmp_path / "stop", [], wrong_at="gradient", logical_shards=4)
     try:
