@@ -25,6 +25,9 @@ AT = {
     "forward": 5, "backward": 5, "optimizer": 5, "batch end": 6, "validate": 6, "save": 6, "epoch end": 8,
     "epoch start": 4,
 }  # fmt: skip
+#: CSVLogger writes at a batch's end, and LearningRateMonitor logs at its begin: with rank 0 killed between both, behind
+#: a step that counts, these lines are gone with its memory.
+UNWRITTEN = ("lr-AdamW at 5", "lr-AdamW-1 at 5")
 ALONE = ("--max-restarts=0", "--min-workers=1")
 LOGGED = ("lr", "train_loss_step", "train_loss_epoch", "val_loss")
 
@@ -45,8 +48,15 @@ def at(event: Event) -> tuple[int, int, int]:
     return event["step"], event["epoch"], event["batch"]
 
 
-def assert_like(job: Job, other: Job, *, finishers: int = 3) -> None:
-    """Weights, steps, learning rates, logged values, best metric, samples: as if nothing had happened."""
+def assert_like(job: Job, other: Job, *, finishers: int = 3, lost: tuple[str, ...] = ()) -> None:
+    """Weights, steps, learning rates, logged values, best metric, samples: as if nothing had happened.
+
+    Args:
+        job: with a fault.
+        other: undisturbed.
+        finishers: how many workers end in order.
+        lost: what the lost rank 0 had logged beside its step, and not written.
+    """
     finals = job.final_weights()
     assert len(finals) == finishers, job.output()[-3000:]
     for one in finals:
@@ -59,7 +69,9 @@ def assert_like(job: Job, other: Job, *, finishers: int = 3) -> None:
         assert [event[name] for name in ("step", "epoch", "best_file", "waited")] == [
             undisturbed[name] for name in ("step", "epoch", "best_file", "waited")
         ]
-    assert logged(job) == pytest.approx(logged(other), rel=1e-9)
+    found = logged(job)
+    wanted = {name: value for name, value in logged(other).items() if name in found or name not in lost}
+    assert found == pytest.approx(wanted, rel=1e-9)
 
 
 def assert_told_alike(job: Job, other: Job) -> None:
@@ -104,7 +116,7 @@ def logged(job: Job) -> dict[str, float]:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_is_killed_wherever_it_is(tmp_path: Path, undisturbed: Job, phase: str, rank: int) -> None:
     job = run(tmp_path / "job", [Fault("kill", phase, rank=rank, step=AT[phase])], *ALONE)
-    assert_like(job, undisturbed, finishers=2)
+    assert_like(job, undisturbed, finishers=2, lost=UNWRITTEN if (rank, phase) == (0, "batch end") else ())
 
 
 @pytest.mark.long
@@ -113,7 +125,7 @@ def test_a_worker_is_killed_wherever_it_is(tmp_path: Path, undisturbed: Job, pha
 def test_a_newcomer_enters_where_the_others_are(tmp_path: Path, undisturbed: Job, phase: str, rank: int) -> None:
     faults = [Fault("kill", phase, rank=rank, step=AT[phase])]
     job = run(tmp_path / "job", faults, wait_for=3, step_s=0.05)
-    assert_like(job, undisturbed)
+    assert_like(job, undisturbed, lost=UNWRITTEN if (rank, phase) == (0, "batch end") else ())
     assert len({event["pid"] for event in job.of("finished")}) == 3
 
 
