@@ -33,11 +33,13 @@ def main() -> None:
     parser.add_argument("--wrong-host", help="what JOB_HOST says; in place of a rank")
     parser.add_argument("--gate", type=int, help="a step that waits for a file gate-STEP")
     parser.add_argument("--wrong-from", type=int, default=6, help="committed steps")
+    parser.add_argument("--two-threads-on", help="a LOCAL_RANK")
     parser.add_argument("--times", type=int, default=10**9)
     parser.add_argument("--only-large", action="store_true", help="only of what is large")
     parser.add_argument("--varies", choices=["each time", "by rank"], help="a model that is not repeatable")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # bits depend on it
+    # bits depend on it
+    torch.set_num_threads(2 if options.two_threads_on == os.environ.get("LOCAL_RANK") else 1)
     log, plan = EventLog(options.out), FaultPlan(options.out)
     dataset = make_dataset(SAMPLES)
     sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH, epochs=options.epochs, seed=SEED)

@@ -110,6 +110,15 @@ def test_without_logical_shards_weights_that_were_changed_behind_the_optimizer_a
 
 
 @pytest.mark.long
+def test_who_has_another_number_of_threads_is_named_and_not_accused(tmp_path: Path) -> None:
+    job = CheckJob.finished(tmp_path / "job", [], nproc=3, logical_shards=6, two_threads_on="1")
+    said = re.findall(r"WARNING .*: rank \d \(\S+, worker (\d)\): no other worker has the same", job.output())
+    assert said == ["1"], job.output()[-3000:]
+    assert "computes wrong" not in job.output()
+    job.only_weights(3)
+
+
+@pytest.mark.long
 def test_weights_that_part_between_two_checks_are_found_by_the_digests_of_replicas(tmp_path: Path) -> None:
     job = CheckJob.finished(tmp_path / "job", [], nproc=3, wrong_at="weight", times=1, every=10_000, epochs=10)
     found = re.findall(r"ERROR.*: step \d+: rank (\d) \([^)]*\) computes wrong: (.*?);", job.output())

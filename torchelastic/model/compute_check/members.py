@@ -40,6 +40,16 @@ class CheckMembers:
         """Of the group."""
         return len(self.kinds)
 
+    @property
+    def without_match(self) -> tuple[str, ...]:
+        """The names of those that nobody else is of one kind with.
+
+        >>> CheckMembers(0, (5, 5, 7), (1, 1, 2), ("a", "b", "c")).without_match
+        ('c',)
+        """
+        pairs = zip(self.kinds, self.names, strict=True)
+        return tuple(name for kind, name in pairs if self.kinds.count(kind) == 1)
+
 
 def gather_members(rank: int, world_size: int, device: torch.device) -> CheckMembers:
     """Called on every rank of a group, once in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from torchelastic.model.compute_check.shard_check import ShardCheck
 from torchelastic.model.compute_check.verdict import Outcome, judge_repeats, judge_replicas
 from torchelastic.model.digest import ReplicaComparison, as_word, begun_digest, leaves_of
 from torchelastic.model.transfer import message_device
+from torchelastic.text import shortlist
+
+log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
 
 
 class StepChecks:
@@ -39,6 +43,7 @@ class StepChecks:
         self._rank, self._world_size = 0, 1
         self._steps_of_group = self._step = 0
         self._is_checked = False
+        self._said_of: tuple[str, ...] = ()
 
     # --- a group ----------------------------------------------------------------------------------
 
@@ -117,7 +122,19 @@ class StepChecks:
     def _known_members(self) -> CheckMembers:
         if self._members is None:
             self._members = gather_members(self._rank, self._world_size, message_device())
+            self._say_who_has_no_match(self._members)
         return self._members
+
+    def _say_who_has_no_match(self, members: CheckMembers) -> None:
+        lonely = members.without_match
+        if self._shards is None or members.world_size == 1 or self._rank or not lonely or lonely == self._said_of:
+            return
+        self._said_of = lonely
+        log.warning(
+            "%s: no other worker has the same processor, torch, GPU and number of threads, so what it computes is only "
+            "compared with itself; as many threads everywhere are had by OMP_NUM_THREADS or torch.set_num_threads",
+            shortlist(lonely),
+        )
 
     def _compare_repeats(self) -> None:
         repeats, members, device = self.repeats, self._known_members(), message_device()
