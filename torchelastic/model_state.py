@@ -31,7 +31,8 @@ from torchelastic.model.compute_check.options import ComputeCheck
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
 from torchelastic.model.replica_checks import ComparesReplicas
-from torchelastic.model.step_gradients import Needs, Salvaged, StepGradients, kind_text
+from torchelastic.model.step_gradients import Needs, Salvaged, StepGradients
+from torchelastic.model.step_kind import kind_text
 from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
 from torchelastic.model.transfer import (
     all_gathered,

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +38,9 @@ def main() -> None:
     parser.add_argument("--wrong-host", help="what JOB_HOST says; in place of a rank")
     parser.add_argument("--gate", type=int, help="a step that waits for a file gate-STEP")
     parser.add_argument("--wrong-from", type=int, default=6, help="committed steps")
+    parser.add_argument("--mixes", choices=["by random", "by its own"], help="augments now and then, in the step")
+    parser.add_argument("--two-reductions", action="store_true", help="where a step should have one")
+    parser.add_argument("--wait-for", type=int, default=0, help="workers, from step 12 on")
     parser.add_argument("--two-threads-on", help="a LOCAL_RANK")
     parser.add_argument("--times", type=int, default=10**9)
     parser.add_argument("--only-large", action="store_true", help="only of what is large")
@@ -86,22 +94,39 @@ def main() -> None:
 
     def train_step(state: torchelastic.ModelState) -> None:
         plan.reach("begin", state.step, coordinator.rank)
+        if state.step >= 12 and coordinator.world_size < options.wait_for:
+            time.sleep(0.05)  # until a newcomer is in
         if state.step == options.gate:
             hold_until((options.out / f"gate-{options.gate}").exists, "the gate opens")
         for inputs, targets in state.shards(loader):
+            if options.mixes is not None:
+                inputs, targets = mixed(inputs, targets)
+            if not options.logical_shards:
+                state.optimizer.zero_grad()
+            if options.two_reductions:
+                mse_of(state.model(inputs), targets).backward()
             outputs = state.model(inputs)
             if options.varies == "each time":
                 outputs = outputs + 1e-9 * torch.rand(1, generator=chance, dtype=torch.float64)
             elif options.varies == "by rank":
                 outputs = outputs + 1e-9 * coordinator.rank
-            if not options.logical_shards:
-                state.optimizer.zero_grad()
-            torch.nn.functional.mse_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+            mse_of(outputs, targets).backward()
         state.optimizer.step()
         indices = [index for share in sampler.pending for index in share.indices]
         log("trained", step=state.step, round=coordinator.rendezvous.joined.number, indices=indices)
 
-    chance = torch.Generator().manual_seed(1)
+    def mixed(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Mixup is mostly written; each rank draws otherwise."""
+        source = random if options.mixes == "by random" else own_random
+        if source.random() >= 0.2:
+            return inputs, targets
+        share = source.betavariate(0.4, 0.4)
+        mix = partial(torch.lerp, weight=share)
+        return mix(inputs, inputs.flip(0)), mix(targets, targets.flip(0))
+
+    mse_of: Callable[..., Any] = torch.nn.functional.mse_loss
+    chance, own_random = torch.Generator().manual_seed(1), random.Random(log.worker)
+    random.seed(log.worker)
     torchelastic.train(coordinator, train_step, state)
     if coordinator.rank < 0:
         return  # it came when the others had finished, and has no result

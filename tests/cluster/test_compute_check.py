@@ -110,6 +110,40 @@ def test_without_logical_shards_weights_that_were_changed_behind_the_optimizer_a
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("logical_shards", [None, 6])
+@pytest.mark.parametrize("mixes", ["by random", "by its own"])
+def test_a_step_that_augments_by_random_numbers_now_and_then_accuses_nobody(
+    tmp_path: Path, mixes: str, logical_shards: int | None
+) -> None:
+    options = {} if logical_shards is None else {"logical_shards": logical_shards}
+    job = CheckJob.finished(tmp_path / "job", [], nproc=3, mixes=mixes, epochs=4, **options)
+    assert "computes wrong" not in job.output()
+    assert "the same step gives other bits" not in job.output()
+    assert len(job.final_weights()) == 3
+    if mixes == "by random":  # which the witness draws as the owner did
+        assert "the check of computations is off" not in job.output()
+
+
+@pytest.mark.long
+def test_a_step_with_two_reductions_is_compared_up_to_the_first(tmp_path: Path) -> None:
+    job = CheckJob.finished(tmp_path / "job", [], nproc=2, two_reductions=True)
+    assert "check of computations is off" not in job.output()
+    assert "computes wrong" not in job.output()
+    assert job.of("finished")
+
+
+@pytest.mark.long
+def test_a_newcomer_learns_that_the_check_is_off(tmp_path: Path) -> None:
+    fault = Fault("kill", "begin", rank=1, step=6)
+    job = CheckJob.finished(tmp_path / "job", [fault], nproc=3, varies="each time", epochs=4, wait_for=3)
+    assert {event["step"] for event in job.of("finished")} == {4 * STEPS}
+    newcomers = {event["pid"] for event in job.of("started") if event["restart"]}
+    assert newcomers & {event["pid"] for event in job.of("trained")}, "nobody has joined"
+    assert len(re.findall("the check of computations is off from here on", job.output())) == 1
+    assert "failure 2 in a row" not in job.output()
+
+
+@pytest.mark.long
 def test_who_has_another_number_of_threads_is_named_and_not_accused(tmp_path: Path) -> None:
     job = CheckJob.finished(tmp_path / "job", [], nproc=3, logical_shards=6, two_threads_on="1")
     said = re.findall(r"WARNING .*: rank \d \(\S+, worker (\d)\): no other worker has the same", job.output())

@@ -22,23 +22,42 @@ Step = Callable[[ModelState, Any], None]
 mse: Callable[..., Any] = torch.nn.functional.mse_loss
 
 
+class Augmented(torch.utils.data.Dataset[Any]):
+    def __init__(self, plain: torch.utils.data.TensorDataset) -> None:
+        self.plain = plain
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        inputs, targets = self.plain[index]
+        return inputs + torch.rand(4), targets
+
+
 def trained(train_step: Step, *, check: ComputeCheck | None = None, wrong: Callable[..., bool] | None = None,
+            first: torch.nn.Module | None = None, augments: bool = False, num_workers: int = 0,
             **options: Any) -> ModelState:  # fmt: skip
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        *([] if first is None else [first]),
+        torch.nn.Linear(4, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.Dropout(0.3),
+        torch.nn.Tanh(),
+        torch.nn.Linear(8, 1),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(96, 4, generator=generator)
-    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    data: Any = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    data = Augmented(data) if augments else data
     sampler = ElasticBatchSampler(data, 8, seed=2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     state = ModelState(model, optimizer, scheduler=scheduler, sampler=sampler, check=check, **options)
     state.extra["seen"] = 0
     if wrong is not None:
         computes_wrong(model, "gradient", lambda _tensor: wrong(state))
-    loader = ElasticLoader(data, sampler)
+    loader = ElasticLoader(data, sampler, num_workers=num_workers)
 
     def step(state: ModelState) -> None:
         train_step(state, loader)
@@ -146,20 +165,68 @@ def test_what_the_only_worker_computes_otherwise_the_second_time_ends_the_run(lo
     assert struck == [5]
 
 
-def test_what_cannot_be_repeated_switches_the_check_off(caplog: pytest.LogCaptureFixture) -> None:
+class Noisy(torch.nn.Module):
+    """Draws from a generator of its own, which nothing undoes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = torch.Generator().manual_seed(3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.rand(1, generator=self.chance)
+
+
+def whys_off(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "check of computations is off" in record.getMessage()]
+
+
+def test_a_model_that_cannot_be_repeated_switches_the_check_off(caplog: pytest.LogCaptureFixture) -> None:
+    state = trained(plain, check=ComputeCheck(every=1), first=Noisy())
+    (why,) = whys_off(caplog)
+    assert "step 2: " in why
+    assert "the same step gives other bits each time" in why
+    assert "the first difference: the output of 0 (Noisy)" in why
+    assert state.step == STEPS
+
+
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_data_that_the_script_draws_anew_are_compared_with_nothing(
+    caplog: pytest.LogCaptureFixture, of_loss: bool
+) -> None:
     def step(state: ModelState, loader: Any) -> None:
         inputs, targets = next(loader)
-        state.optimizer.zero_grad()
         noise = torch.rand(1, generator=chance)
-        mse(state.model(inputs) + noise, targets).backward()
+        state.optimizer.zero_grad()
+        mse(state.model(inputs if of_loss else inputs + noise), targets + noise if of_loss else targets).backward()
         state.optimizer.step()
 
     chance = torch.Generator().manual_seed(3)  # not the state's
     state = trained(step, check=ComputeCheck(every=1))
-    said = [record.getMessage() for record in caplog.records if "check of computations is off" in record.getMessage()]
-    assert len(said) == 1
-    assert "step 2: " in said[0]
+    (why,) = whys_off(caplog)
+    assert "step 4: " in why, "after three"
+    assert "the model is given other data, or its loss gives other gradients" in why
     assert state.step == STEPS
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_repeat_gets_the_batch_of_the_rehearsal_though_an_augmentation_draws_anew(num_workers: int) -> None:
+    given: dict[int, list[torch.Tensor]] = {}
+
+    def step(state: ModelState, loader: Any) -> None:
+        inputs, targets = next(loader)
+        given.setdefault(state.step, []).append(inputs.clone())
+        inputs.mul_(2.0)  # in place, as steps do
+        state.optimizer.zero_grad()
+        mse(state.model(inputs), targets).backward()
+        state.optimizer.step()
+
+    state = trained(step, check=ComputeCheck(every=2), augments=True, num_workers=num_workers)
+    pairs = [batches for batches in given.values() if len(batches) == 2]
+    assert len(pairs) == STEPS // 2
+    assert all(torch.equal(*pair) for pair in pairs)
+    checks = state._gradients.checks
+    assert checks is not None
+    assert checks.record.agreed == STEPS // 2
 
 
 @pytest.mark.parametrize(

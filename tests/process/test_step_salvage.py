@@ -15,7 +15,7 @@ from tests.process.forked_ranks import run_ranks
 from tests.process.pairs import dies_at_reduction, survivor_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.data.shares import MODES
-from torchelastic.model.step_gradients import kind_text
+from torchelastic.model.step_kind import kind_text
 from torchelastic.repeated_failures import is_final
 
 SAMPLES, BATCH = 16, 8
@@ -161,7 +161,7 @@ def syncs(options: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("other", [{"logical_shards": 4}, {"salvage": "drop"}], ids=str)
 def test_a_worker_with_other_shards_or_mode_than_the_source_says_so_and_ends_for_good(other: dict[str, Any]) -> None:
     ends = run_ranks(syncs, [{"salvage": "recompute"}, other], ranks=2)
-    said = kind_text((other.get("logical_shards", 0), MODES.index(other.get("salvage", "discard"))))
+    said = kind_text((other.get("logical_shards", 0), MODES.index(other.get("salvage", "discard")), 0))
     assert ends[1].value == (
         f"this worker's ModelState has {said}, and that of rank 0, which the others go by, logical_shards=None, "
         "salvage='recompute': start every worker with the same, for good"

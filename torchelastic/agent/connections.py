@@ -356,7 +356,7 @@ class Connections:
         elif op == "fail_for_good":
             self._publish(events.WorkerSaid(events.Statement.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
         elif op == "computes_wrong":
-            self._remove(connection, checked(op, message, wire.ComputesWrong))
+            self._remove(connection, checked(op, message, wire.FoundWrong))
         elif op == "done":
             connection.waiting_since_s, connection.done_since_s = None, self._clock()
             self._publish(events.WorkerSaid(events.Statement.FINISHED, connection.pid, connection.local_rank))
@@ -378,7 +378,7 @@ class Connections:
             self._publish(events.MemberDeclared(connection.member))
             self._publish(events.MemberWaits(member.member_id))
 
-    def _remove(self, connection: WorkerConnection, found: wire.ComputesWrong) -> None:
+    def _remove(self, connection: WorkerConnection, found: wire.FoundWrong) -> None:
         """It was found to compute wrong: the others wait for it no more, whatever it does until its end."""
         self._publish(events.WorkerComputesWrong(connection.pid, connection.local_rank, found))
         self._publish(events.MemberWithdrawn(connection.member.member_id, for_good=True))

@@ -15,7 +15,7 @@ from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.worker import Worker
 from torchelastic.observe.ledger.ledger_events import LedgerEvent as LedgerEvent
 from torchelastic.rendezvous.records import Member, Round
-from torchelastic.rendezvous.wire import ComputesWrong
+from torchelastic.rendezvous.wire import FoundWrong
 from torchelastic.rendezvous.worker_rules import Contact
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class WorkerComputesWrong:
 
     pid: int
     local_rank: int | None
-    found: ComputesWrong
+    found: FoundWrong
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torchelastic.agent.host_events import Event, WorkerComputesWrong
 from torchelastic.foreign_json import RecordError, checked, decode_object
 from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Keys
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
-from torchelastic.rendezvous.wire import ComputesWrong
+from torchelastic.rendezvous.wire import FoundWrong
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class WrongPlaces:
             number = item.key.removeprefix(self._prefix)
             try:
                 document = decode_object(item.key, item.value, most_bytes=MAX_VALUE_BYTES)
-                record = checked(item.key, document, ComputesWrong)
+                record = checked(item.key, document, FoundWrong)
             except RecordError as error:
                 log.warning("%s", error)
                 continue
@@ -65,7 +65,7 @@ class WrongPlaces:
         """Wait until the store has all."""
         await asyncio.gather(*self._tasks)
 
-    async def _write(self, key: str, found: ComputesWrong) -> None:
+    async def _write(self, key: str, found: FoundWrong) -> None:
         value = json.dumps({"step": found.step, "why": found.why}, separators=(",", ":")).encode()
         while True:
             try:

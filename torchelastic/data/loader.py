@@ -109,7 +109,7 @@ class ElasticLoader(Iterator[Any]):
             raise
         self.sampler.consume()
         self._running_for = self._place()
-        return batch
+        return self.sampler.handed_out(batch)
 
     def reset(self) -> None:
         """Drop what was prefetched; the next `next` starts from where the sampler is. Keeps the workers.

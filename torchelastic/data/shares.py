@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torchelastic.errors import NonRetryableException
 
@@ -132,6 +132,15 @@ class RankBatches(Generic[ShareT]):
         self._reassignment: SecondDeal | None = None
         self._deals = 0
         self._has_told_end, self._steps_past_end = False, 0
+        #: gives what the step gets for a batch that was drawn; see `handed_out`
+        self.on_batch: Callable[[Any], Any] | None = None
+
+    def handed_out(self, batch: Any) -> Any:
+        """What a loader hands out: the batch that it has drawn, or what a check of computations wants in its place."""
+        return batch if self.on_batch is None else self.on_batch(batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "on_batch": None}  # of this process's state
 
     @property
     def rank(self) -> int:

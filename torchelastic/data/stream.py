@@ -260,7 +260,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
             self._attempt = places
         self._count(share)
         self._next = progress.advanced(places)
-        return batch
+        return self.handed_out(batch)
 
     def _shards_of(self, rank: int) -> range:
         return units_of_rank(self.logical_shards, rank, self._world_size, self.least_units)

@@ -14,7 +14,6 @@ modules, for one rank alone may have evaluated last.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from torchelastic.model.transfer import all_gathered
+from torchelastic.odd_one_out import alone_in_result
 from torchelastic.torch_internals.tensors import tensors_within
 
 PARTS = ("module", "frozen", "buffers", "optimizer", "scheduler", "sampler", "extra")
@@ -128,11 +128,9 @@ def _differing_names(
 
 
 def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
-    """The ranks whose value is not that of the most."""
-    counts = Counter(values)
-    most = max(counts.values())
-    right = next(value for value in values if counts[value] == most)
-    return tuple(rank for rank, value in enumerate(values) if value != right)
+    """The ranks whose value is not that of the most; where nobody knows which is right, not that of the first."""
+    odd = alone_in_result(dict(enumerate(values)))
+    return odd.suspects if odd.agreeing else tuple(rank for rank, value in enumerate(values) if value != values[0])
 
 
 def _gather(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:

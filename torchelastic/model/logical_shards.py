@@ -137,6 +137,8 @@ class LogicalShards:
         if check is not None:
             check.begin(units, parts, self.shards)
         for (shard, size), part in zip(units, parts, strict=True):
+            if check is not None:
+                check.begins(shard)
             node = yield from self._computed(shard, size, part, of)
             if check is not None:
                 check.computed(shard, node.digest)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchelastic.data.shares import MODES, SecondDeal, second_deals
+from torchelastic.data.shares import SecondDeal, second_deals
 from torchelastic.errors import RetryableException, UnfitError
 from torchelastic.group.step_course import RehearsedError, StepCourse
 from torchelastic.inventory.generators import Generators, generators
@@ -26,11 +26,12 @@ from torchelastic.model.companions import Companions
 from torchelastic.model.compute_check.options import ComputeCheck
 from torchelastic.model.compute_check.step_checks import checks_of
 from torchelastic.model.ddp_errors import static_without_sync
-from torchelastic.model.ddp_options import as_numbers, checked_options, from_numbers
+from torchelastic.model.ddp_options import checked_options
 from torchelastic.model.logical_shards import LogicalShards, OfStep
 from torchelastic.model.loss_counts import all_at_once
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.salvage_rules import check_mode, check_parameters
+from torchelastic.model.step_kind import kind_of
 from torchelastic.model.step_model import step_model
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import leaves_of
@@ -73,10 +74,12 @@ class Needs(NamedTuple):
     Attributes:
         counts: 1: losses have had counts, so that every reduction says whether there is one.
         samples: of each rank, if it has any.
+        no_checks: 1: what workers compute is checked no more.
     """
 
     counts: int
     samples: int
+    no_checks: int
 
 
 class StepGradients:
@@ -142,15 +145,16 @@ class StepGradients:
         self._is_brought = False
 
     @property
-    def kind(self) -> tuple[int, int, int, int]:
-        """What is to be the same on all ranks: how many logical shards (0: none), the salvage mode, DDP's options."""
+    def kind(self) -> tuple[int, ...]:
+        """See `step_kind`."""
         shards = self._source.shards if isinstance(self._source, LogicalShards) else 0
-        return (shards, MODES.index(self._mode), *as_numbers(self._ddp))
+        return kind_of(shards, self._mode, 0 if self.checks is None else self.checks.kind, self._ddp)
 
     @property
     def needs(self) -> Needs:
         """What this rank knows of."""
-        return Needs(int(self._counts.are_used), least_local_batch(self._module))
+        is_off = self.checks is not None and self.checks.record.is_off
+        return Needs(int(self._counts.are_used), least_local_batch(self._module), int(is_off))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -162,6 +166,8 @@ class StepGradients:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """What `model` does when it is called: the present group's wrapper, if there is one."""
         target = self._module if self._wrapped is None else self._wrapped
+        if self.checks is not None:
+            return self.checks.called(self._single_samples.called, target, *args, **kwargs)
         return self._single_samples.called(target, *args, **kwargs)
 
     @contextmanager
@@ -409,7 +415,7 @@ class StepGradients:
             self._sampler.set_world(rank, world_size)
         self._settle(offers, step, device)
         if self.checks is not None:
-            self.checks.enter_group(rank, world_size)
+            self.checks.enter_group(rank, world_size, is_off=bool(needs.no_checks))
         if not isinstance(self._source, Reduction):
             return
         self._source.world_size = world_size
@@ -471,17 +477,6 @@ class StepGradients:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._step_model = step_model(self._module, self._call, self.no_sync)
-
-
-def kind_text(kind: Sequence[int]) -> str:
-    """A `StepGradients.kind` as it was given.
-
-    >>> kind_text((4, 2, 0, 0)), kind_text((0, 0, 8, 0))
-    ("logical_shards=4, salvage='recompute'", "logical_shards=None, salvage='discard', ddp={'static_graph': True}")
-    """
-    shards, mode, *options = kind
-    ddp = from_numbers(*options)
-    return f"logical_shards={shards or None}, salvage={MODES[mode]!r}" + (f", ddp={ddp}" if ddp else "")
 
 
 def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> Salvaged:

@@ -71,7 +71,7 @@ class Done(Struct):
     step: MemberCount
 
 
-class ComputesWrong(Struct):
+class FoundWrong(Struct):
     """Of a worker that was found to compute wrong, in a step; a place that did, in the store."""
 
     step: MemberCount

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class CheckPlace(NamedTuple):
     """One rank, as far as the choice goes by it.
 
     Attributes:
@@ -34,14 +34,14 @@ class Task(NamedTuple):
     witness: int
 
 
-def choose(places: Sequence[Place], number: int) -> Task | None:
+def choose(places: Sequence[CheckPlace], number: int) -> Task | None:
     """The task of a check; None: no rank has a shard.
 
     Args:
         places: by rank.
         number: of the check, from 0 up.
 
-    >>> places = [Place(1, 10, (0,)), Place(1, 10, (1,)), Place(1, 20, (2,))]
+    >>> places = [CheckPlace(1, 10, (0,)), CheckPlace(1, 10, (1,)), CheckPlace(1, 20, (2,))]
     >>> [choose(places, number)[1:] for number in range(4)]
     [(1, 2), (2, 0), (0, 2), (2, 1)]
     """
@@ -53,7 +53,7 @@ def choose(places: Sequence[Place], number: int) -> Task | None:
     return Task(shards[number // len(pairs) % len(shards)], owner, witness)
 
 
-def third(places: Sequence[Place], task: Task) -> int | None:
+def third(places: Sequence[CheckPlace], task: Task) -> int | None:
     """Who decides where two differ: another rank of their kind, of a third host where there is one. None: nobody."""
     others = [
         rank for rank, place in enumerate(places) if rank not in task[1:] and place.kind == places[task.owner].kind
@@ -62,7 +62,7 @@ def third(places: Sequence[Place], task: Task) -> int | None:
     return min(others, key=lambda rank: (places[rank].host in hosts, rank), default=None)
 
 
-def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
+def _pairs(places: Sequence[CheckPlace]) -> list[tuple[int, int]]:
     """Owners and witnesses: of different hosts where the owner has a match elsewhere, itself where it has none."""
     size = len(places)
     alike = [

@@ -11,12 +11,14 @@ from torchelastic.errors import ComputeCheckError, ComputesWrongError, Retryable
 from torchelastic.metrics import publish_metric
 from torchelastic.model.compute_check.members import CheckMembers, wait_for_verdict
 from torchelastic.model.compute_check.options import ComputeCheck
-from torchelastic.model.compute_check.verdict import Outcome, Verdict
+from torchelastic.model.compute_check.verdict import CheckOutcome, CheckVerdict
 from torchelastic.model.transfer import message_device
 from torchelastic.text import shortlist
 
 log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
 
+#: So many checks in a row that could compare nothing are enough.
+MOST_NOT_COMPARABLE = 3
 #: Numbers of `CheckRecord.words`.
 WORDS = 4
 
@@ -37,6 +39,7 @@ class CheckRecord:
     def __init__(self, options: ComputeCheck) -> None:
         self.options = options
         self.is_off = False
+        self._not_comparable = 0  # in a row
         self.agreed, self.agreed_step = 0, -1
         self.steps: tuple[int, ...] = ()
         self._own_step = -1
@@ -59,7 +62,7 @@ class CheckRecord:
 
     def conclude(
         self,
-        verdict: Verdict,
+        verdict: CheckVerdict,
         step: int,
         members: CheckMembers,
         what: str,
@@ -83,17 +86,21 @@ class CheckRecord:
             ComputeCheckError: it is not known who is wrong, or another worker is, and the run is to stop.
         """
         rank = members.rank
-        if verdict.outcome is Outcome.AGREED:
+        if verdict.outcome is CheckOutcome.AGREED:
             self.agreed, self.agreed_step = self.agreed + 1, max(step, self.agreed_step)
+            self._not_comparable = 0
             if rank in parties:
                 self._own_step = step
             publish_metric("torchelastic", "compute_check.agreed", self.agreed)
+            return
+        if verdict.outcome is CheckOutcome.NOT_COMPARABLE:
+            self._compared_nothing(step, rank)
             return
         publish_metric("torchelastic", "compute_check.differed", 1)
         wait_for_verdict(members, message_device())
         place = f"; the first difference: {where}" if where else ""
         who = shortlist([members.names[one] for one in verdict.ranks])
-        if verdict.outcome is Outcome.NOT_REPEATABLE:
+        if verdict.outcome is CheckOutcome.NOT_REPEATABLE:
             self.is_off = True
             if rank == 0:
                 log.warning(
@@ -102,12 +109,24 @@ class CheckRecord:
                     "numbers from torch alone", step + 1, what, who, place,
                 )  # fmt: skip
             return
-        if verdict.outcome is Outcome.DOUBT:
+        if verdict.outcome is CheckOutcome.DOUBT:
             text = f"step {step + 1}: {what} differ on {who}, and it cannot be told who computes wrong{place}"
             self._doubt(f"{text}; {self._since(verdict.ranks)}", rank)
         else:
             text = f"step {step + 1}: {who} computes wrong: {what} differ{place}; {self._since(verdict.ranks)}"
             self._wrong(verdict, text, step, rank, who)
+
+    def _compared_nothing(self, step: int, rank: int) -> None:
+        self._not_comparable += 1
+        if self._not_comparable < MOST_NOT_COMPARABLE:
+            return
+        self.is_off = True
+        if rank == 0:
+            log.warning(
+                "step %d: the check of computations is off from here on: the model is given other data, or its loss "
+                "gives other gradients, when a step is computed again; draw random numbers of the step from the "
+                "generators of torch, numpy or random, and not from some of its own", step + 1,
+            )  # fmt: skip
 
     def _doubt(self, text: str, rank: int) -> None:
         if self.options.on_doubt == "stop":
@@ -115,7 +134,7 @@ class CheckRecord:
         if rank == 0:
             log.error("%s", text)
 
-    def _wrong(self, verdict: Verdict, text: str, step: int, rank: int, who: str) -> None:
+    def _wrong(self, verdict: CheckVerdict, text: str, step: int, rank: int, who: str) -> None:
         if self._only_warns:
             if rank == 0:
                 log.error("%s", text)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from torchelastic.inventory.names import named_parameters
-from torchelastic.model.digest import as_word, begun_digest, leaves_of
+from torchelastic.model.compute_check.trail import tensors_in
+from torchelastic.model.digest import as_word, begun_digest
 
 #: So many calls of modules, and so many gradients, are compared one by one.
 MOST = 4096
@@ -61,8 +62,7 @@ class OutputTrace:
         def note(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             if torch.is_grad_enabled() and len(self._calls) < MOST:
                 called = f"the output of {name or 'the model'} ({type(module).__name__})"
-                tensors = [leaf for _, leaf in leaves_of(_plain(output)) if isinstance(leaf, torch.Tensor)]
-                self._calls.append((called, begun_digest([("", tensor) for tensor in tensors])))
+                self._calls.append((called, begun_digest([("", tensor) for tensor in tensors_in(output)])))
 
         return note
 
@@ -79,10 +79,3 @@ def first_difference(rows: Mapping[int, Sequence[int]]) -> int | None:
 
 def _filled(numbers: Sequence[int]) -> list[int]:
     return [*numbers[:MOST], *[0] * (MOST - len(numbers))]
-
-
-def _plain(output: Any) -> Any:
-    """A dataclass of outputs, as Transformers has them, is a dict too; others count by their attributes."""
-    if isinstance(output, (torch.Tensor, Mapping, list, tuple)):
-        return output
-    return vars(output) if hasattr(output, "__dict__") else output

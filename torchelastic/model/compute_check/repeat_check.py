@@ -7,6 +7,7 @@ too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -16,10 +17,11 @@ import torch
 
 from torchelastic.group.step_course import RehearsedError
 from torchelastic.model.compute_check.outputs import OutputTrace, first_difference
+from torchelastic.model.compute_check.trail import Trail, were_given_others
 from torchelastic.model.digest import begun_digest
 
 
-class Phase(Enum):
+class CheckPhase(Enum):
     """Where a check is."""
 
     IDLE = "no check is under way"
@@ -45,10 +47,13 @@ class RepeatCheck:
 
     def reset(self) -> None:
         """There is a new group: what was under way is void."""
-        self.phase = Phase.IDLE
+        self.phase = CheckPhase.IDLE
         self.differed: tuple[bool, ...] = ()
         self._is_rehearsed = self._is_noted = False
         self._ends: list[list[Callable[[], int]]] = []
+        self._trails: list[Trail] = []
+        self._batches: list[Any] = []
+        self._handed_out = 0
         self._traces: list[OutputTrace] = []
         self._recording = ExitStack()
         self._kept: list[tuple[torch.nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
@@ -56,41 +61,61 @@ class RepeatCheck:
     def begin(self, *, is_due: bool) -> None:
         """An attempt at a step begins; `is_due`: this step is to be checked."""
         self._recording.close()
-        if self.phase is Phase.REHEARSAL and self._is_rehearsed:
-            self.phase = Phase.REPEAT
+        if self.phase is CheckPhase.REHEARSAL and self._is_rehearsed:
+            self.phase = CheckPhase.REPEAT
         elif is_due or self.differed:
-            self.phase, self._ends, self._traces = Phase.REHEARSAL, [], []
+            self.phase, self._ends, self._traces = CheckPhase.REHEARSAL, [], []
+            self._trails, self._batches = [], []
         else:
-            self.phase = Phase.IDLE
+            self.phase, self._batches = CheckPhase.IDLE, []
             return
         self._is_rehearsed = self._is_noted = False
         self._ends.append([])
-        if self.phase is Phase.REHEARSAL:
+        self._trails.append(Trail())
+        self._handed_out = 0
+        if self.phase is CheckPhase.REHEARSAL:
             self._keep_gradients()
         if self.differed:
             self._traces.append(OutputTrace(self._module))
             self._recording = ExitStack()
             self._recording.enter_context(self._traces[-1].recording())
 
+    @property
+    def trail(self) -> Trail | None:
+        """Of the attempt that is under way; None: it is not compared."""
+        return None if self.phase is CheckPhase.IDLE else self._trails[-1]
+
+    def batch(self, batch: Any) -> Any:
+        """What the step gets for a batch that was drawn: the repeat gets what the rehearsal got, however it was read.
+
+        An augmentation draws other numbers when a batch is read once more.
+        """
+        number, self._handed_out = self._handed_out, self._handed_out + 1
+        if self.phase is CheckPhase.REHEARSAL:
+            self._batches.append(copy.deepcopy(batch))  # the step may change it in place
+        elif self.phase is CheckPhase.REPEAT and number < len(self._batches):
+            return self._batches[number]
+        return batch
+
     def note(self, gradients: Sequence[torch.Tensor], is_last: bool) -> None:
         """Gradients of this rank, before they are averaged; `is_last`: of a reduction.
 
         What is added to averaged ones in another reduction of the same step is another thing in a rehearsal.
         """
-        if self.phase is not Phase.IDLE and not self._is_noted:
+        if self.phase is not CheckPhase.IDLE and not self._is_noted:
             self._ends[-1].append(begun_digest([("", one) for one in gradients]))
             self._is_noted = is_last
 
     def computed(self) -> None:
         """Before the first optimizer of the step, or at its end. Raises RehearsedError: it was the rehearsal."""
-        if self.phase is Phase.IDLE:
+        if self.phase is CheckPhase.IDLE:
             return
         self._recording.close()
         if not self._ends[-1]:  # nothing is averaged
             self.note([one.grad for one in self._module.parameters() if one.grad is not None], is_last=True)
         for trace in self._traces[-1:]:
             trace.note_gradients()
-        if self.phase is Phase.REHEARSAL:
+        if self.phase is CheckPhase.REHEARSAL:
             self._is_rehearsed = True
             raise RehearsedError("the step is computed once more, to compare")
 
@@ -106,7 +131,11 @@ class RepeatCheck:
     def own_differ(self) -> bool:
         """Whether this rank's two attempts have given different gradients."""
         first, second = ([end() for end in ends] for ends in self._ends)
-        return first != second
+        return first != second and not self.were_given_others()
+
+    def were_given_others(self) -> bool:
+        """Whether the model had other data, or other gradients from the loss, in this rank's two attempts."""
+        return were_given_others([trail.words() for trail in self._trails])
 
     def where(self) -> str:
         """What differed first between the two attempts; empty: not known."""

@@ -11,12 +11,14 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import UnfitError
+from torchelastic.inventory.generators import generators, put_rows_of_generators, row_of_generators
 from torchelastic.inventory.names import named_parameters
-from torchelastic.model.compute_check.choice import Place, Task, choose, third
+from torchelastic.model.compute_check.choice import CheckPlace, Task, choose, third
 from torchelastic.model.compute_check.consequences import WORDS, CheckRecord
 from torchelastic.model.compute_check.members import CheckMembers, gathered, gathered_texts
 from torchelastic.model.compute_check.outputs import OutputTrace, first_difference
-from torchelastic.model.compute_check.verdict import Outcome, judge_replicas, judge_shard
+from torchelastic.model.compute_check.trail import MOST, Trail, were_given_others
+from torchelastic.model.compute_check.verdict import NOT_COMPARABLE, CheckOutcome, judge_replicas, judge_shard
 from torchelastic.model.digest import as_word, digest, leaves_of
 from torchelastic.model.transfer import check_sendable, synchronize
 
@@ -35,6 +37,9 @@ class ShardCheck:
         step: committed steps.
         number: of the check.
         device: where messages must lie.
+
+    Attributes:
+        trail: of the computation that is under way; None: none is that is compared.
     """
 
     def __init__(
@@ -52,10 +57,12 @@ class ShardCheck:
         self._third: int | None = None
         self._part: Any = None
         self._size = 0
-        self._own = 0
+        self._random = torch.empty(0)  # as it was before the owner computed the shard
+        self._own = [0] * (1 + MOST)
+        self.trail: Trail | None = None
 
     def begin(self, units: Sequence[tuple[int, int]], parts: Sequence[Any], shards: int) -> None:
-        """Choose who computes what, and send the witness its part of the batch.
+        """Choose who computes what.
 
         Args:
             units: number and samples of each shard that is this rank's.
@@ -76,10 +83,10 @@ class ShardCheck:
         if self._record.is_off or not all(row[WORDS] for row in rows):
             return
         verdict = judge_replicas([row[WORDS + 1] for row in rows])
-        if verdict.outcome is not Outcome.AGREED:
+        if verdict.outcome is not CheckOutcome.AGREED:
             self._record.conclude(verdict, self._step, self._members, "weights")
         places = [
-            Place(kind, host, tuple(shard for shard, is_there in enumerate(row[WORDS + 2 :]) if is_there))
+            CheckPlace(kind, host, tuple(shard for shard, is_there in enumerate(row[WORDS + 2 :]) if is_there))
             for kind, host, row in zip(self._members.kinds, self._members.hosts, rows, strict=True)
         ]
         self._task = choose(places, self._number)
@@ -89,33 +96,42 @@ class ShardCheck:
         if self._members.rank == self._task.owner:
             number = [shard for shard, _ in units].index(self._task.shard)
             self._part, self._size = copy.deepcopy(parts[number]), units[number][1]  # the step may change it in place
-        if self._task.witness != self._task.owner:
-            self._send(self._task.witness)
+
+    def begins(self, shard: int) -> None:
+        """A shard of this rank is computed now."""
+        if self._task is not None and (shard, self._members.rank) == self._task[:2]:
+            self._random, self.trail = row_of_generators(), Trail()
 
     def computed(self, shard: int, digest: Callable[[], int]) -> None:
-        """A shard of this rank was computed; the digest is of what came out, and asked for if it is wanted."""
-        if self._task is not None and (shard, self._members.rank) == self._task[:2]:
-            self._own = digest()
+        """It was; the digest is of what came out, and asked for if it is wanted."""
+        if self.trail is not None and self._task is not None and shard == self._task.shard:
+            self._own = [digest(), *self.trail.words()]
+            self.trail = None
 
     def compare(self, compute: Compute) -> Generator[Any, None, None]:
         """Have the shard computed again where it has to be, and compare; raises what `CheckRecord.conclude` raises."""
         task, rank = self._task, self._members.rank
         if task is None:
             return
+        if task.witness != task.owner:
+            self._send(task.witness)
         if rank == task.witness != task.owner:
-            self._own = yield from compute(task.shard, self._size, copy.deepcopy(self._part))
-        results = [row[0] for row in gathered([self._own], self._members, self._device)]
-        first = {each: results[each] for each in task[1:]}
+            self._own = yield from self._computed(task, compute)
+        rows = gathered(self._own, self._members, self._device)
+        first, trails = {each: rows[each][0] for each in task[1:]}, [rows[each][1:] for each in task[1:]]
         again, where = first, ""
-        if len(first) == 1 or len(set(first.values())) > 1:
-            again, where = yield from self._again(task, compute, is_traced=len(first) > 1)
+        if len(first) == 1 or (len(set(first.values())) > 1 and not were_given_others(trails)):
+            again, where, more = yield from self._again(task, compute, is_traced=len(first) > 1)
+            trails += more
         verdict = judge_shard(first, again, has_agreed=self._record.has_agreed)
+        if verdict.outcome is not CheckOutcome.AGREED and were_given_others(trails):
+            verdict = NOT_COMPARABLE
         what = f"the gradients of shard {task.shard}"
         self._record.conclude(verdict, self._step, self._members, what, where=where, parties=task[1:])
 
     def _again(
         self, task: Task, compute: Compute, *, is_traced: bool
-    ) -> Generator[Any, None, tuple[dict[int, int], str]]:
+    ) -> Generator[Any, None, tuple[dict[int, int], str, list[list[int]]]]:
         """All computations anew, with a third one where there is another rank for it; and where they part first.
 
         `is_traced`: with hooks on the modules, to find that place.
@@ -125,28 +141,42 @@ class ShardCheck:
         if is_traced and self._third is not None:
             self._send(self._third)
             parties.append(self._third)
-        own = 0
+        own = [0] * (1 + MOST)
         if rank in parties:
             with trace.recording() if is_traced else nullcontext():
-                own = yield from compute(task.shard, self._size, copy.deepcopy(self._part))
+                own = yield from self._computed(task, compute)
             trace.note_gradients()
-        rows = gathered([own, *(trace.digests() if is_traced else ())], self._members, self._device)
-        place = first_difference({each: rows[each][1:] for each in parties})
+        rows = gathered([*own, *(trace.digests() if is_traced else ())], self._members, self._device)
+        place = first_difference({each: rows[each][1 + MOST :] for each in parties})
         names = ["" if place is None or rank not in parties else trace.name_of(place)]
         if place is not None:
             names = gathered_texts(names[0], self._members.world_size, self._device)
-        return {each: rows[each][0] for each in parties}, max(names)
+        trails = [rows[each][1 : 1 + MOST] for each in parties]
+        return {each: rows[each][0] for each in parties}, max(names), trails
+
+    def _computed(self, task: Task, compute: Compute) -> Generator[Any, None, list[int]]:
+        """Compute the shard, with the random numbers that its owner had; then its digest and its trail."""
+        before, self.trail = generators(), Trail()
+        put_rows_of_generators(self._random.cpu().unsqueeze(0), 0)
+        try:
+            own = yield from compute(task.shard, self._size, copy.deepcopy(self._part))
+            return [own, *self.trail.words()]
+        finally:
+            self.trail = None
+            before.put()
 
     def _send(self, receiver: int) -> None:
         assert self._task is not None
         rank = self._members.rank
-        tree = {"batch": self._part, "samples": self._size} if rank == self._task.owner else None
+        tree = None
+        if rank == self._task.owner:
+            tree = {"batch": self._part, "samples": self._size, "random": self._random}
         received = synchronize(
             tree, source=self._task.owner, stale=[receiver], rank=rank, world_size=self._members.world_size,
             device=self._device,
         )  # fmt: skip
         if received is not None:
-            self._part, self._size = received["batch"], received["samples"]
+            self._part, self._size, self._random = received["batch"], received["samples"], received["random"]
 
 
 def _can_be_sent(parts: Sequence[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torchelastic.inventory.names import named_parameters
 from torchelastic.model.compute_check.consequences import WORDS, CheckRecord
 from torchelastic.model.compute_check.members import CheckMembers, gather_members, gathered, gathered_texts
 from torchelastic.model.compute_check.options import ComputeCheck, is_due
-from torchelastic.model.compute_check.repeat_check import Phase, RepeatCheck
+from torchelastic.model.compute_check.repeat_check import CheckPhase, RepeatCheck
 from torchelastic.model.compute_check.shard_check import ShardCheck
-from torchelastic.model.compute_check.verdict import Outcome, judge_repeats, judge_replicas
+from torchelastic.model.compute_check.verdict import NOT_COMPARABLE, CheckOutcome, judge_repeats, judge_replicas
+from torchelastic.model.compute_check.worker_kind import number_of
 from torchelastic.model.digest import ReplicaComparison, as_word, begun_digest, leaves_of
 from torchelastic.model.transfer import message_device
 from torchelastic.text import shortlist
@@ -43,7 +44,13 @@ class StepChecks:
         self._rank, self._world_size = 0, 1
         self._steps_of_group = self._step = 0
         self._is_checked = False
+        self._of_shards: ShardCheck | None = None
         self._said_of: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> int:
+        """What is to be the same on all ranks: else some would check, and the others go on."""
+        return number_of(repr(self.record.options))
 
     # --- a group ----------------------------------------------------------------------------------
 
@@ -52,24 +59,25 @@ class StepChecks:
         self.repeats.reset()
         self._members, self._steps_of_group, self._is_checked = None, 0, False
 
-    def enter_group(self, rank: int, world_size: int) -> None:
-        """All are in sync."""
+    def enter_group(self, rank: int, world_size: int, *, is_off: bool) -> None:
+        """All are in sync; `is_off`: any rank knows that no more is checked."""
         self._rank, self._world_size = rank, world_size
+        self.record.is_off = is_off
 
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """An attempt at a step begins, after so many committed ones."""
-        self._step = step
+        self._step, self._of_shards = step, None
         self._is_checked = is_due(step, self._interval_steps) and self._steps_of_group > 0 and not self.record.is_off
         if self._shards is None:
             self.repeats.begin(is_due=self._is_checked)
-            self._is_checked = self.repeats.phase is Phase.REPEAT
+            self._is_checked = self.repeats.phase is CheckPhase.REPEAT
 
     @property
     def rehearses(self) -> bool:
         """Whether this attempt is only to be compared with the next one."""
-        return self.repeats.phase is Phase.REHEARSAL
+        return self.repeats.phase is CheckPhase.REHEARSAL
 
     def committed(self) -> None:
         """The step has succeeded, or was left out."""
@@ -82,7 +90,13 @@ class StepChecks:
             return None
         number = self._step // self._interval_steps
         device = message_device()
-        return ShardCheck(self.record, self._known_members(), self._module, self._step, number, device)
+        self._of_shards = ShardCheck(self.record, self._known_members(), self._module, self._step, number, device)
+        return self._of_shards
+
+    def called(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call the model in a step; what goes in and comes out is noted where it is compared."""
+        trail = self.repeats.trail if self._of_shards is None else self._of_shards.trail
+        return call(*args, **named) if trail is None else trail.called(call, args, named)
 
     def before_optimizer(self) -> None:
         """Compare what this rank has computed, and what all have, where this step is checked; on every rank.
@@ -138,7 +152,8 @@ class StepChecks:
 
     def _compare_repeats(self) -> None:
         repeats, members, device = self.repeats, self._known_members(), message_device()
-        rows = gathered([*self.record.words, int(repeats.own_differ())], members, device)
+        own = [int(repeats.own_differ()), int(repeats.were_given_others())]
+        rows = gathered([*self.record.words, *own], members, device)
         self.record.take([row[:WORDS] for row in rows])
         differs = [bool(row[WORDS]) for row in rows]
         if any(differs) and not repeats.differed:
@@ -146,8 +161,10 @@ class StepChecks:
         first = repeats.differed or differs
         repeats.differed = ()
         verdict = judge_repeats(first, differs, has_agreed=self.record.has_agreed)
+        if verdict.outcome is CheckOutcome.AGREED and any(row[WORDS + 1] for row in rows):
+            verdict = NOT_COMPARABLE
         where = ""
-        if verdict.outcome is not Outcome.AGREED:
+        if verdict.outcome not in (CheckOutcome.AGREED, CheckOutcome.NOT_COMPARABLE):
             texts = gathered_texts(repeats.where(), self._world_size, device)
             where = next((texts[rank] for rank in verdict.ranks if texts[rank]), "")
         what = "gradients, computed twice,"
@@ -161,7 +178,7 @@ class StepChecks:
         rows = gathered([as_word(end()) for end in ends], self._known_members(), message_device())
         for place, what in enumerate(("weights", "gradients after they were averaged")):
             verdict = judge_replicas([row[place] for row in rows])
-            if verdict.outcome is not Outcome.AGREED:
+            if verdict.outcome is not CheckOutcome.AGREED:
                 self.record.conclude(verdict, self._step, self._known_members(), what)
 
 
@@ -176,4 +193,7 @@ def checks_of(
             "check= computes steps a second time, with the same batch: it needs an ElasticBatchSampler or an "
             "ElasticStream as the sampler"
         )
-    return StepChecks(options, module, shards, are_views=bool(ddp["gradient_as_bucket_view"]))
+    checks = StepChecks(options, module, shards, are_views=bool(ddp["gradient_as_bucket_view"]))
+    if isinstance(sampler, RankBatches) and shards is None:
+        sampler.on_batch = checks.repeats.batch
+    return checks

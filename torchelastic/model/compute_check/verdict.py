@@ -13,17 +13,18 @@ from enum import Enum
 from torchelastic.odd_one_out import alone_in_result
 
 
-class Outcome(Enum):
+class CheckOutcome(Enum):
     """What a check says."""
 
     AGREED = "all results are equal"
     WRONG = "it is known who is wrong"
     DOUBT = "one of several is wrong"
+    NOT_COMPARABLE = "the model was given other data, or other gradients"
     NOT_REPEATABLE = "the same step gives other bits each time, or on each worker"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckVerdict:
     """What a check says of whom.
 
     Attributes:
@@ -31,14 +32,15 @@ class Verdict:
         ranks: who is wrong, or may be.
     """
 
-    outcome: Outcome
+    outcome: CheckOutcome
     ranks: tuple[int, ...] = ()
 
 
-AGREED = Verdict(Outcome.AGREED)
+AGREED = CheckVerdict(CheckOutcome.AGREED)
+NOT_COMPARABLE = CheckVerdict(CheckOutcome.NOT_COMPARABLE)
 
 
-def judge_shard(first: Mapping[int, int], again: Mapping[int, int], *, has_agreed: bool) -> Verdict:
+def judge_shard(first: Mapping[int, int], again: Mapping[int, int], *, has_agreed: bool) -> CheckVerdict:
     """Of one shard that two ranks, or one rank twice, have computed.
 
     Args:
@@ -63,13 +65,13 @@ def judge_shard(first: Mapping[int, int], again: Mapping[int, int], *, has_agree
         if len(steady) == 1 and has_agreed:
             right = steady  # the other one differs from itself, where all was equal before
     if len(right) == 1:
-        return Verdict(Outcome.WRONG, tuple(rank for rank in first if rank not in right))
+        return CheckVerdict(CheckOutcome.WRONG, tuple(rank for rank in first if rank not in right))
     if not others and len(steady) == len(first):
-        return Verdict(Outcome.DOUBT, tuple(first))
+        return CheckVerdict(CheckOutcome.DOUBT, tuple(first))
     return _unclear(tuple(again), has_agreed=has_agreed)
 
 
-def judge_repeats(first: Sequence[bool], again: Sequence[bool], *, has_agreed: bool) -> Verdict:
+def judge_repeats(first: Sequence[bool], again: Sequence[bool], *, has_agreed: bool) -> CheckVerdict:
     """Of a step that each rank has computed twice, and, where that differed anywhere, twice more.
 
     Args:
@@ -87,13 +89,15 @@ def judge_repeats(first: Sequence[bool], again: Sequence[bool], *, has_agreed: b
     is_only_theirs = all(first[rank] for rank, differs in enumerate(again) if differs)
     has_passed = not any(again)
     if are_alone and is_only_theirs and (has_agreed or has_passed):
-        return Verdict(Outcome.WRONG, odd)
+        return CheckVerdict(CheckOutcome.WRONG, odd)
     if not is_only_theirs:
-        return Verdict(Outcome.NOT_REPEATABLE, tuple(rank for rank, each in enumerate(again) if each or first[rank]))
+        return CheckVerdict(
+            CheckOutcome.NOT_REPEATABLE, tuple(rank for rank, each in enumerate(again) if each or first[rank])
+        )
     return _unclear(odd, has_agreed=has_agreed)
 
 
-def judge_replicas(digests: Sequence[int]) -> Verdict:
+def judge_replicas(digests: Sequence[int]) -> CheckVerdict:
     """Of what has to be equal on all ranks.
 
     Args:
@@ -105,8 +109,8 @@ def judge_replicas(digests: Sequence[int]) -> Verdict:
     odd = alone_in_result(dict(enumerate(digests)))
     if not odd.suspects:
         return AGREED
-    return Verdict(Outcome.WRONG if odd.agreeing else Outcome.DOUBT, odd.suspects)
+    return CheckVerdict(CheckOutcome.WRONG if odd.agreeing else CheckOutcome.DOUBT, odd.suspects)
 
 
-def _unclear(ranks: tuple[int, ...], *, has_agreed: bool) -> Verdict:
-    return Verdict(Outcome.DOUBT if has_agreed else Outcome.NOT_REPEATABLE, ranks)
+def _unclear(ranks: tuple[int, ...], *, has_agreed: bool) -> CheckVerdict:
+    return CheckVerdict(CheckOutcome.DOUBT if has_agreed else CheckOutcome.NOT_REPEATABLE, ranks)
