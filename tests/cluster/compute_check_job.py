@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -95,7 +94,7 @@ def main() -> None:
     def train_step(state: torchelastic.ModelState) -> None:
         plan.reach("begin", state.step, coordinator.rank)
         if state.step >= 12 and coordinator.world_size < options.wait_for:
-            time.sleep(0.05)  # until a newcomer is in
+            hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")
         if state.step == options.gate:
             hold_until((options.out / f"gate-{options.gate}").exists, "the gate opens")
         for inputs, targets in state.shards(loader):
