@@ -24,6 +24,19 @@ from torchelastic.testing.wrong_bits import computes_wrong
 SAMPLES, GLOBAL_BATCH, SEED = 240, 12, 7
 
 
+class Annealed(torch.nn.Module):
+    """Counts its own calls, as models do that anneal something."""
+
+    def __init__(self, inner: torch.nn.Module, first_call: int) -> None:
+        super().__init__()
+        self.inner, self.first_call, self.calls = inner, first_call, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs: torch.Tensor = self.inner(inputs / (1 + 0.01 * max(0, self.calls - self.first_call)))
+        return outputs
+
+
 class State(torchelastic.ModelState):
     """A rank may die where the run has gone back."""
 
@@ -62,6 +75,7 @@ def main() -> None:
     parser.add_argument("--two-threads-on", help="a LOCAL_RANK")
     parser.add_argument("--times", type=int, default=10**9)
     parser.add_argument("--only-large", action="store_true", help="only of what is large")
+    parser.add_argument("--anneals-from", type=int, help="calls of the model")
     parser.add_argument("--varies", choices=["each time", "by rank"], help="a model that is not repeatable")
     options = parser.parse_args()
     # bits depend on it
@@ -73,6 +87,8 @@ def main() -> None:
     loader = ElasticLoader(dataset, sampler)
     coordinator = CoordinatorP2P("gloo")
     model = make_model(SEED, dropout=options.dropout, batchnorm=options.batchnorm)
+    if options.anneals_from is not None:
+        model = Annealed(model, options.anneals_from)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = State(
         model,
@@ -162,7 +178,7 @@ def main() -> None:
         return  # it came when the others had finished, and has no result
     flat = torch.cat([one.detach().reshape(-1) for one in (*model.parameters(), *model.buffers())])
     torch.save(flat, options.out / f"weights-{log.worker}-{coordinator.rank}.pt")
-    log("finished", step=state.step, rank=coordinator.rank)
+    log("finished", step=state.step, rank=coordinator.rank, calls=getattr(model, "calls", 0))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,14 @@ def test_a_step_that_augments_by_random_numbers_now_and_then_accuses_nobody(
 
 
 @pytest.mark.long
+def test_a_model_that_counts_its_calls_is_compared_and_counts_no_check(tmp_path: Path) -> None:
+    job = CheckJob.finished(tmp_path / "job", [], nproc=3, anneals_from=15, logical_shards=6)
+    assert "computes wrong" not in job.output()
+    assert "check of computations is off" not in job.output()
+    assert {event["calls"] for event in job.of("finished")} == {2 * STEPS}, "a check has left a trace"
+
+
+@pytest.mark.long
 def test_a_step_with_two_reductions_is_compared_up_to_the_first(tmp_path: Path) -> None:
     job = CheckJob.finished(tmp_path / "job", [], nproc=2, two_reductions=True)
     assert "check of computations is off" not in job.output()

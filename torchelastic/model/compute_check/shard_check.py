@@ -12,6 +12,8 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.errors import UnfitError
 from torchelastic.inventory.generators import generators, put_rows_of_generators, row_of_generators
+from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.inventory.module_values import attributes_of, put_attributes
 from torchelastic.inventory.names import named_parameters
 from torchelastic.model.compute_check.choice import CheckPlace, Task, choose, third
 from torchelastic.model.compute_check.consequences import WORDS, CheckRecord
@@ -58,6 +60,7 @@ class ShardCheck:
         self._part: Any = None
         self._size = 0
         self._random = torch.empty(0)  # as it was before the owner computed the shard
+        self._attributes: dict[str, Any] = {}  # and those of its modules: counters of calls, say
         self._own = [0] * (1 + MOST)
         self.trail: Trail | None = None
 
@@ -100,7 +103,7 @@ class ShardCheck:
     def begins(self, shard: int) -> None:
         """A shard of this rank is computed now."""
         if self._task is not None and (shard, self._members.rank) == self._task[:2]:
-            self._random, self.trail = row_of_generators(), Trail()
+            self._random, self._attributes, self.trail = row_of_generators(), attributes_of(self._module), Trail()
 
     def computed(self, shard: int, digest: Callable[[], int]) -> None:
         """It was; the digest is of what came out, and asked for if it is wanted."""
@@ -155,14 +158,19 @@ class ShardCheck:
         return {each: rows[each][0] for each in parties}, max(names), trails
 
     def _computed(self, task: Task, compute: Compute) -> Generator[Any, None, list[int]]:
-        """Compute the shard, with the random numbers that its owner had; then its digest and its trail."""
-        before, self.trail = generators(), Trail()
+        """Compute the shard, with the random numbers and attributes that its owner had; then its digest and its trail.
+
+        What that changes in the modules is undone: the step goes on as if it had not been.
+        """
+        before, structure, self.trail = generators(), ModuleStructure(self._module).copy(), Trail()
         put_rows_of_generators(self._random.cpu().unsqueeze(0), 0)
+        put_attributes(self._module, self._attributes)
         try:
             own = yield from compute(task.shard, self._size, copy.deepcopy(self._part))
             return [own, *self.trail.words()]
         finally:
             self.trail = None
+            structure.put()
             before.put()
 
     def _send(self, receiver: int) -> None:
@@ -170,13 +178,15 @@ class ShardCheck:
         rank = self._members.rank
         tree = None
         if rank == self._task.owner:
-            tree = {"batch": self._part, "samples": self._size, "random": self._random}
+            tree = {"batch": self._part, "samples": self._size}
+            tree |= {"random": self._random, "attributes": self._attributes}
         received = synchronize(
             tree, source=self._task.owner, stale=[receiver], rank=rank, world_size=self._members.world_size,
             device=self._device,
         )  # fmt: skip
         if received is not None:
-            self._part, self._size, self._random = received["batch"], received["samples"], received["random"]
+            self._part, self._size = received["batch"], received["samples"]
+            self._random, self._attributes = received["random"], received["attributes"]
 
 
 def _can_be_sent(parts: Sequence[Any]) -> bool:

@@ -66,6 +66,9 @@ def judge_shard(first: Mapping[int, int], again: Mapping[int, int], *, has_agree
             right = steady  # the other one differs from itself, where all was equal before
     if len(right) == 1:
         return CheckVerdict(CheckOutcome.WRONG, tuple(rank for rank in first if rank not in right))
+    if len(set(again.values())) == len(again) > len(first):
+        # one worker that is wrong leaves two that agree
+        return CheckVerdict(CheckOutcome.NOT_REPEATABLE, tuple(again))
     if not others and len(steady) == len(first):
         return CheckVerdict(CheckOutcome.DOUBT, tuple(first))
     return _unclear(tuple(again), has_agreed=has_agreed)
