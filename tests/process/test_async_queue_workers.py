@@ -88,7 +88,9 @@ work(theirs, os.getppid(), 10, None)
 
 def test_a_worker_gives_way_once_it_is_ready_and_not_while_it_starts() -> None:
     """With a nice value, the import would take minutes on a host whose processors are all taken."""
-    began = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+    began = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert (began.stdout.split(), began.stderr) == ([str(os.getpriority(os.PRIO_PROCESS, 0))], "")
 
 

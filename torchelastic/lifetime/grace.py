@@ -18,7 +18,11 @@ SHORTEST_GRACE_S = 10.0
 
 
 def term_grace_s(environment: Mapping[str, str]) -> float:
-    """Seconds from SIGTERM to SIGKILL: of the user, of the launcher, else 30. Raises ValueError: it is no number."""
+    """Seconds from SIGTERM to SIGKILL: of the user, of the launcher, else 30. Raises ValueError: it is no number.
+
+    >>> term_grace_s({}), term_grace_s({LAUNCHER_GRACE_VARIABLE: "60"}), term_grace_s({GRACE_VARIABLE: "90"})
+    (30.0, 60.0, 90.0)
+    """
     text = environment.get(GRACE_VARIABLE, "").strip()
     remedy = "give seconds, for example a pod's terminationGracePeriodSeconds"
     if text:
@@ -32,5 +36,9 @@ def term_grace_s(environment: Mapping[str, str]) -> float:
 
 
 def is_grace_known(environment: Mapping[str, str]) -> bool:
-    """Whether the user has set the grace; the launcher's may be longer than that of `docker stop` or Kubernetes."""
+    """Whether the user has set the grace; the launcher's may be longer than that of `docker stop` or Kubernetes.
+
+    >>> is_grace_known({LAUNCHER_GRACE_VARIABLE: "60"}), is_grace_known({GRACE_VARIABLE: "90"})
+    (False, True)
+    """
     return bool(environment.get(GRACE_VARIABLE, "").strip())
