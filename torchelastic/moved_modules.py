@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 #: Where a module, or a package with all that is in it, has gone; the longest entry that fits counts.
 MOVED = {
@@ -137,8 +140,11 @@ def path_from_files(stored: str) -> str:
     return _FROM_FILES.get(stored, stored)
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds what has moved, before the file system is searched: a folder that has moved still has its own modules."""
+class _Finder:
+    """Finds what has moved, before the file system is searched: a folder that has moved still has its own modules.
+
+    A finder and a loader by its methods: `importlib.abc` would load thirty modules more into each process of ours.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -152,7 +158,7 @@ class _Finder(MetaPathFinder, Loader):
                 door.submodule_search_locations = []
             return door
         new = new_path(fullname)
-        return None if new is None else ModuleSpec(fullname, self, loader_state=new)
+        return None if new is None else ModuleSpec(fullname, cast("Loader", self), loader_state=new)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Import the module at its new path; the empty one that stands for it is made by default.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from torchelastic.agent.worker import catches, forward
+from torchelastic.agent.signals import catches, forward
 
 SCRIPT = """
 import os, pathlib, signal, sys, time

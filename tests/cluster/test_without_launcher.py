@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.harness import Job
+from tests.cluster.test_status_run import Watcher
 from tests.waiting import is_gone, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -41,6 +42,8 @@ def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
     folders = [folder_of(pid) for pid in private_agents]
     assert all(folder.is_dir() for folder in folders)
     assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in private_agents)
+    watcher = Watcher(etcd, run_id)
+    wait_until(lambda: len(watcher.status()["hosts"]) == 2, 30, "each agent publishes its status: there is a group")
     scripts[1].send_signal(signal.SIGKILL)
     job.open_gate(10)
     assert scripts[0].wait(60) == 0, job.output()[-4000:]

@@ -69,6 +69,31 @@ def test_one_process_does_all_calls_gives_way_and_leaves_ctrl_c_to_the_trainer(
     assert wait_for(tmp_path / "second").split()[0] == pid
 
 
+#: A worker that says with which nice value it begins to import torch, and imports no more.
+IMPORTS = """
+import multiprocessing, os, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+from torchelastic.checkpoint.compat.nvrx.async_ckpt.worker_main import work
+ours, theirs = multiprocessing.Pipe()
+work(theirs, os.getppid(), 10, None)
+"""
+
+
+def test_a_worker_gives_way_once_it_is_ready_and_not_while_it_starts() -> None:
+    """With a nice value, the import would take minutes on a host whose processors are all taken."""
+    began = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S
+    )
+    assert (began.stdout.split(), began.stderr) == ([str(os.getpriority(os.PRIO_PROCESS, 0))], "")
+
+
 def test_the_tensors_are_those_of_the_moment_of_scheduling(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
     live = torch.zeros(1000)
     for number in (1, 2):  # both are scheduled before either has run; the second must not get the memory of the first

@@ -143,7 +143,7 @@ SHARED = "ElasticAccelerator cannot go on in the running process with "
         ),
         ({"data": "accelerator.prepare(DataLoader(data))"}, "leave the training data out of prepare()"),
         ({"data": ROWS_WITHOUT_LENGTH}, "the training data is an IterableDataset"),
-        ({"data": "DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10))"}, "has a WeightedRandomSampler"),
+        ({"data": "DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10))"}, "by a WeightedRandomSampler"),
         ({"loaded": "loader = DataLoader(data)"}, "steps() takes what accelerator.loader(train_dataloader) gives"),
         ({"loaded": "list(accelerator.steps(loader))"}, "steps() trains what was prepared"),
         ({"prepared": "accelerator.prepare(torch.nn.Linear(1, 1))"}, "a second one was prepared"),

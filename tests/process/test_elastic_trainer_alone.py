@@ -76,7 +76,7 @@ def test_a_group_that_was_formed_before_is_refused(tmp_path: Path) -> None:
 def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
     data = "type('Rows', (torch.utils.data.IterableDataset,), {'__iter__': lambda self: iter(data)})()"
     done = ran(tmp_path, data=data)
-    assert "UnfitError: train_dataset is an IterableDataset" in done.stderr
+    assert "UnfitError: the training data is an IterableDataset" in done.stderr
 
 
 @pytest.mark.long

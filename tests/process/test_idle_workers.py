@@ -13,12 +13,13 @@ import pytest
 
 from tests.process.supervised import ask, failures_into, pid_of, supervise
 from tests.waiting import until
-from torchelastic.agent import idle_workers
 from torchelastic.agent import supervisor as supervising
+from torchelastic.agent import wait_limit
 from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.host_events import MemberWaits, RoundChanged
-from torchelastic.agent.idle_workers import IdleWorkers, WaitLimit
+from torchelastic.agent.idle_workers import IdleWorkers
 from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.wait_limit import WaitLimit
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.rendezvous.worker_rules import LATE_START_FLOOR_S
@@ -63,7 +64,7 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 def test_who_waits_for_a_group_says_what_it_takes_once_until_there_is_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_workers, "SAY_AFTER_S", 0.04)
+    monkeypatch.setattr(wait_limit, "SAY_AFTER_S", 0.04)
     since_s: dict[str, float] = {"h-0": 1.0, "h-1": 1.0}
 
     async def waits(limit: WaitLimit, names: str, because: Round) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.few_examples import some_daily
 from tests.waiting import wait_until
-from torchelastic.agent.worker import catches
+from torchelastic.agent.signals import catches
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replicas.topology import own_address
 from torchelastic.launch.run_options import chosen_network

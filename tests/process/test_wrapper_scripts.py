@@ -11,8 +11,8 @@ import pytest
 from tests.process.supervised import PATIENCE_S, ask, pid_of, supervise
 from tests.waiting import is_gone, until
 from torchelastic.agent.host_events import Event, WorkerLeaves, WorkerNotRestarted
+from torchelastic.agent.signals import forward
 from torchelastic.agent.supervisor import Supervisor
-from torchelastic.agent.worker import forward
 from torchelastic.processes.family import below
 from torchelastic.processes.identity import Process
 

@@ -22,11 +22,11 @@ from torchelastic.observe.status.ledger_collector import HostSnapshot, LedgerCol
 PACKAGE = ROOT / "torchelastic"
 
 #: Where a code stands that a process of ours ends with; those of each command are in its `--help`.
-EXIT_CODES = {
-    "torchelastic.lifetime.requeue": "STOPPED_EARLY",
-    "torchelastic.p2p.watchdog": "EXIT_CODE",
-    "torchelastic.processes.exit_codes": "COMPUTES_WRONG",
-}
+EXIT_CODES = (
+    ("torchelastic.p2p.watchdog", "EXIT_CODE"),
+    ("torchelastic.processes.exit_codes", "STOPPED_EARLY"),
+    ("torchelastic.processes.exit_codes", "COMPUTES_WRONG"),
+)
 #: Besides `TORCHELASTIC_...`: what else a worker finds in its environment, or is asked for in it.
 _OTHER_VARIABLES = re.compile(
     r"(?:SLURM(?!_TIME)|MLP|SAGEMAKER|TORCH_ELASTIC|GLOO|NCCL)_[A-Z0-9_]+|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR"
@@ -110,7 +110,7 @@ def _variables() -> Iterator[str]:
 
 
 def _exit_codes() -> Iterator[str]:
-    for module, name in EXIT_CODES.items():
+    for module, name in EXIT_CODES:
         for node in tree_of(module).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 yield f"{module}.{name} = {ast.unparse(node.value)}"

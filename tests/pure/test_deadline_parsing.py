@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from torchelastic.lifetime import Deadline
+from torchelastic.lifetime.grace import term_grace_s
 from torchelastic.lifetime.sources.clouds import (
     parse_instance_action,
     parse_maintenance,
@@ -15,7 +16,7 @@ from torchelastic.lifetime.sources.clouds import (
     parse_scheduled_events,
     pause_s,
 )
-from torchelastic.lifetime.sources.detection import clouds_of, term_grace_s
+from torchelastic.lifetime.sources.detection import clouds_of
 from torchelastic.lifetime.sources.files import parse_termination, pre_stop_notice
 from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds, request
 from torchelastic.lifetime.sources.notice import Event, InvalidAnswerError, Notice, Notices

@@ -196,6 +196,32 @@ def test_the_agent_loads_no_torch() -> None:
     assert "torch" not in loaded
 
 
+def rooms_among(loaded: set[str]) -> set[str | None]:
+    return {room_named(name.removeprefix("torchelastic.")) for name in loaded if name.startswith("torchelastic.")}
+
+
+def test_the_agent_of_one_process_loads_only_what_lets_that_join() -> None:
+    """It was started by hand, and waits for this: the status is loaded when there is a group, the rest never."""
+    loaded = loaded_by("import torchelastic.agent.__main__")
+    assert not rooms_among(loaded) & {"observe.ledger", "observe.page", "observe.status", "lifetime", "metrics"}
+    assert not {name for name in loaded if name.startswith("torchelastic.checkpoint")}
+    of_launchers = {"launcher_agent", "supervisor", "worker", "causes", "health_check", "plain_member"}
+    assert not loaded & {f"torchelastic.agent.{name}" for name in of_launchers}
+    assert not loaded & {"email", "http.client", "http.server", "prometheus_client", "psutil", "urllib.request"}
+
+
+@pytest.mark.parametrize("entry", ["launch.run", "agent.plain_member"])
+def test_what_starts_workers_loads_no_source_of_deadlines_and_no_checkpoints(entry: str) -> None:
+    loaded = loaded_by(f"import torchelastic.{entry}")
+    lifetime = {name for name in loaded if name.startswith("torchelastic.lifetime.")}
+    assert lifetime <= {"torchelastic.lifetime.deadline", "torchelastic.lifetime.grace"}
+    assert not {name for name in loaded if name.startswith(("torchelastic.checkpoint.format", "torchelastic.data"))}
+
+
+def test_the_package_alone_loads_next_to_nothing_of_pythons_own() -> None:
+    assert not loaded_by("import torchelastic") & {"asyncio", "logging", "socket", "subprocess", "tempfile", "pathlib"}
+
+
 HELP = """
 import contextlib, io
 from torchelastic.launch.main import main
@@ -208,9 +234,8 @@ for words in ([], ["run"], ["drain"], ["status"], ["top"], ["events"], ["report"
 
 def test_the_help_loads_no_room_that_does_the_work() -> None:
     loaded = loaded_by(f"exec({HELP!r})")
-    ours = {room_named(name.removeprefix("torchelastic.")) for name in loaded if name.startswith("torchelastic.")}
     without_work = {"console", "lazy_names", "line_prefix", "log_lines", "moved_modules", "text", "usage", "version"}
-    assert ours <= {"launch", "checkpoint", "checkpoint.errors", *without_work}
+    assert rooms_among(loaded) <= {"launch", "checkpoint", "checkpoint.errors", *without_work}
     assert not loaded & {"torch", "numpy", "asyncio", "aiohttp", "grpc", "jinja2", "msgspec", "psutil", "rich"}
 
 

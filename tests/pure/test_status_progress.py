@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.pure.status_runs import a_host, a_worker
-from torchelastic.agent.status_publisher import ShownProgress
+from torchelastic.agent.shown_progress import ShownProgress
 from torchelastic.agent.terminal import Terminal
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.observe.ledger.host_ledger import HostLedger

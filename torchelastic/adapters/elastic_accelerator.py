@@ -28,7 +28,7 @@ from torchelastic.adapters.hugging_face.accelerator_parts import (
 )
 from torchelastic.adapters.hugging_face.accelerator_requirements import (
     require_fit_options,
-    require_no_group,
+    require_own_group,
     require_training_data,
 )
 from torchelastic.adapters.hugging_face.accelerator_steps import AcceleratedRun, ElasticStep, ExtraOfScript, LookedAt
@@ -73,7 +73,7 @@ class ElasticAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-i
     def __init__(self, *args: Any, **options: Any) -> None:
         given = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **options).arguments
         require_fit_options(given)
-        require_no_group()
+        require_own_group()
         super().__init__(*args, **options)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

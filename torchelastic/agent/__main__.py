@@ -13,8 +13,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from torchelastic.agent.agent import Agent, AgentOptions, Outcome
+from torchelastic.agent.agent import AgentOptions, Outcome
 from torchelastic.agent.etcd_opening import connect, say_if_unfit
+from torchelastic.agent.private_agent import PrivateAgent
 from torchelastic.processes.lifeline import process_end
 from torchelastic.processes.own_folder import OwnFolder
 from torchelastic.rendezvous.credentials import Credentials
@@ -30,23 +31,23 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s agent %(levelname)s %(message)s")
     credentials = Credentials.from_pipe(sys.stdin.buffer.read())
-    options = AgentOptions(parse_url(arguments.url), arguments.socket, owner_pid=arguments.owner_pid)
+    options = AgentOptions(parse_url(arguments.url), arguments.socket)
 
     with OwnFolder(arguments.socket.parent):
         if os.getppid() != arguments.owner_pid:
             return 0  # it has ended already, and its number may be another process's
-        outcome = asyncio.run(_run(options, credentials))
+        outcome = asyncio.run(_run(options, credentials, arguments.owner_pid))
     if outcome.message:
         print(outcome.message, file=sys.stderr)  # noqa: T201 - the owner's screen
     return outcome.exit_code
 
 
-async def _run(options: AgentOptions, credentials: Credentials) -> Outcome:
+async def _run(options: AgentOptions, credentials: Credentials, owner_pid: int) -> Outcome:
     """Serve the owner, and report its end. One that ends before it was a member leaves nothing to report."""
-    assert options.owner_pid is not None
-    agent = Agent(options, connect(options.url, credentials, partial(say_if_unfit, is_own=False)))
+    store = connect(options.url, credentials, partial(say_if_unfit, is_own=False))
+    agent = PrivateAgent(options, store, owner_pid)
     serving = asyncio.ensure_future(agent.run())
-    owner_ends = asyncio.ensure_future(process_end(options.owner_pid))
+    owner_ends = asyncio.ensure_future(process_end(owner_pid))
     await asyncio.wait((serving, owner_ends), return_when=asyncio.FIRST_COMPLETED)
     if not serving.done() and not agent.connections.processes:
         return Outcome(0)  # it may be waiting for etcd

@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 from torchelastic.agent.causes import LAST_LINES
 from torchelastic.agent.control_sequences import plain_text
 from torchelastic.agent.event_log import events_log
-from torchelastic.agent.worker import signal_group
+from torchelastic.agent.signals import signal_group
 from torchelastic.log_lines import fields
 from torchelastic.processes.exit_codes import COMPUTES_WRONG, describe_exit
 from torchelastic.processes.lifeline import dies_with_parent, process_end

@@ -9,14 +9,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchelastic.agent.causes import FailedWorker
-from torchelastic.agent.worker import Worker
-from torchelastic.observe.ledger.ledger_events import LedgerEvent as LedgerEvent
-from torchelastic.rendezvous.records import Member, Round
-from torchelastic.rendezvous.wire import FoundWrong
-from torchelastic.rendezvous.worker_rules import Contact
+if TYPE_CHECKING:
+    from torchelastic.agent.causes import FailedWorker
+    from torchelastic.agent.worker import Worker
+    from torchelastic.observe.ledger.ledger_events import LedgerEvent
+    from torchelastic.rendezvous.records import Member, Round
+    from torchelastic.rendezvous.wire import FoundWrong
+    from torchelastic.rendezvous.worker_rules import Contact
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 

@@ -8,21 +8,45 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torchelastic.agent.worker import Worker
 from torchelastic.network.ports import is_in, kernel_tables, unused_ports
+from torchelastic.rendezvous.member_id import MemberId
+
+if TYPE_CHECKING:
+    from torchelastic.agent.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _ADDRESS = "127.0.0.1"
 _MISSES = re.compile(r"KeyError: '(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'|environment variable [A-Z_]+ expected")
 
+#: Said once per host, when a script has failed since it knows no rank.
+STANDS_IN = (
+    "this script initialises by the environment (RANK, MASTER_ADDR): it is started again with its rank; when the group "
+    "changes all workers are started again, as torchrun would; with torchelastic.train only the lost one would be"
+)
 #: What to tell who misses them where the others train in a group of the agent.
 NOT_AGAIN = (
     "this script calls init_process_group, or has it called, and asks for a group too: a worker that is started again "
     "cannot meet the others by the environment, so take init_process_group out"
 )
+
+
+def stand_in(command: Sequence[str]) -> list[str]:
+    """The command of a worker that asks for a group in the place of this command."""
+    return [sys.executable, "-m", "torchelastic.agent.plain_member", *command]
+
+
+def host_by_host(roster: Sequence[str]) -> list[str]:
+    """Members in the order of torchrun's ranks: those of a host are neighbours, by their numbers there."""
+    hosts: dict[str, list[tuple[int, str]]] = {}
+    for each in roster:
+        parts = MemberId.of(each)
+        hosts.setdefault(parts.incarnation, []).append((int(parts.place), each))
+    return [each for places in hosts.values() for _, each in sorted(places)]
 
 
 def rank_variables(rank: int, world_size: int, host: int, hosts: int) -> dict[str, str]:

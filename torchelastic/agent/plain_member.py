@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from torchelastic.agent.plain_group import rank_variables
-from torchelastic.lifetime.decision import SHORTEST_GRACE_S
-from torchelastic.lifetime.sources.detection import LAUNCHER_GRACE_VARIABLE
+from torchelastic.agent.plain_group import host_by_host, rank_variables
+from torchelastic.lifetime.grace import LAUNCHER_GRACE_VARIABLE, SHORTEST_GRACE_S
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import boot_time_s, dies_with_parent
 from torchelastic.rendezvous import wire
@@ -43,26 +42,6 @@ BLAME_S = 2.0
 REJOIN_AFTER_S = 1.0
 _LOOK_S = 1.0
 _DONE_TIMEOUT_S = 10.0
-
-#: Said once per host, when a script has failed since it knows no rank.
-STANDS_IN = (
-    "this script initialises by the environment (RANK, MASTER_ADDR): it is started again with its rank; when the group "
-    "changes all workers are started again, as torchrun would; with torchelastic.train only the lost one would be"
-)
-
-
-def stand_in(command: Sequence[str]) -> list[str]:
-    """The command of a worker that asks for a group in the place of this command."""
-    return [sys.executable, "-m", "torchelastic.agent.plain_member", *command]
-
-
-def host_by_host(roster: Sequence[str]) -> list[str]:
-    """Members in the order of torchrun's ranks: those of a host are neighbours, by their numbers there."""
-    hosts: dict[str, list[tuple[int, str]]] = {}
-    for each in roster:
-        parts = MemberId.of(each)
-        hosts.setdefault(parts.incarnation, []).append((int(parts.place), each))
-    return [each for places in hosts.values() for _, each in sorted(places)]
 
 
 def ranks(member: str, round_: Round) -> dict[str, str]:

@@ -19,14 +19,13 @@ from pathlib import Path
 
 from torchelastic.agent import host_events as events
 from torchelastic.agent.left_output import relay
-from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
-from torchelastic.agent.plain_member import STANDS_IN, stand_in
+from torchelastic.agent.plain_group import NOT_AGAIN, STANDS_IN, PlainGroup, misses_ranks, stand_in
+from torchelastic.agent.signals import ORDERLY_SIGNALS, handlers
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import ORDERLY_SIGNALS, Own, Worker, exit_code_of, handlers, worker_stdin
+from torchelastic.agent.worker import Own, Worker, exit_code_of, worker_stdin
 from torchelastic.agent.worker_log import WorkerLines, WorkerLog, WorkerLogs
-from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
-from torchelastic.processes.exit_codes import describe_exit
+from torchelastic.processes.exit_codes import STOPPED_EARLY, describe_exit
 from torchelastic.processes.family import command_of, in_session
 from torchelastic.processes.identity import Process
 from torchelastic.processes.left_running import Sessions

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -53,3 +54,21 @@ async def keep_running(
             pause_s = FIRST_PAUSE_S
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def first_of(*works: Any) -> None:
+    """Wait until one of these is done, and cancel the others; an error of one is a bug, and logged."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+        if task.done() and not task.cancelled() and task.exception() is not None:
+            log.error("this is a bug in torchelastic: the agent ends for this error", exc_info=task.exception())
+
+
+async def within(seconds: float, work: Any) -> None:
+    """Wait for this, and no longer than that."""
+    try:
+        await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:
+        log.info("aborted: not done within %g s", seconds)

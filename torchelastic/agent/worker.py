@@ -1,35 +1,26 @@
-"""One place for a worker on this host, and the signals to the processes in it."""
+"""One place for a worker on this host, and the processes in it."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import logging
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torchelastic.agent.causes import FailedWorker, begins_traceback, failed_at_s
+from torchelastic.agent.signals import handlers, signal_group
 from torchelastic.agent.worker_log import WorkerLog
 from torchelastic.log_lines import NOWHERE, Position
-from torchelastic.processes.family import below, nearest
+from torchelastic.processes.family import below
 from torchelastic.processes.identity import Process
-
-log = logging.getLogger(__name__)
 
 #: Lines of standard error that are kept to be shown last when a worker has failed.
 TAIL_LINES = 60
-#: Schedulers send them to every process of a job (`sbatch --signal`), as a notice for the workers; by default they
-#: would end the launcher, and with it everything.
-NOTICE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-#: Schedulers send these to every process of a job, too (`scancel --signal=QUIT`). The launcher has its workers leave in
-#: order at them (SIGHUP says that the terminal was closed, SIGQUIT is Ctrl-\), so a worker ignores them.
-ORDERLY_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -216,41 +207,3 @@ def exit_code_of(pid: int) -> int | None:
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def signal_group(group: int, number: int) -> None:
-    """Send a signal to a worker's process and to what it has started, by the process's number."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        pass  # it has ended by itself
-
-
-def catches(status: str, number: int) -> bool:
-    r"""Whether a process has a handler for a signal, by the text of its `/proc/PID/status` (proc(5), SigCgt).
-
-    >>> catches("Name:\tpython\nSigCgt:\t0000000000000200\n", signal.SIGUSR1)
-    True
-    """
-    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-def handlers(pid: int, number: int) -> list[int]:
-    """Who handles a signal, of a process and what it has started: itself, or, past a wrapper script, the next ones."""
-    return nearest(pid, lambda each: catches(Path(f"/proc/{each}/status").read_text(encoding="utf-8"), number))
-
-
-def forward(number: signal.Signals, pids: Iterable[int]) -> list[int]:
-    """Send a signal to those of the processes that handle it, for it would end the others; returns whom.
-
-    Where one is a wrapper script that does not handle it, it goes to what that has started.
-    """
-    told = []
-    for pid in pids:
-        for each in handlers(pid, number):
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(each, number)
-                told.append(each)
-    log.warning("%s came: passed on to %d worker(s) that handle it", number.name, len(told))
-    return told

@@ -7,8 +7,8 @@ import pwd
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchelastic.agent.agent import AgentOptions
-from torchelastic.lifetime.sources.detection import LAUNCHER_GRACE_VARIABLE
+from torchelastic.agent.launcher_agent import LauncherOptions
+from torchelastic.lifetime.grace import LAUNCHER_GRACE_VARIABLE
 from torchelastic.log_lines import FORMAT_VARIABLE
 from torchelastic.observe.ledger.meter import LEDGER_VARIABLE
 from torchelastic.processes.cpus import usable_cpus
@@ -19,7 +19,7 @@ TAKING_PART = frozenset({wire.SOCKET_VARIABLE, wire.INIT_METHOD_VARIABLE, LEDGER
 
 
 def worker_environment(
-    options: AgentOptions, nproc: int, size: os.terminal_size | None = None, beside: int = 0
+    options: LauncherOptions, nproc: int, size: os.terminal_size | None = None, beside: int = 0
 ) -> dict[str, str]:
     """What the workers of this host see; `size` and `beside` as for `terminal_variables`."""
     environment = dict(os.environ)

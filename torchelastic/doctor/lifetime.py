@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.lifetime.deadline import Deadline
-from torchelastic.lifetime.sources.detection import SIGNALS_VARIABLE, close_all, detect, term_grace_s
+from torchelastic.lifetime.grace import term_grace_s
+from torchelastic.lifetime.sources.detection import SIGNALS_VARIABLE, close_all, detect
 from torchelastic.lifetime.sources.notice import Notices
 from torchelastic.lifetime.sources.poller import Poll, Poller
 from torchelastic.lifetime.sources.signals import parse_signals

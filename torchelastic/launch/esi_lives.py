@@ -10,8 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from torchelastic.lifetime.progress_file import Steps
-from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.processes.exit_codes import describe_exit
+from torchelastic.processes.exit_codes import STOPPED_EARLY, describe_exit
 from torchelastic.text import counted
 
 #: What a shell returns for a command that it cannot run or find; a restart does not help.

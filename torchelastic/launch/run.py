@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from torchelastic.agent import sentinel
-from torchelastic.agent.agent import Agent, AgentOptions, Outcome
+from torchelastic.agent.agent import Outcome
 from torchelastic.agent.etcd_opening import connect, say_if_unfit
 from torchelastic.agent.host_events import Publish
+from torchelastic.agent.launcher_agent import LauncherAgent, LauncherOptions
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker_environment import worker_environment
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         run_log = opened_log(options, environment, stack, theirs)
         url, socket_dir = _place(options, stack, command)
         credentials = _credentials(options, url, environment)
-        agent_options = AgentOptions(
+        agent_options = LauncherOptions(
             url,
             socket_dir / SOCKET,
             metrics_address=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
@@ -153,7 +154,7 @@ def _say_how_to_watch(run_log: RunLog, url: RendezvousUrl, log_dir: Path | None)
 
 async def _run_agent(
     run_log: RunLog,
-    options: AgentOptions,
+    options: LauncherOptions,
     credentials: Credentials,
     is_standalone: bool,
     make_supervisor: Callable[[Callable[[], bool], Publish], Supervisor],
@@ -161,7 +162,7 @@ async def _run_agent(
     leave_address(options.socket_path.parent, options.url)
     _say_how_to_watch(run_log, options.url, options.ledger_dir)
     store = connect(options.url, credentials, partial(say_if_unfit, is_own=is_standalone))
-    return await Agent(options, store, make_supervisor).run()
+    return await LauncherAgent(options, store, make_supervisor).run()
 
 
 def _url(options: argparse.Namespace, stack: ExitStack, started: Started | None) -> RendezvousUrl:

@@ -25,10 +25,11 @@ import psutil
 from torchelastic.foreign_json import RecordError, converted, decode_json
 from torchelastic.launch.esi_lives import Attempt, Verdict, exit_text, report_document, table, what_next
 from torchelastic.lifetime.deadline import MLP_VARIABLE
+from torchelastic.lifetime.grace import GRACE_VARIABLE
 from torchelastic.lifetime.progress_file import PROGRESS_VARIABLE, Steps
-from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.lifetime.sources.detection import GRACE_VARIABLE, TERMINATION_FILE_VARIABLE
+from torchelastic.lifetime.sources.detection import TERMINATION_FILE_VARIABLE
 from torchelastic.processes import dies_with_parent
+from torchelastic.processes.exit_codes import STOPPED_EARLY
 from torchelastic.text import counted
 from torchelastic.usage import CommandError, UsageError
 

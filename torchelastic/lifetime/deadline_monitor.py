@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.checkpoint.policy.costs import Bound, needed_samples
 from torchelastic.lifetime.deadline import Deadline, Nearest, nearest, unsure_since_s
-from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, SaveTarget, part_of_risk
+from torchelastic.lifetime.decision import TRIAL_BELOW_S, SaveTarget, part_of_risk
 from torchelastic.lifetime.drain_policy import StopPlan, near_below_s, plan_stop
+from torchelastic.lifetime.grace import SHORTEST_GRACE_S
 from torchelastic.lifetime.iteration_times import IterationTimes
 from torchelastic.lifetime.sample import NEAR_ITERATIONS, Sample, interval_steps
 

@@ -26,8 +26,6 @@ from torchelastic.checkpoint.policy.arguments import FrozenMapping
 from torchelastic.checkpoint.policy.costs import Bound, upper_bound
 from torchelastic.lifetime.iteration_times import guess
 
-#: The shortest usual grace after a notice that does not say how much time is left: that of `docker stop`.
-SHORTEST_GRACE_S = 10.0
 #: A trial save is made when the deadline is nearer than this: before, a periodic save may be measured.
 TRIAL_BELOW_S = 3600.0
 #: A trial step pays only where the first steps took so long that the others may well be faster.

@@ -29,9 +29,9 @@ from torchelastic.lifetime.manager_state import (
     write_state,
 )
 from torchelastic.lifetime.progress_file import ProgressFile, StepCount, Steps
-from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.exit_codes import STOPPED_EARLY
 
 log = logging.getLogger(__name__)
 

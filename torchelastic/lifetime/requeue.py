@@ -22,12 +22,10 @@ from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_except
 
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE, NoCommandError, Runner, SlurmCommandError, run_command
+from torchelastic.processes.exit_codes import STOPPED_EARLY as STOPPED_EARLY
 
 log = logging.getLogger(__name__)
 
-#: The exit code of a job that has saved, has stopped before its deadline, and wants to be started again: EX_TEMPFAIL of
-#: sysexits.h(3), "the user is invited to retry".
-STOPPED_EARLY = 75
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 ARRAY_VARIABLES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
 #: Requests to a controller that does not answer are retried: time-out of each, and the shortest and longest pause.

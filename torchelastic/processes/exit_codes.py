@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 
+#: Of a job that has saved, has stopped before its deadline, and wants to be started again: EX_TEMPFAIL of
+#: sysexits.h(3), "the user is invited to retry".
+STOPPED_EARLY = 75
 #: Of a launcher whose host computes wrong: it is not to be started again here before the host is repaired.
 COMPUTES_WRONG = 76
 

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
+from torchelastic.adapters.in_process.requirements import require_known_order, require_no_group, require_none_of
 from torchelastic.errors import UnfitError
 from torchelastic.observe.ledger.meter import this_worker
 
+_ADAPTER = "ElasticAccelerator"
 _RESTART = "save it with MemoryCheckpointer (docs/transformers.md), where a loss restarts all workers"
 #: Of the accelerator, and of the environment that `accelerate config` makes: what has no whole model on each worker.
 _SHARDED = {
@@ -42,12 +43,11 @@ def require_fit_options(options: Mapping[str, Any]) -> None:
         for name, what in _SHARDED_BY_ENVIRONMENT.items()
         if os.environ.get(name, "false").lower() in ("1", "true", "yes")
     ]
-    if sharded:
-        raise UnfitError(
-            f"ElasticAccelerator cannot go on in the running process with {sharded[0]}, where no worker has the whole "
-            "model: use an Accelerator without it, write a loop with torchelastic.ShardedState (docs/sharded.md), or "
-            f"{_RESTART}"
-        )
+    require_none_of(
+        _ADAPTER,
+        {f"{what}, where no worker has the whole model": True for what in sharded},
+        "use an Accelerator without it, write a loop with torchelastic.ShardedState (docs/sharded.md), or " + _RESTART,
+    )
     wrong = {
         "dispatch_batches=True": (
             bool(getattr(options.get("dataloader_config"), "dispatch_batches", None)),
@@ -72,17 +72,16 @@ def require_fit_options(options: Mapping[str, Any]) -> None:
         ),
     }
     for what, (is_given, remedy) in wrong.items():
-        if is_given:
-            raise UnfitError(f"ElasticAccelerator cannot go on in the running process with {what}: {remedy}")
+        require_none_of(_ADAPTER, {what: is_given}, remedy)
 
 
-def require_no_group() -> None:
+def require_own_group() -> None:
     """Raise UnfitError: a process group exists already, and it is not that of an earlier run in this process."""
-    if dist.is_initialized() and this_worker().position().round < 0:
-        raise UnfitError(
-            "a process group was formed before the ElasticAccelerator was made, and newcomers would have to take part "
-            "in that: import torchelastic.adapters.elastic_accelerator at the top of the script, before an Accelerator "
-            "is made, make one ElasticAccelerator, and call no collective before its steps()"
+    if this_worker().position().round < 0:
+        require_no_group(
+            "the ElasticAccelerator was made",
+            "import torchelastic.adapters.elastic_accelerator at the top of the script, before an Accelerator is made, "
+            "make one ElasticAccelerator, and call no collective before its steps()",
         )
 
 
@@ -95,15 +94,5 @@ def require_training_data(loader: Any) -> DataLoader[Any]:
         )
     if getattr(loader, "_is_accelerate_prepared", False):
         raise UnfitError("loader() takes a DataLoader that was not prepared: leave the training data out of prepare()")
-    if isinstance(loader.dataset, IterableDataset):
-        raise UnfitError(
-            "the training data is an IterableDataset, of which no worker can give another one its place: give a "
-            "dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
-        )
-    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
-        raise UnfitError(
-            f"the training data has a {type(sampler).__name__}, whose order is not divided anew when the group "
-            "changes: give the DataLoader batch_size and shuffle in its place"
-        )
+    require_known_order(loader)
     return loader

@@ -6,11 +6,11 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 import transformers
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from torchelastic.adapters.in_process.batches import EpochBatches
+from torchelastic.adapters.in_process.requirements import require_known_order, require_no_group, require_none_of
 from torchelastic.errors import UnfitError
 
 if TYPE_CHECKING:
@@ -53,16 +53,12 @@ def require_supported(trainer: Trainer, trial: object, *, may_have_group: bool) 
         f"optim={args.optim!s}": "lomo" in str(args.optim).lower(),
         "a hyperparameter search": trial is not None,
     }
-    for what, is_given in wrong.items():
-        if is_given:
-            raise UnfitError(
-                f"ElasticTrainer cannot go on in the running process with {what}: leave it out, or {_RESTART}"
-            )
-    if dist.is_initialized() and not may_have_group:
-        raise UnfitError(
-            "a process group was formed before ElasticTrainer was imported, and newcomers would have to take part in "
-            "that: import torchelastic.adapters.elastic_trainer at the top of the script, before TrainingArguments or "
-            "an Accelerator are made, and call no collective before train()"
+    require_none_of("ElasticTrainer", wrong, f"leave it out, or {_RESTART}")
+    if not may_have_group:
+        require_no_group(
+            "ElasticTrainer was imported",
+            "import torchelastic.adapters.elastic_trainer at the top of the script, before TrainingArguments or an "
+            "Accelerator are made, and call no collective before train()",
         )
 
 
@@ -78,25 +74,17 @@ def require_own_batches(batches: object) -> None:
 
 def require_permutations(plain: DataLoader[Any], size: int) -> None:
     """Raise UnfitError for data without a length, or drawn otherwise: that order, or those sizes, would be lost."""
-    if isinstance(plain.dataset, IterableDataset):
-        raise UnfitError(
-            "train_dataset is an IterableDataset, of which no worker can give another one its place in the data: "
-            "give a dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
-        )
+    require_known_order(
+        plain,
+        "leave out get_train_dataloader or _get_train_sampler of the Trainer's class, and put weights or an order into "
+        "the dataset; or train it with MemoryCheckpointCallback (docs/transformers.md)",
+        is_permuted=True,
+    )
     batches: Any = plain.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # of Accelerate, where a group has been formed before
-    sampler = getattr(batches, "sampler", None)
-    kind = type(sampler if type(batches) is BatchSampler else batches).__name__
-    is_permutation = isinstance(sampler, RandomSampler) and not getattr(sampler, "replacement", False)
-    if type(batches) is not BatchSampler or not is_permutation or len(sampler) != len(plain.dataset):  # type: ignore[arg-type]
+    batch_size = getattr(batches, "batch_sampler", batches).batch_size
+    if batch_size != size:
         raise UnfitError(
-            f"the training data would be drawn by a {kind}, and ElasticTrainer draws a permutation of each epoch: "
-            "leave out get_train_dataloader or _get_train_sampler of the Trainer's class, and put weights or an order "
-            "into the dataset; or train it with MemoryCheckpointCallback (docs/transformers.md)"
-        )
-    if batches.batch_size != size:
-        raise UnfitError(
-            f"get_train_dataloader of the Trainer's class makes batches of {batches.batch_size} samples: give that "
+            f"get_train_dataloader of the Trainer's class makes batches of {batch_size} samples: give that "
             f"number as per_device_train_batch_size, which is {size}"
         )
 

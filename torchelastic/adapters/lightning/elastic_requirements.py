@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from torchelastic.adapters.in_process.batches import EpochBatches
+from torchelastic.adapters.in_process.requirements import require_known_order, require_no_group, require_none_of
 from torchelastic.errors import UnfitError
 
 #: The releases whose loops are known: those of the contract tests.
@@ -19,6 +19,7 @@ _RESTART = (
     "train it with MemoryCheckpointCallback and strategy='ddp' (docs/lightning.md), which restarts all workers after a "
     "loss"
 )
+_ADAPTER, _REMEDY = "ElasticDDPStrategy", f"leave it out, or {_RESTART}"
 #: Options of DDPStrategy that mean nothing here, or would break a promise.
 _NOT_TAKEN = {
     "cluster_environment", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period",
@@ -67,12 +68,9 @@ def require_supported(trainer: Any, *, may_have_group: bool) -> None:
         f"{type(trainer.precision_plugin).__name__}": type(trainer.precision_plugin).__name__
         not in ("Precision", "MixedPrecision", "DoublePrecision", "HalfPrecision"),
     }
-    _raise_first(wrong)
-    if dist.is_initialized() and not may_have_group:
-        raise UnfitError(
-            "a process group was formed before trainer.fit(), and newcomers would have to take part in that: call no "
-            "collective before it"
-        )
+    require_none_of(_ADAPTER, wrong, _REMEDY)
+    if not may_have_group:
+        require_no_group("trainer.fit()", "call no collective before it")
 
 
 def require_trained_alike(trainer: Any) -> None:
@@ -82,37 +80,16 @@ def require_trained_alike(trainer: Any) -> None:
         f"{len(optimizers)} optimizers in automatic optimization": len(optimizers) != 1,
         "LBFGS": any(isinstance(one, torch.optim.LBFGS) for one in optimizers),
     }
-    _raise_first(wrong)
+    require_none_of(_ADAPTER, wrong, _REMEDY)
 
 
-def _raise_first(wrong: Mapping[str, bool]) -> None:
-    for what, is_given in wrong.items():
-        if is_given:
-            raise UnfitError(
-                f"ElasticDDPStrategy cannot go on in the running process with {what}: leave it out, or {_RESTART}"
-            )
-
-
-def require_permutations(plain: Any) -> None:
-    """Raise UnfitError for training data without a length, or drawn otherwise: that order would be lost."""
+def require_one_loader(plain: Any) -> None:
+    """Raise UnfitError for training data that is no DataLoader, has no length, or is drawn in an order of its own."""
     if not isinstance(plain, DataLoader):
         raise UnfitError(
             f"the training data comes as a {type(plain).__name__}: give one DataLoader, of a dataset with a length"
         )
-    if isinstance(plain.dataset, IterableDataset):
-        raise UnfitError(
-            "the training data is an IterableDataset, of which no worker can give another one its place: give a "
-            "dataset with a length, or write a loop with torchelastic.ElasticStream (docs/data.md)"
-        )
-    batches: Any = plain.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    is_plain = type(sampler) in (RandomSampler, SequentialSampler) and len(sampler) == len(plain.dataset)  # type: ignore[arg-type]
-    if type(batches) is not BatchSampler or not is_plain or getattr(sampler, "replacement", False):
-        kind = type(sampler if type(batches) is BatchSampler else batches).__name__
-        raise UnfitError(
-            f"the training data is drawn by a {kind}, whose order is not divided anew when the group changes: give the "
-            "DataLoader batch_size and shuffle in its place"
-        )
+    require_known_order(plain)
 
 
 def require_plain_loop(trainer: Any, combined_loader: Any, fetcher: Any) -> EpochBatches:
@@ -127,6 +104,6 @@ def require_plain_loop(trainer: Any, combined_loader: Any, fetcher: Any) -> Epoc
             trainer.enable_validation and at_each and bool(interval % accumulate)
         ),
     }
-    _raise_first(wrong)
+    require_none_of(_ADAPTER, wrong, _REMEDY)
     assert isinstance(loaders[0], EpochBatches)
     return loaders[0]

@@ -23,7 +23,7 @@ from torchelastic.adapters.in_process.driven_steps import DrivenSteps
 from torchelastic.adapters.lightning.elastic_loops import BatchEndedError, TrainingFetcher
 from torchelastic.adapters.lightning.elastic_progress import LightningProgress, Phase
 from torchelastic.adapters.lightning.elastic_rank_zero import become_rank_zero, file_names, take_file_names
-from torchelastic.adapters.lightning.elastic_requirements import require_permutations, require_plain_loop
+from torchelastic.adapters.lightning.elastic_requirements import require_one_loader, require_plain_loop
 from torchelastic.adapters.lightning.elastic_results import settle, share_sums, sums_of
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.errors import UnfitError
@@ -100,7 +100,7 @@ class ElasticRun:
 
     def shares_of(self, plain: Any) -> EpochBatches:
         """The training data as global batches of a constant size, of which each rank has a share."""
-        require_permutations(plain)
+        require_one_loader(plain)
         epochs = self.trainer.fit_loop.max_epochs
         options = {"worker_init_fn": plain.worker_init_fn, "timeout": plain.timeout}
         return EpochBatches(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.lifetime.deadline import Deadline, automatic_deadlines
+from torchelastic.lifetime.grace import is_grace_known, term_grace_s
 from torchelastic.lifetime.sources.clouds import AwsSpot, AzureScheduledEvents, GcpPreemption, MetadataSource
 from torchelastic.lifetime.sources.files import PreStopFile, TerminationFile, WatchedFile
 from torchelastic.lifetime.sources.metadata import LINK_LOCAL, Opener, open_url
@@ -20,7 +20,6 @@ from torchelastic.lifetime.sources.notice import Clocks, Notices
 from torchelastic.lifetime.sources.poller import Poller
 from torchelastic.lifetime.sources.signals import (
     FROM_SCHEDULER,
-    TERM_GRACE_S,
     USER_GRACE_S,
     SignalNotices,
     notices_instead_of_default,
@@ -35,17 +34,12 @@ log = logging.getLogger(__name__)
 TERMINATION_FILE_VARIABLE = "TORCHELASTIC_TERMINATION_FILE"
 #: A file that a preStop hook touches.
 PRE_STOP_VARIABLE = "TORCHELASTIC_PRESTOP_FILE"
-#: Seconds from SIGTERM, or from the preStop hook, to SIGKILL.
-GRACE_VARIABLE = "TORCHELASTIC_TERM_GRACE_S"
 #: Which signals are notices: see `signals.parse_signals`.
 SIGNALS_VARIABLE = "TORCHELASTIC_DEADLINE_SIGNALS"
 #: Which metadata services to poll: `aws`, `gcp`, `azure`, separated by commas, or `none`.
 METADATA_VARIABLE = "TORCHELASTIC_METADATA"
 #: Their endpoint, instead of the link-local address.
 ENDPOINT_VARIABLE = "TORCHELASTIC_METADATA_ENDPOINT"
-
-#: A launcher ends workers so long after the signal that it passes on: torchrun (torch 2.13) and `torchelastic run`.
-LAUNCHER_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _MACHINE = Path("/sys/class/dmi/id")
 _MACHINE_FILES = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "board_vendor", "chassis_asset_tag")
 #: What every virtual machine of Azure has as its asset tag (cloud-init's datasource goes by it too).
@@ -96,25 +90,6 @@ def parse_clouds(text: str) -> dict[str, bool]:
     if unknown:
         raise ValueError(f"{METADATA_VARIABLE} is {text!r}: give {', '.join(_CLOUDS)}, separated by commas, or none")
     return dict.fromkeys(names, True)
-
-
-def term_grace_s(environment: Mapping[str, str]) -> float:
-    """Seconds from SIGTERM to SIGKILL: of the user, of the launcher, else 30. Raises ValueError: it is no number."""
-    text = environment.get(GRACE_VARIABLE, "").strip()
-    remedy = "give seconds, for example a pod's terminationGracePeriodSeconds"
-    if text:
-        try:
-            number = float(text)
-        except ValueError:
-            raise ValueError(f"{GRACE_VARIABLE} is {text!r}, which is no number: {remedy}") from None
-        return real_number(GRACE_VARIABLE, number, remedy=remedy)
-    launchers = environment.get(LAUNCHER_GRACE_VARIABLE, "").strip()
-    return float(launchers) if launchers.isdecimal() else TERM_GRACE_S
-
-
-def is_grace_known(environment: Mapping[str, str]) -> bool:
-    """Whether the user has set the grace; the launcher's may be longer than that of `docker stop` or Kubernetes."""
-    return bool(environment.get(GRACE_VARIABLE, "").strip())
 
 
 def detect(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchelastic.lifetime.deadline import unix_seconds
+from torchelastic.lifetime.grace import TERM_GRACE_S
 from torchelastic.lifetime.sources.notice import Clocks, Notice, Notices
-from torchelastic.lifetime.sources.signals import TERM_GRACE_S
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing.Unpack from Python 3.11 on; torch requires the package

@@ -18,13 +18,11 @@ from typing import Any
 
 from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.lifetime.deadline import Deadline
+from torchelastic.lifetime.grace import TERM_GRACE_S
 from torchelastic.lifetime.sources.notice import Notice, Notices
 
 log = logging.getLogger(__name__)
 
-#: From SIGTERM to SIGKILL: torchrun's, SLURM's (KillWait) and Kubernetes' default. Others give less (`docker stop` 10
-#: s, pods on spot nodes of GKE 15 s), so where nobody has said it this is a guess: see `Notice.unsure_since_s`.
-TERM_GRACE_S = 30.0
 #: sbatch(1): a signal of `--signal` comes 60 s before the end if no time is given, and up to 60 s earlier than set.
 USER_GRACE_S = 60.0
 #: A scheduler signals every process of a job, and a launcher forwards its own: all that is one notice.

@@ -29,11 +29,12 @@ def work(connection: Connection, parent_pid: int, cpu_priority: int, io_priority
     # Ctrl-C reaches all processes of a terminal; whether the worker ends then is for the trainer to decide
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    lower_priority(cpu_priority, io_priority)
     from torchelastic.checkpoint.compat.nvrx.async_ckpt.shipping import (
         Parcel,  # torch: if the trainer ends meanwhile, so does this
     )
 
+    # not before: on a host whose processors are all taken, the import would take a minute instead of seconds
+    lower_priority(cpu_priority, io_priority)
     _answer(connection, "ready")
     with suppress(EOFError, OSError):  # the trainer has closed its end
         while (sent := connection.recv()) is not None:
