@@ -25,7 +25,7 @@ from torchelastic.observe.ledger.ledger_events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.observe.status.run_status import MOST_EVENTS, EventLine
+from torchelastic.observe.status.run_status import BAD, MOST_EVENTS, WARNING, EventLine
 from torchelastic.text import duration, escaped
 
 T = TypeVar("T")
@@ -74,6 +74,8 @@ class LoggedEvent:
             rank=event.rank if is_one else -1,
             round=event.round,
             step=event.step,
+            grade=_grade(event),
+            world_size=event.world_size if isinstance(event, (Join, ReForm)) else 0,
         )
 
 
@@ -151,6 +153,15 @@ def _took_ns(event: LedgerEvent) -> int:
     if isinstance(event, ReForm):
         return sum(event.phases_ns.values())
     return event.stall_ns if isinstance(event, Save) else 0
+
+
+def _grade(event: LedgerEvent) -> str:
+    match event:
+        case Failure() | ComputesWrong() | End(is_loss=True) | StoreOutage(is_over=False):
+            return BAD
+        case Skipped() | Straggler() | MayHang():
+            return WARNING
+    return ""
 
 
 def _text(event: LedgerEvent) -> str:

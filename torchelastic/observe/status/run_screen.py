@@ -13,15 +13,20 @@ from rich.text import Text
 from torchelastic.observe.ledger.accounts import STYLES, Account, Amounts
 from torchelastic.observe.ledger.figures import Figures
 from torchelastic.observe.status.run_progress import rate_text
-from torchelastic.observe.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
+from torchelastic.observe.status.run_status import (
+    BAD,
+    MOST_EVENTS,
+    WARNING,
+    EventLine,
+    RunStatus,
+    WorkerStatus,
+    notes_of,
+)
 from torchelastic.rendezvous.records import NO_ROUND, RoundState
 from torchelastic.text import age_text, printable
 
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
-_EVENTS = {
-    "failure": "red", "end": "yellow", "store_outage": "red", "skipped": "yellow", "straggler": "yellow",
-    "may_hang": "yellow", "kept_out": "red", "computes_wrong": "red",
-}  # fmt: skip
+_GRADES = {BAD: "red", WARNING: "yellow"}
 #: Lines of events that are there before all workers are, and from how many lines on for both.
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6
 #: With fewer lines for workers and events than that, only what is most needed is shown above and below them.
@@ -79,35 +84,15 @@ class Screen:
         yield Group(*above, _table(rows, width), *below, *gap, *events, *footer)
 
     def _warnings(self) -> Iterable[Text]:
-        status = self._status
         if self._away_s:
             yield _one_line(f"etcd has not answered for {age_text(self._away_s)}: this is how things were", "bold red")
-        if status.silent:
-            silent = ", ".join(self._silent(host) for host in status.silent)
-            yield Text(f"silent: {silent}", style="bold yellow")
-        for name, record in status.kept_out.items():
-            yield _one_line(f"kept out of the run: {printable(name)}: {printable(record.because)}", "bold yellow")
-        away = [host.host for host in status.hosts if host.is_etcd_away]
-        if away:
-            yield Text(f"etcd is unreachable from: {', '.join(map(printable, away))}", style="bold yellow")
-        if status.left and status.round.state is not RoundState.CLOSED:
-            yield _one_line(f"left: {', '.join(map(self._gone, status.left))}; journals have what they did", "dim")
-            if not (status.hosts or status.silent or status.members):
-                yield _one_line("nobody is there: the run goes on when its launchers are started again", "bold yellow")
-
-    def _silent(self, host: HostStatus) -> str:
-        name = printable(host.host)
-        return (
-            f"{name} for {age_text(self._status.at_s - host.at_s)}" if host.at_s else f"{name} (has reported nothing)"
-        )
-
-    def _gone(self, host: HostStatus) -> str:
-        since = f" {age_text(max(0.0, self._status.at_s - host.at_s))} ago" if host.at_s else ""
-        return f"{printable(host.host)}{since}"
+        for note in notes_of(self._status):
+            text, colour = printable(note.text), _GRADES.get(note.grade)
+            yield Text(text, f"bold {colour}") if colour else _one_line(text, "dim")
 
     def _event(self, line: EventLine) -> Text:
         clock = time.strftime("%H:%M:%S", self._local_time(line.at_s))
-        return _one_line(f"{clock}  {event_text(line)}", _EVENTS.get(line.kind, ""))
+        return _one_line(f"{clock}  {event_text(line)}", _GRADES.get(line.grade, ""))
 
 
 def headline(status: RunStatus) -> Text:

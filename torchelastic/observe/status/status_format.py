@@ -17,7 +17,7 @@ from torchelastic.foreign_json import RecordError, checked, decode_json
 from torchelastic.observe.ledger.accounts import NOTHING, Account, by_label
 from torchelastic.observe.ledger.figures import Figure, Seen
 from torchelastic.observe.status.event_lines import newest
-from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus
+from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, notes_of
 from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Member
 
 #: A host's status is no longer.
@@ -139,6 +139,7 @@ def run_to_plain(status: RunStatus) -> dict[str, Any]:
         "hosts": [_whole_host(host) for host in status.hosts],
         "silent": [_whole_host(host) for host in status.silent],
         "left": [{name: getattr(host, name) for name in _LEFT} for host in status.left],
+        "notes": notes_to_plain(status),
         "kept_out": [{"host": host, **dataclasses.asdict(record)} for host, record in status.kept_out.items()],
         "events": [event_to_plain(line) for line in status.events],
         "seen": seen_to_plain(status.seen),
@@ -150,6 +151,11 @@ def seen_to_plain(seen: Seen) -> dict[str, Any]:
     """For JSON: the counts, and `amounts_ns` by account."""
     counts = {name: count for name, count in vars(seen).items() if name != "amounts"}
     return {**counts, "amounts_ns": by_label(seen.amounts)}
+
+
+def notes_to_plain(status: RunStatus, *, is_etcd_away: bool = False) -> list[dict[str, Any]]:
+    """For JSON; as `notes_of`."""
+    return [dataclasses.asdict(note) for note in notes_of(status, is_etcd_away=is_etcd_away)]
 
 
 def event_to_plain(line: EventLine) -> dict[str, Any]:
