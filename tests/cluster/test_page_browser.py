@@ -26,6 +26,7 @@ from torchelastic.observe.status.event_lines import lines_of
 from torchelastic.observe.status.run_status import EventLine, combined
 from torchelastic.observe.status.status_format import run_to_plain
 from torchelastic.rendezvous.records import KeptOut
+from torchelastic.text import percent
 
 CHROMIUM = chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
@@ -226,6 +227,11 @@ def test_who_computes_wrong_is_bad_on_the_page_as_on_a_terminal_and_who_is_kept_
         titles = await tab.ask("[...document.querySelectorAll('#timeline g title')].map((one) => one.textContent)")
         assert [title for title in titles if title.startswith("round 3: 7 workers")], titles
         assert await tab.text("#notes") == "kept out of the run: node-9: its health check failed"
+        shares = [0.0, 1e-5, 0.0005, 0.5, 0.9994, 0.99999, 1.0]
+        shown_shares = await tab.ask(
+            f"import('./draw.js').then(({{ percent }}) => {shares}.map((one) => percent(one)))"
+        )
+        assert shown_shares == [percent(share) for share in shares], "less than all never looks like all"
         assert tab.problems == []
 
     in_a_browser(watch)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.figures import Seen
 from torchelastic.observe.status.run_screen import Screen, cells_of
 from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
@@ -42,6 +44,14 @@ def test_a_wide_terminal_shows_everything() -> None:
     assert "data_wait 5.0 %" in text
     assert "was / attainable:  goodput 93.0 / 98.0 %  ettr 93.0 / 98.0 %" in text
     assert "22:12:20  node-1-1/0 (rank 0): saved step 0" in text
+
+
+def test_less_than_all_never_looks_like_all() -> None:
+    amounts = tuple({Account.PRODUCTIVE: 99_999, Account.DETECT: 1}.get(account, 0) * 10**9 for account in Account)
+    seen = Seen(10**14, 10**14, amounts, 0, 1, 1200)
+    text = "\n".join(drawn(a_run(a_host("node-1", 0, seen=seen))))
+    assert "productive > 99.9 %  D detect < 0.1 %" in text
+    assert "goodput > 99.9 / 100 %" in text
 
 
 def test_a_run_that_has_no_group_yet_waits_and_one_that_is_over_has_its_times_in_journals() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -23,7 +22,7 @@ from torchelastic.observe.status.run_status import (
     notes_of,
 )
 from torchelastic.rendezvous.records import NO_ROUND, RoundState
-from torchelastic.text import age_text, printable
+from torchelastic.text import age_text, percent, printable
 
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
 _GRADES = {BAD: "red", WARNING: "yellow"}
@@ -173,11 +172,12 @@ def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bo
             continue
         style = STYLES[account]
         legend.append("  " if len(legend) else "").append("■ " if has_colours else f"{style.letter} ", style.terminal)
-        legend.append(f"{account.label} {100 * amounts[account] / total:.1f} %")
+        legend.append(f"{account.label} {percent(amounts[account] / total)}")
     quality = Text("was / attainable:", overflow="fold")
-    for figure in (figures.goodput, figures.ettr, figures.step_efficiency, figures.participation):
-        quality.append(f"  {figure.name} ").append(_percent(figure.value), "bold")
-        quality.append(f" / {_percent(figure.attainable)} %")
+    for figure in figures:
+        if figure.is_share:
+            quality.append(f"  {figure.name} ").append(percent(figure.value).removesuffix(" %"), "bold")
+            quality.append(f" / {percent(figure.attainable)}")
     return [bar, legend, quality] if total else [Text("no worker has reported yet where its time goes", style="dim")]
 
 
@@ -199,10 +199,6 @@ def cells_of(amounts: Sequence[int], width: int) -> list[int]:
             index = max(wanted, key=cells.__getitem__)
         cells[index] += step
     return cells
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}" if math.isfinite(share) else "-"
 
 
 def _one_line(text: str, style: str) -> Text:

@@ -1,6 +1,7 @@
 // What the page shows of a run, section by section. Every function takes the document and draws it anew in place.
 
 import { ACCOUNTS } from "./accounts.js";
+import { FIGURES } from "./figures.js";
 import { bar, byId, clock, duration, el, isAccount, keyed, number, percent, setAttribute, setText, spark } from "./draw.js";
 
 const MOST_POINTS = 900;
@@ -88,13 +89,9 @@ export function drawLedger(run) {
     (label) => el("li", {}, el("span", { class: `swatch a-${label}`, "aria-hidden": "true" }), el("span")),
     (item, label) => setText(item.lastElementChild, `${label} ${percent(amounts[label] / total)} · ${duration(amounts[label] / 1e9)}`));
   setText(byId("ledger-sum"), `${duration(total / 1e9)} of ${number(run.seen.workers)} workers' time, in ${duration(run.seen.wall_ns / 1e9)}`);
-  const names = ["goodput", "ettr", "step_efficiency", "participation"].filter((name) => run.figures[name]);
+  const names = Object.keys(FIGURES).filter((name) => run.figures[name] && !name.endsWith("_s"));
   keyed(byId("figures"), names, (name) => name, makeFigure, (figure, name) => updateFigure(figure, run.figures[name]));
 }
-
-const FIGURES = {
-  goodput: "Goodput", ettr: "Effective training time", step_efficiency: "Step efficiency", participation: "Participation",
-};
 
 function makeFigure(name) {
   const head = el("div", {}, el("b"), el("span", { class: "quiet" }));
