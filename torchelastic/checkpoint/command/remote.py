@@ -20,8 +20,8 @@ import fsspec  # type: ignore[import-untyped]
 import tenacity
 
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
-from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
 from torchelastic.checkpoint.command.screen import shown_as
+from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.errors import CorruptCheckpointError, is_full
 from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.store.removing import remove_objects
@@ -62,7 +62,8 @@ def newest_at(url: str) -> Iterator[Path]:
 
 def _copy_newest(url: str, stack: ExitStack) -> Path:
     with copied(url, heads_only=True) as path:
-        chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
+        saves = StoredSaves(path)
+        chosen = Path() if saves.foreign_kind() is not None else saves.newest_complete().path.relative_to(path)
     place = url if chosen == Path() else f"{url.rstrip('/')}/{chosen}"
     try:
         return stack.enter_context(copied(place, heads_only=False))
