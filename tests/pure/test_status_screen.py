@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.launch.status import show
 from torchelastic.observe.ledger.accounts import Account
 from torchelastic.observe.ledger.figures import Seen
 from torchelastic.observe.status.run_screen import Screen, cells_of
@@ -72,6 +73,33 @@ def test_no_line_is_wider_than_the_terminal_and_ranks_hosts_and_steps_are_always
     for rank, host in ((0, "node-1"), (1, "node-1"), (2, "node-2")):
         assert any(row[:3] == [str(rank), host, "1200"] for row in rows)
     assert ("pid" in "\n".join(lines)) == (width >= 100)
+
+
+LONG = "trainer-worker-7d9f8b6c5-abcde.training.svc.cluster.local"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_of_a_row_that_is_too_wide_the_name_of_the_host_is_cut_and_no_number(width: int) -> None:
+    rows = [line.split() for line in drawn(a_run(a_host(LONG, 0, 1), a_host("node-2", 2)), width) if "…" in line]
+    assert [row[0] for row in rows if row[0].isdecimal()] == ["0", "1"]
+    assert all(row[1].startswith("trainer") and row[2] == "1200" for row in rows if row[0].isdecimal())
+    assert ["rank", "host", "step"] in [line.split()[:3] for line in drawn(a_run(a_host(LONG, 0)), width)]
+
+
+def test_in_a_pipe_nothing_is_cut_unless_it_is_said_how_wide_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show(a_run(a_host(LONG, 0)))
+    lines = capsys.readouterr().out.splitlines()
+    assert "…" not in "".join(lines)
+    row = next(line.split() for line in lines if line.split()[:2] == ["0", LONG])
+    assert row[2:] == ["1200", "31.2", "productive", "0.125", "0", "4000", "2.0", "h"]
+    assert f"{LONG}-1/0 (rank 0): saved step 3" in lines[-1]
+    assert max(map(len, lines)) < 200, "the bar neither"
+    monkeypatch.setenv("COLUMNS", "70")
+    show(a_run(a_host(LONG, 0)))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 70
 
 
 @pytest.mark.parametrize("height", [12, 15, 20, 24, 40, 60])

@@ -160,6 +160,7 @@ def _metric(text: str) -> str:
 
 def _path(text: str) -> Path | str:
     """A path with a name: that of `.` says what is in the folder; or a URL, as it is."""
+    text = text.removeprefix("file://")
     if "://" in text:
         return text
     path = Path(text)
@@ -174,10 +175,10 @@ def _saves_at(place: Path | str, wanted: Literal["list", "all", "newest"] = "lis
     if isinstance(place, Path):
         yield StoredSaves(place)
         return
-    from torchelastic.checkpoint.command.remote import copied, newest_at
+    from torchelastic.checkpoint.command.remote import RemoteSaves, copied, newest_at
 
     with newest_at(place) if wanted == "newest" else copied(place, heads_only=wanted == "list") as path:
-        yield StoredSaves(path, url="" if place.startswith("file://") else place)
+        yield RemoteSaves(path, place)
 
 
 def _folder(place: Path | str | None, why_not_a_url: str) -> Path:

@@ -49,7 +49,7 @@ def prune(saves: StoredSaves, policy: KeepPolicy, *, metric: str | None = None, 
             "nothing is removed"
         )
     freed_bytes = 0
-    for one, decision in decisions_for(found, policy, _left_overs(found, has_all=bool(saves.url))):
+    for one, decision in decisions_for(found, policy, _left_overs(found, has_all=saves.has_all_hosts)):
         state = "kept" if decision.keep else "would be removed" if dry_run else "removed"
         if not decision.keep:
             freed_bytes += one.size_bytes

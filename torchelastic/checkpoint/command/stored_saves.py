@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
@@ -34,11 +34,11 @@ class StoredSaves:
 
     Attributes:
         path: of the folder that holds them, or of the one that is meant.
-        url: of the storage of which `path` is a copy: there are the saves of all hosts; empty: it is no copy.
+        has_all_hosts: whether what is not there is on no other host either.
     """
 
     path: Path
-    url: str = ""
+    has_all_hosts: ClassVar[bool] = False
 
     def find(self) -> list[FoundCheckpoint]:
         """The checkpoints there, of every kind, each kind newest first; at least one.
@@ -93,12 +93,7 @@ class StoredSaves:
             CheckpointCommandError: it is refused, or the storage does not answer.
             CheckpointError: it cannot be removed.
         """
-        if not self.url:
-            one.format.remove(one)
-            return
-        from torchelastic.checkpoint.command.remote import remove_at
-
-        remove_at(self.url, one.path.relative_to(self.path).as_posix())
+        one.format.remove(one)
 
     def none_usable(self, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
         """The error for a place without a usable checkpoint."""

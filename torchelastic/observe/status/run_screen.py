@@ -30,6 +30,8 @@ _GRADES = {BAD: "red", WARNING: "yellow"}
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6
 #: With fewer lines for workers and events than that, only what is most needed is shown above and below them.
 _LEAST_LINES = 4
+#: A width in which nothing is cut, for a pipe or a file; and how long the bar is then.
+UNCUT_WIDTH, _UNCUT_BAR = 10_000, 100
 #: Columns, with the width of the terminal from which on they are shown.
 _COLUMNS: tuple[tuple[str, int], ...] = (
     ("rank", 0), ("host", 0), ("step", 0), ("steps/s", 60), ("now", 36), ("loss", 70), ("restarts", 90), ("pid", 100),
@@ -63,7 +65,8 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it in the width that there is."""
         status, width = self._status, options.max_width
-        ledger = ledger_lines(status.seen.amounts, status.figures, width, console.color_system is not None)
+        bar = _UNCUT_BAR if width == UNCUT_WIDTH else width
+        ledger = ledger_lines(status.seen.amounts, status.figures, bar, console.color_system is not None)
         is_over = status.round.state is RoundState.CLOSED or status.left
         if is_over and not (status.hosts or status.silent):
             ledger = [Text("where its time went: torchelastic report DIR, of each host's --log-dir", style="dim")]
@@ -149,10 +152,11 @@ def _table(rows: Sequence[dict[str, str]], width: int) -> Table:
     shown = [title for title, least in _COLUMNS if width >= least and (title != "loss" or any(map(_has_loss, rows)))]
     for title in shown:
         is_text = title in ("host", "now")
-        drawn.add_column(title, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+        # of all columns rich makes those narrower first that may wrap: the name of a host is cut, and no number
+        drawn.add_column(title, justify="left" if is_text else "right", no_wrap=title != "host", overflow="ellipsis")
     for row in rows:
         style = "" if row.get("now", "productive") in ("productive", "data_wait", "save_stall") else "yellow"
-        drawn.add_row(*(Text(row.get(title, "")) for title in shown), style=style)
+        drawn.add_row(*(_one_line(row.get(title, "")) for title in shown), style=style)
     return drawn
 
 
@@ -161,7 +165,7 @@ def _has_loss(row: dict[str, str]) -> bool:
 
 
 def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bool) -> list[Text]:
-    """Where the time went: a bar as wide as the terminal, what its parts are, and how good that is."""
+    """Where the time went: a bar so wide, what its parts are, and how good that is."""
     bar, legend = Text(no_wrap=True), Text(overflow="fold")
     for account, cells in zip(Account, cells_of(amounts, width), strict=True):
         style = STYLES[account]
@@ -201,7 +205,7 @@ def cells_of(amounts: Sequence[int], width: int) -> list[int]:
     return cells
 
 
-def _one_line(text: str, style: str) -> Text:
+def _one_line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
