@@ -90,5 +90,4 @@ def _accounts(this: Report, other: Report) -> Iterator[Compared]:
 
 
 def _mean_down_s(report: Report) -> float | None:
-    known = [one.down_ns for one in report.incidents if one.down_ns]
-    return sum(known) / len(known) / 1e9 if known else None
+    return sum(report.downs_ns) / len(report.downs_ns) / 1e9 if report.downs_ns else None
