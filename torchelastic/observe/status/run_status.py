@@ -17,7 +17,7 @@ from torchelastic.observe.ledger.accounts import NOTHING, Amounts
 from torchelastic.observe.ledger.figures import Figures, Seen, figures_of, merged
 from torchelastic.observe.status.run_progress import Progress
 from torchelastic.rendezvous.records import KeptOut, Member, Round, RoundState
-from torchelastic.text import age_text
+from torchelastic.text import age_text, shortlist
 
 #: So many of the newest events a host shows.
 MOST_EVENTS = 20
@@ -27,6 +27,8 @@ MOST_VALUES = 8
 MOST_WORKERS = 4096
 #: How events and notes are shown: of what went wrong, and of what may; anything else is as usual.
 BAD, WARNING = "bad", "warning"
+#: So many hosts are named in a note.
+_MOST_NAMES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,17 +303,16 @@ def notes_of(status: RunStatus, *, is_etcd_away: bool = False) -> tuple[Note, ..
     """
     notes = []
     if status.silent:
-        silent = (
-            _since(host, status.at_s, "for {}") or f"{host.host} (has reported nothing)" for host in status.silent
-        )
-        notes.append(Note(f"silent: {', '.join(silent)}", BAD))
+        names = [_since(host, status.at_s, "for {}") or f"{host.host} (has reported nothing)" for host in status.silent]
+        notes.append(Note(f"silent: {shortlist(names, _MOST_NAMES)}", BAD))
     notes += [Note(f"kept out of the run: {host}: {one.because}", WARNING) for host, one in status.kept_out.items()]
     away = [host.host for host in status.hosts if host.is_etcd_away]
     if away and not is_etcd_away:
-        notes.append(Note(f"etcd is unreachable from: {', '.join(away)}", WARNING))
+        notes.append(Note(f"etcd is unreachable from: {shortlist(away, _MOST_NAMES)}", WARNING))
     if status.left and status.round.state is not RoundState.CLOSED:
-        left = (_since(host, status.at_s, "{} ago") or host.host for host in status.left)
-        notes.append(Note(f"left: {', '.join(left)}; journals have what they did"))
+        newest = sorted(status.left, key=lambda host: -host.at_s)
+        left = shortlist([_since(host, status.at_s, "{} ago") or host.host for host in newest], _MOST_NAMES)
+        notes.append(Note(f"left: {left}; journals have what they did"))
         if not (status.hosts or status.silent or status.members):
             notes.append(Note("nobody is there: the run goes on when its launchers are started again", WARNING))
     return tuple(notes)
