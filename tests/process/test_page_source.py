@@ -149,6 +149,9 @@ def test_the_page_knows_of_hosts_that_are_kept_out_or_have_left_what_the_status_
     assert "node-2" in [one["host"] for one in known["left"]]
     for name in ("kept_out", "left"):
         assert shown.status[name] == shown.document[name] == known[name], name
+    noted = [one["text"] for one in shown.document["notes"]]
+    assert noted[0] == "kept out of the run: node-3: its health check failed"
+    assert noted[1:] == [one["text"] for one in known["notes"] if one["text"].startswith("left: node-2")]
     assert [one["text"] for one in shown.status["events"] if one["kind"] == "kept_out"] == [
         "kept out of the run: its health check failed"
     ]

@@ -19,7 +19,7 @@ _S = 1e-9
 #: Of each figure, for people.
 TITLES = {
     "goodput": "Goodput",
-    "ettr": "Effective training time (ETTR)",
+    "ettr": "Effective time (ETTR)",
     "step_efficiency": "Step efficiency",
     "participation": "Participation",
     "whole_job_s": "Whole job",

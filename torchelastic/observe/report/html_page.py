@@ -29,7 +29,7 @@ _MOST_FAILURES, _MANY_FAILURES = 60, 12
 _MOST_SAVES, _MOST_LINES = 40, 300
 _FIGURES = {
     "goodput": "of all worker time went into steps that lasted",
-    "ettr": "productive time, had all {workers} been there all the time",
+    "ettr": "effective training time ratio: productive time, had all {workers} been there all the time",
     "step_efficiency": "of the attempted steps were committed",
     "participation": "of the configured workers were in a group, on average",
     "whole_job_s": "from the first start to the last end",
