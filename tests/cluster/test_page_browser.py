@@ -17,12 +17,16 @@ from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
 from torchelastic.observe.ledger.accounts import STYLES
+from torchelastic.observe.ledger.ledger_events import ComputesWrong, Join, StoreOutage, Straggler
 from torchelastic.observe.page.document import About, document_of
 from torchelastic.observe.page.feed import RunSnapshot
 from torchelastic.observe.page.listening import listening
 from torchelastic.observe.page.page_server import PageServer
-from torchelastic.observe.status.run_status import EventLine
+from torchelastic.observe.status.event_lines import lines_of
+from torchelastic.observe.status.run_status import EventLine, combined
 from torchelastic.observe.status.status_format import run_to_plain
+from torchelastic.rendezvous.records import KeptOut
+from torchelastic.text import percent
 
 CHROMIUM = chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
@@ -192,6 +196,43 @@ def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_a
         assert "etcd does not answer since" in notes
         assert tab.problems == []
         own_addresses(tab, shown.url)
+
+    in_a_browser(watch)
+
+
+def test_who_computes_wrong_is_bad_on_the_page_as_on_a_terminal_and_who_is_kept_out_is_noted(
+    show: Callable[..., Shown],
+) -> None:
+    where: dict[str, Any] = {"at_ns": 0, "worker": "node-1-aa/0.0", "rank": 0, "round": 3}
+    events = lines_of(
+        "node-1",
+        [
+            (NOW_S - 40, Join(**where, world_size=7, is_first=True, cause="world size 9 was too much")),
+            (NOW_S - 30, StoreOutage(at_ns=0, is_over=True, away_ns=10**10)),
+            (NOW_S - 20, ComputesWrong(**where, cause="the gradients differ")),
+            (NOW_S - 10, Straggler(**where, relative_percent=50.0)),
+        ],
+    )
+    shown = show()
+    run = a_run(a_host("node-1", 0, events=events))
+    out = {"node-9": KeptOut(NOW_S, "its health check failed")}
+    shown.status = combined("job7", NOW_S, run.round, run.members, run.hosts, kept_out=out)
+
+    async def watch(tab: Tab) -> None:
+        await tab.open(shown.options.url_to_open)
+        await tab.wait_for(f"{LIVE} && document.querySelectorAll('#events li').length == 5")
+        grades = await tab.ask("[...document.querySelectorAll('#events li')].map((one) => one.dataset.kind)")
+        assert grades == ["warning", "warning", "bad", "", ""], "newest first"
+        assert await tab.ask("document.querySelectorAll('#timeline .bad').length") == 1
+        titles = await tab.ask("[...document.querySelectorAll('#timeline g title')].map((one) => one.textContent)")
+        assert [title for title in titles if title.startswith("round 3: 7 workers")], titles
+        assert await tab.text("#notes") == "kept out of the run: node-9: its health check failed"
+        shares = [0.0, 1e-5, 0.0005, 0.5, 0.9994, 0.99999, 1.0]
+        shown_shares = await tab.ask(
+            f"import('./draw.js').then(({{ percent }}) => {shares}.map((one) => percent(one)))"
+        )
+        assert shown_shares == [percent(share) for share in shares], "less than all never looks like all"
+        assert tab.problems == []
 
     in_a_browser(watch)
 

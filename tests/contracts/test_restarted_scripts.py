@@ -21,6 +21,7 @@ from tests.older_torch import needs_fsdp2_on_cpus
 from tests.process.forked_ranks import run_ranks, values
 from torchelastic.checkpoint import BCPState, CheckpointError
 from torchelastic.checkpoint.command.converting import convert
+from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.compat.velastic import shard
 
 
@@ -191,7 +192,7 @@ def test_a_state_of_the_present_version_is_not_brought_up_to_date(tmp_path: Path
 
 def test_a_converted_state_has_the_versions(tmp_path: Path) -> None:
     saved(nn.Sequential(nn.ReLU(), Migrated(2, 1)), tmp_path / "saved")
-    assert convert(tmp_path / "saved", tmp_path / "state.pt", "torch", allow_pickles=False) == 0
+    assert convert(StoredSaves(tmp_path / "saved"), tmp_path / "state.pt", "torch", allow_pickles=False) == 0
     model = nn.Sequential(nn.ReLU(), Migrated(2, 1))
     state = torch.load(tmp_path / "state.pt")["model"]
     model.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,26 @@ def test_show_lists_tensors_values_and_whose_it_is(base: Path, capsys: Capture) 
     assert (rows["opt.m"]["dtype"], rows["opt.m"]["size_bytes"]) == ("int64", 24)
     assert rows["w"]["shards"] == [shard_of(folder).name]
     assert "not opened" in document["values"]["opt.lr"]
+
+
+@pytest.mark.parametrize("how", ["copy", "link"])
+def test_a_save_under_another_name_is_what_it_was(how: str, base: Path, tmp_path: Path, capsys: Capture) -> None:
+    save, other = save_of(left_by_a_killed_job(base, 20)), tmp_path / "best"
+    if how == "copy":
+        shutil.copytree(save, other)
+    else:
+        other.symlink_to(save)
+    (one,) = lines_of(capsys, "ls", other)
+    assert (one["kind"], one["step"], one["world_size"], one["complete"]) == ("memory", 20, 1, True)
+    (shown,) = lines_of(capsys, "show", other)
+    assert shown["facts"]["save"] == save.name
+    code, out, _ = run(capsys, "verify", other)
+    assert (code, "intact" in out) == (0, True), out
+    code, _, err = run(capsys, "convert", other, tmp_path / "state.pt", "--to", "torch", "--allow-pickles")
+    assert code == 0, err
+    loaded, saved = torch.load(tmp_path / "state.pt", weights_only=False)["w"], state_of(20)["w"]
+    assert isinstance(saved, torch.Tensor)
+    assert torch.equal(loaded, saved)
 
 
 def test_a_shard_that_is_on_another_host_makes_it_partial_and_not_damaged(base: Path, capsys: Capture) -> None:

@@ -21,8 +21,9 @@ from torchelastic.observe.page.document import About
 from torchelastic.observe.page.listening import PageOptions, listening
 from torchelastic.observe.page.source import RunSource, with_own_host
 from torchelastic.observe.status.run_status import HostStatus, RunStatus
+from torchelastic.observe.status.status_format import run_to_plain
 from torchelastic.observe.status.status_reader import StatusReader
-from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
+from torchelastic.rendezvous.records import KeptOut, Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.usage import UsageError
@@ -134,6 +135,26 @@ def test_while_etcd_is_away_how_fast_the_run_is_is_told_by_the_own_host_alone() 
     own = replace(own, workers=tuple(replace(one, steps_per_s=0.02) for one in own.workers))
     assert with_own_host(before, own, NOW_S + 1).steps_per_s > 1
     assert with_own_host(before, own, NOW_S + 60, away_s=59).steps_per_s == 0.02, "training has stopped meanwhile"
+
+
+def test_the_page_knows_of_hosts_that_are_kept_out_or_have_left_what_the_status_knows() -> None:
+    url = parse_url("etcd://etcd:2379/job7?min_workers=1&max_workers=4")
+    store, keys = MemoryStore(), Keys(url.root)
+    store.put(keys.round, encode_round(Round(4, RoundState.RUNNING, (), lost=("node-2-0-bbbbbbbb1",))))
+    store.put(keys.kept_out_of("node-3"), KeptOut(NOW_S - 9, "its health check failed").encode())
+    reader = StatusReader(store, url, clock=lambda: NOW_S)
+    source = RunSource(reader, "job7", lambda: a_host("node-1", 0), About("node-1"), clock=lambda: NOW_S)
+    shown, known = source.read(), run_to_plain(reader.read())
+    assert [one["host"] for one in known["kept_out"]] == ["node-3"]
+    assert "node-2" in [one["host"] for one in known["left"]]
+    for name in ("kept_out", "left"):
+        assert shown.status[name] == shown.document[name] == known[name], name
+    noted = [one["text"] for one in shown.document["notes"]]
+    assert noted[0] == "kept out of the run: node-3: its health check failed"
+    assert noted[1:] == [one["text"] for one in known["notes"] if one["text"].startswith("left: node-2")]
+    assert [one["text"] for one in shown.status["events"] if one["kind"] == "kept_out"] == [
+        "kept out of the run: its health check failed"
+    ]
 
 
 def test_while_etcd_is_away_the_own_host_goes_on_and_the_page_says_since_when() -> None:

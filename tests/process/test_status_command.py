@@ -140,7 +140,7 @@ def test_without_a_terminal_status_and_top_print_one_table_and_end(
     assert f"run {run_id}" in said
     assert "\x1b" not in said
     assert re.search(r"^ +0 +node-1 +\d+ ", said, re.MULTILINE)
-    assert "productive 100.0 %" in said
+    assert "productive 100 %" in said
     assert "joined round 1" in said
 
 
@@ -386,7 +386,7 @@ def check_left_as_it_was(terminal: Terminal) -> None:
 
 def test_top_lives_follows_the_size_of_the_terminal_and_survives_etcd() -> None:
     with EtcdServer() as etcd, running(etcd, "job7"), top(*address(etcd, "job7"), "--interval=0.2") as terminal:
-        terminal.wait_for(lambda text: "run job7" in text and "productive 100.0 %" in text and "q: quit" in text)
+        terminal.wait_for(lambda text: "run job7" in text and "productive 100 %" in text and "q: quit" in text)
         steps = terminal.wait_for(lambda text: len(set(re.findall(r"step (\d+)", text))) >= 3)
         assert "etcd has not answered" not in steps
         terminal.wait_for(lambda _: any("restarts" in line for line in terminal.picture()))

@@ -225,8 +225,11 @@ def test_of_a_state_that_counts_no_steps_each_checkpoint_is_a_row_and_no_step_is
     check(report)
     assert [(save.at_ns // MS, save.step, save.workers) for save in report.saves] == [(130, -1, 2), (230, -1, 2)]
     assert [mark.text for mark in report.marks if mark.kind in ("drain", "loss")] == [
-        "a/1.0 left in order", "a/0.0 killed by SIGKILL",
+        "a/1.0 left the run in order", "a/0.0 lost, signal 9: killed by SIGKILL",
     ]  # fmt: skip
+    lines = {f"{line.worker.replace('-a1', '')} {line.text}" for line in report.events}
+    alone = {mark.text for mark in report.marks if mark.kind != "join"}  # joins of several are one line
+    assert alone <= lines, "a mark says what the list of events says"
     assert "step -1" not in html_page(report)
 
 

@@ -18,7 +18,7 @@ from torchelastic.observe.ledger.ledger_events import End, LedgerEvent, Save, St
 from torchelastic.observe.status.event_lines import newest
 from torchelastic.observe.status.host_view import KEPT_EVENTS, HostView
 from torchelastic.observe.status.run_screen import Screen
-from torchelastic.observe.status.run_status import MOST_EVENTS, HostStatus
+from torchelastic.observe.status.run_status import MOST_EVENTS, HostStatus, notes_of
 from torchelastic.observe.status.status_format import encode_host, run_to_plain
 from torchelastic.observe.status.status_reader import MOST_LEFT, StatusReader, is_known
 from torchelastic.rendezvous.records import KeptOut, Keys, Round, RoundState, encode_round
@@ -75,6 +75,13 @@ def drawn(*left: HostStatus, state: RoundState = RoundState.RUNNING) -> str:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(Screen(replace(run, left=left)))
     return console.export_text()
+
+
+def test_of_many_that_have_left_those_are_named_that_left_last() -> None:
+    gone = [replace(a_host(f"spot-{number}"), at_s=NOW_S - 60 * number) for number in range(1, 41)]
+    [note] = notes_of(replace(a_run(a_host("a", 0)), left=tuple(gone)))
+    assert note.text.startswith("left: spot-1 1.0 min ago, spot-2 2.0 min ago, ")
+    assert note.text.endswith("spot-12 12.0 min ago and 28 more; journals have what they did")
 
 
 def test_the_screen_names_who_has_left_until_the_run_is_over() -> None:

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.launch.status import show
+from torchelastic.observe.ledger.accounts import Account
+from torchelastic.observe.ledger.figures import Seen
 from torchelastic.observe.status.run_screen import Screen, cells_of
 from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
@@ -44,6 +47,14 @@ def test_a_wide_terminal_shows_everything() -> None:
     assert "22:12:20  node-1-1/0 (rank 0): saved step 0" in text
 
 
+def test_less_than_all_never_looks_like_all() -> None:
+    amounts = tuple({Account.PRODUCTIVE: 99_999, Account.DETECT: 1}.get(account, 0) * 10**9 for account in Account)
+    seen = Seen(10**14, 10**14, amounts, 0, 1, 1200)
+    text = "\n".join(drawn(a_run(a_host("node-1", 0, seen=seen))))
+    assert "productive > 99.9 %  D detect < 0.1 %" in text
+    assert "goodput > 99.9 / 100 %" in text
+
+
 def test_a_run_that_has_no_group_yet_waits_and_one_that_is_over_has_its_times_in_journals() -> None:
     lines = drawn(replace(a_run(a_host("node-1", 0)), round=NO_ROUND))
     assert lines[0].split("  ")[:2] == ["run job7", "waits for workers"]
@@ -62,6 +73,33 @@ def test_no_line_is_wider_than_the_terminal_and_ranks_hosts_and_steps_are_always
     for rank, host in ((0, "node-1"), (1, "node-1"), (2, "node-2")):
         assert any(row[:3] == [str(rank), host, "1200"] for row in rows)
     assert ("pid" in "\n".join(lines)) == (width >= 100)
+
+
+LONG = "trainer-worker-7d9f8b6c5-abcde.training.svc.cluster.local"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_of_a_row_that_is_too_wide_the_name_of_the_host_is_cut_and_no_number(width: int) -> None:
+    rows = [line.split() for line in drawn(a_run(a_host(LONG, 0, 1), a_host("node-2", 2)), width) if "…" in line]
+    assert [row[0] for row in rows if row[0].isdecimal()] == ["0", "1"]
+    assert all(row[1].startswith("trainer") and row[2] == "1200" for row in rows if row[0].isdecimal())
+    assert ["rank", "host", "step"] in [line.split()[:3] for line in drawn(a_run(a_host(LONG, 0)), width)]
+
+
+def test_in_a_pipe_nothing_is_cut_unless_it_is_said_how_wide_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show(a_run(a_host(LONG, 0)))
+    lines = capsys.readouterr().out.splitlines()
+    assert "…" not in "".join(lines)
+    row = next(line.split() for line in lines if line.split()[:2] == ["0", LONG])
+    assert row[2:] == ["1200", "31.2", "productive", "0.125", "0", "4000", "2.0", "h"]
+    assert f"{LONG}-1/0 (rank 0): saved step 3" in lines[-1]
+    assert max(map(len, lines)) < 200, "the bar neither"
+    monkeypatch.setenv("COLUMNS", "70")
+    show(a_run(a_host(LONG, 0)))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 70
 
 
 @pytest.mark.parametrize("height", [12, 15, 20, 24, 40, 60])

@@ -65,12 +65,13 @@ def current(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
 
 
 def show(found: RunStatus) -> None:
-    """Print it for people, however long it is."""
+    """Print it for people, however long it is; in a pipe or a file nothing is cut, unless `COLUMNS` says how wide."""
     from rich.console import Console
 
-    from torchelastic.observe.status.run_screen import Screen
+    from torchelastic.observe.status.run_screen import UNCUT_WIDTH, Screen
 
-    Console().print(Screen(found))
+    is_uncut = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    Console(width=UNCUT_WIDTH if is_uncut else None).print(Screen(found))
 
 
 def _unknown(url: RendezvousUrl) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.format import FoundCheckpoint
-from torchelastic.checkpoint.command.listing import FOREIGN, read_newest
+from torchelastic.checkpoint.command.stored_saves import FOREIGN, StoredSaves
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.shard_writing import hidden_path, write_shard
@@ -20,12 +20,12 @@ from torchelastic.text import bytes_text, counted
 
 
 def convert(
-    source: Path, target: Path, to: str, *, part: str | None = None, allow_pickles: bool, disk: Disk = REAL_DISK
+    saves: StoredSaves, target: Path, to: str, *, part: str | None = None, allow_pickles: bool, disk: Disk = REAL_DISK
 ) -> int:
     """`torchelastic checkpoint convert`; returns the exit code. The whole state is held in memory once.
 
     Args:
-        source: a checkpoint of any kind, or a folder of them: then the newest complete one is taken.
+        saves: of several the newest complete one is taken; or what is there is in a format of others.
         target: must not exist; it appears when all of it is on the disk, or not at all.
         to: "torch", "dcp", "safetensors" or "shard".
         part: keys from the outside in, with slashes between; only what is there is converted.
@@ -43,7 +43,7 @@ def convert(
         )
     if not target.parent.is_dir():
         raise CheckpointCommandError(f"{target.parent} is no folder: create it, or give another target")
-    tree, place, meta = read_any(source, allow_pickles=allow_pickles)
+    tree, place, meta = read_any(saves, allow_pickles=allow_pickles)
     if part is not None:
         tree = part_of(tree, part, place)
     try:
@@ -56,15 +56,15 @@ def convert(
     return 0
 
 
-def read_any(source: Path, *, allow_pickles: bool) -> tuple[Any, Path, dict[str, Any]]:
-    """The state at a path, the path of the checkpoint that was taken, and what a shard of it should say besides.
+def read_any(saves: StoredSaves, *, allow_pickles: bool) -> tuple[Any, Path, dict[str, Any]]:
+    """The state that is there, the path of the checkpoint that was taken, and what a shard of it should say besides.
 
     Errors as `convert`.
     """
     for _, is_one, read in FOREIGN:
-        if is_one(source):
-            return read(source, allow_pickles=allow_pickles), source, {"converted_from": source.name}
-    found, tree = read_newest(source, lambda one: _load(one, allow_pickles=allow_pickles))
+        if is_one(saves.path):
+            return read(saves.path, allow_pickles=allow_pickles), saves.path, {"converted_from": saves.path.name}
+    found, tree = saves.read_newest(lambda one: _load(one, allow_pickles=allow_pickles))
     return tree, found.path, {"converted_from": found.name, found.format.step_title: found.step}
 
 

@@ -19,7 +19,7 @@ from torchelastic.text import error_text
 from torchelastic.usage import CommandParser
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.command.format import FoundCheckpoint
+    from torchelastic.checkpoint.command.stored_saves import StoredSaves
     from torchelastic.checkpoint.policy import KeepPolicy
 
 EXAMPLES = """examples:
@@ -160,6 +160,7 @@ def _metric(text: str) -> str:
 
 def _path(text: str) -> Path | str:
     """A path with a name: that of `.` says what is in the folder; or a URL, as it is."""
+    text = text.removeprefix("file://")
     if "://" in text:
         return text
     path = Path(text)
@@ -167,15 +168,17 @@ def _path(text: str) -> Path | str:
 
 
 @contextmanager
-def _files_at(place: Path | str, wanted: Literal["list", "all", "newest"]) -> Iterator[Path]:
-    """What is there as files of this host; see `remote`."""
+def _saves_at(place: Path | str, wanted: Literal["list", "all", "newest"] = "list") -> Iterator[StoredSaves]:
+    """What is stored there, as files of this host; see `remote`."""
+    from torchelastic.checkpoint.command.stored_saves import StoredSaves
+
     if isinstance(place, Path):
-        yield place
+        yield StoredSaves(place)
         return
-    from torchelastic.checkpoint.command.remote import copied, newest_at
+    from torchelastic.checkpoint.command.remote import RemoteSaves, copied, newest_at
 
     with newest_at(place) if wanted == "newest" else copied(place, heads_only=wanted == "list") as path:
-        yield path
+        yield RemoteSaves(path, place)
 
 
 def _folder(place: Path | str | None, why_not_a_url: str) -> Path:
@@ -188,22 +191,22 @@ def _folder(place: Path | str | None, why_not_a_url: str) -> Path:
 def _ls(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.listing import ls
 
-    with _files_at(options.path, "list") as path:
-        return ls(path, as_json=options.json, now_s=time.time())
+    with _saves_at(options.path) as saves:
+        return ls(saves, as_json=options.json, now_s=time.time())
 
 
 def _show(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.showing import show
 
-    with _files_at(options.path, "list") as path:
-        return show(path, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
+    with _saves_at(options.path) as saves:
+        return show(saves, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
 
 
 def _verify(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.listing import verify
 
-    with _files_at(options.path, "all") as path:
-        return verify(path, as_json=options.json)
+    with _saves_at(options.path, "all") as saves:
+        return verify(saves, as_json=options.json)
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -220,17 +223,8 @@ def _prune(options: argparse.Namespace) -> int:
     if options.keep_best is None and (options.best_count or options.best_mode):
         raise CheckpointCommandError("--best-count and --best-mode go with --keep-best METRIC")
     policy = _policy(options)
-    with _files_at(options.path, "list") as path:
-
-        def remove_there(found: FoundCheckpoint) -> None:
-            from torchelastic.checkpoint.command.remote import remove_at
-
-            remove_at(options.path, found.path.relative_to(path).as_posix())
-
-        is_copy = isinstance(options.path, str) and not options.path.startswith("file://")
-        remove = remove_there if is_copy else None
-        metric, dry_run, as_json = options.keep_best, options.dry_run, options.json
-        return prune(path, policy, metric=metric, dry_run=dry_run, as_json=as_json, remove_at=remove)
+    with _saves_at(options.path) as saves:
+        return prune(saves, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
 
 
 def _prune_dead(options: argparse.Namespace) -> int:
@@ -255,8 +249,8 @@ def _convert(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.converting import convert
 
     target, pickles = _folder(options.target, "write a file or folder, and copy it there"), options.allow_pickles
-    with _files_at(options.source, "newest") as source:
-        return convert(source, target, options.to, part=options.part, allow_pickles=pickles)
+    with _saves_at(options.source, "newest") as saves:
+        return convert(saves, target, options.to, part=options.part, allow_pickles=pickles)
 
 
 def _policy(options: argparse.Namespace) -> KeepPolicy:

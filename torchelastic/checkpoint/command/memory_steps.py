@@ -19,6 +19,7 @@ from torchelastic.checkpoint.command.shard_checkpoints import (
     checkpoints_in,
     damages_of,
     described_part,
+    kind_at,
     openers_of,
 )
 from torchelastic.checkpoint.compat.flashpoint.container import read_commit
@@ -26,7 +27,8 @@ from torchelastic.checkpoint.compat.flashpoint.ids import CheckpointContainerId
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.tensor_parts import dtype_name
-from torchelastic.checkpoint.store.kinds import Kind, kind_in
+from torchelastic.checkpoint.store.kinds import Kind
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 class MemorySteps(FolderOfShards):
@@ -40,7 +42,7 @@ class MemorySteps(FolderOfShards):
             return []
         step = CheckpointContainerId.parse_version_container_step(path.name)
         saves = [path, *checkpoints_in(path)] if step is None else checkpoints_in(path.parent)
-        found = still_there(saves, lambda save: self._look_at(save) if kind_in(save) is Kind.MEMORY else None)
+        found = still_there(saves, lambda save: self._look_at(save) if kind_at(save) is Kind.MEMORY else None)
         return found if step is None else [one for one in found if one.step == step][:1]
 
     def contents(self, found: FoundCheckpoint) -> Contents:
@@ -75,8 +77,9 @@ class MemorySteps(FolderOfShards):
             extras = read_commit(found.path).extras
         except CorruptCheckpointError as error:
             return [*lines, str(error)]
-        for name, content in extras.items():
-            file = found.path.with_name(found.name) / name
+        folder = found.path.resolve()
+        for name, content in extras.items() if SaveId.find(folder.name) is not None else ():  # else it is a copy alone
+            file = folder.with_name(found.name) / name
             if not file.is_file() or file.read_bytes() != content:
                 lines.append(f"{file} is not what the commit holds of it: it is missing, or was changed")
         return lines
@@ -101,7 +104,7 @@ class MemorySteps(FolderOfShards):
 
     def _look_at(self, folder: Path) -> FoundCheckpoint:
         found = super()._look_at(folder)
-        facts = {**found.facts, "save": folder.name}
+        facts = {**found.facts, "save": str(found.manifest.name) if found.manifest else folder.name}
         name = CheckpointContainerId.format_version_container(found.step or 0)
         ranks = max((found.world_size or 0) - 1, 1)  # the last shard is the commit, of no rank
         if found.manifest is None:
@@ -128,7 +131,7 @@ class _LocalFiles:
         return read_commit(self._folder).metadata
 
     def open(self, _: Any, file: str) -> ShardReader:
-        return ShardReader(self._folder.parent / file)
+        return ShardReader(self._folder / Path(file).name)  # whatever the folder is called
 
     def repair(self, _: Any, file: str) -> ShardReader:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
 from torchelastic.checkpoint.command.format import FoundCheckpoint
-from torchelastic.checkpoint.command.listing import find, none_usable
+from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
 from torchelastic.checkpoint.store.kinds import Kind, kind_in
 from torchelastic.checkpoint.store.removing import left_overs
@@ -16,15 +16,7 @@ from torchelastic.console import say, say_json
 from torchelastic.text import bytes_text
 
 
-def prune(
-    path: Path,
-    policy: KeepPolicy,
-    *,
-    metric: str | None = None,
-    dry_run: bool,
-    as_json: bool,
-    remove_at: Callable[[FoundCheckpoint], None] | None = None,
-) -> int:
+def prune(saves: StoredSaves, policy: KeepPolicy, *, metric: str | None = None, dry_run: bool, as_json: bool) -> int:
     """`torchelastic checkpoint prune`; returns the exit code.
 
     Removes complete checkpoints, of which the newest of each kind stays, and what is left of saves that were never
@@ -33,22 +25,21 @@ def prune(
     hidden under another name before it is removed, and a reader that has it open can go on.
 
     Args:
-        path: a folder of checkpoints.
+        saves: in a folder, or at a URL.
         policy: says what stays.
         metric: what the policy compares; if no checkpoint has it, nothing is removed.
         dry_run: only say what would be removed.
         as_json: one line per checkpoint for programs.
-        remove_at: removes one, where the path is a copy of what all hosts have in another place; None: it is none.
 
     Raises:
-        CheckpointCommandError: the path holds no complete checkpoint or none with the metric, or is one itself.
+        CheckpointCommandError: there is no complete checkpoint or none with the metric, or the path is one itself.
         CheckpointError: one cannot be removed.
     """
-    found = find(path)
+    found, path = saves.find(), saves.path
     if any(one.path == path for one in found):
         raise CheckpointCommandError(f"{path} is a checkpoint itself: give the folder that holds it and the others")
     if not any(one.is_usable for one in found):
-        raise none_usable(path, found)
+        raise saves.none_usable(found)
     if not any(one.is_complete for one in found):
         raise CheckpointCommandError(f"no checkpoint in {path} is whole ({found[0].partial}): nothing is removed")
     measured = {name for one in found for name in one.metrics}
@@ -58,12 +49,12 @@ def prune(
             "nothing is removed"
         )
     freed_bytes = 0
-    for one, decision in decisions_for(found, policy, _left_overs(found, has_all=remove_at is not None)):
+    for one, decision in decisions_for(found, policy, _left_overs(found, has_all=saves.has_all_hosts)):
         state = "kept" if decision.keep else "would be removed" if dry_run else "removed"
         if not decision.keep:
             freed_bytes += one.size_bytes
             if not dry_run:
-                (remove_at or one.format.remove)(one)
+                saves.remove(one)
         if as_json:
             say_json({"path": str(one.path), "name": one.name, "state": state, "because": decision.because})
         else:

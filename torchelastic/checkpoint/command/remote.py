@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import fsspec  # type: ignore[import-untyped]
 import tenacity
 
 from torchelastic.checkpoint.command.command_error import CheckpointCommandError
-from torchelastic.checkpoint.command.listing import foreign_kind, newest_complete
+from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.screen import shown_as
+from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.errors import CorruptCheckpointError, is_full
 from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.store.removing import remove_objects
@@ -62,7 +64,8 @@ def newest_at(url: str) -> Iterator[Path]:
 
 def _copy_newest(url: str, stack: ExitStack) -> Path:
     with copied(url, heads_only=True) as path:
-        chosen = Path() if foreign_kind(path) is not None else newest_complete(path).path.relative_to(path)
+        saves = StoredSaves(path)
+        chosen = Path() if saves.foreign_kind() is not None else saves.newest_complete().path.relative_to(path)
     place = url if chosen == Path() else f"{url.rstrip('/')}/{chosen}"
     try:
         return stack.enter_context(copied(place, heads_only=False))
@@ -74,9 +77,6 @@ def _copy_newest(url: str, stack: ExitStack) -> Path:
 def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
     """A folder with what is there, or as much as `ls` needs. Raises: CheckpointCommandError: it cannot be read."""
     where = without_credentials(url)
-    if url.startswith("file://"):
-        yield Path(url.removeprefix("file://"))
-        return
     with tempfile.TemporaryDirectory(prefix="torchelastic-copy-") as folder:
         try:
             files, root = fsspec.url_to_fs(url)
@@ -101,33 +101,36 @@ def copied(url: str, *, heads_only: bool) -> Iterator[Path]:
             yield target
 
 
-def remove_at(url: str, below: str) -> None:
-    """Removes one checkpoint there.
+@dataclass(frozen=True)
+class RemoteSaves(StoredSaves):
+    """What is stored at a URL, found in a copy of it, or of as much as is needed.
 
-    Args:
+    Attributes:
         url: of the place.
-        below: where in it the checkpoint is.
-
-    Raises:
-        CheckpointCommandError: it is refused, or the storage does not answer.
     """
-    where = without_credentials(url)
-    try:
-        files, root = fsspec.url_to_fs(url)
-        folder = f"{str(root).rstrip('/')}/{below}"
 
-        def names_in() -> list[str]:
-            files.invalidate_cache()
-            try:
-                return [str(name).rstrip("/").rpartition("/")[2] for name in files.ls(folder, detail=False)]
-            except FileNotFoundError:
-                return []
+    url: str
+    has_all_hosts = True
 
-        with _said_if_slow(where):
-            remove_objects(files, folder, names_in)
-    except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
-        text = f"could not remove {below} at {where}: {without_secrets(error, url)}"
-        raise CheckpointCommandError(text) from None
+    def remove(self, one: FoundCheckpoint) -> None:
+        """See `StoredSaves`."""
+        where, below = without_credentials(self.url), one.path.relative_to(self.path).as_posix()
+        try:
+            files, root = fsspec.url_to_fs(self.url)
+            folder = f"{str(root).rstrip('/')}/{below}"
+
+            def names_in() -> list[str]:
+                files.invalidate_cache()
+                try:
+                    return [str(name).rstrip("/").rpartition("/")[2] for name in files.ls(folder, detail=False)]
+                except FileNotFoundError:
+                    return []
+
+            with _said_if_slow(where):
+                remove_objects(files, folder, names_in)
+        except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
+            text = f"could not remove {below} at {where}: {without_secrets(error, self.url)}"
+            raise CheckpointCommandError(text) from None
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torchelastic.checkpoint.format.shard_reader import ShardReader, load_tree
 from torchelastic.checkpoint.format.tensor_parts import dtype_named
 from torchelastic.checkpoint.format.tree import tensor_names
 from torchelastic.checkpoint.store.inventory import info_of
-from torchelastic.checkpoint.store.kinds import LOCAL_STATE, TRAINING_STATE, Kind, kind_in
+from torchelastic.checkpoint.store.kinds import LOCAL_STATE, TRAINING_STATE, Kind, kind_in, kind_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
@@ -112,7 +112,7 @@ class FolderOfShards(ShardFormat):
             found = [path]
         else:
             found = checkpoints_in(path) + _sessions_in(path)
-        return still_there(found, lambda one: None if kind_in(one) is Kind.MEMORY else self._look_at(one))
+        return still_there(found, lambda one: None if kind_at(one) is Kind.MEMORY else self._look_at(one))
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
@@ -342,6 +342,17 @@ def _sessions_in(path: Path) -> list[Path]:
     names = [name for name in sorted(names_in(path)) if not name.startswith(".") and SaveId.find(name) is None]
     sessions = [path / name for name in names if (path / name).is_dir()]
     return [one for session in sessions for one in checkpoints_in(session) if kind_in(one) is Kind.LOCAL]
+
+
+def kind_at(folder: Path) -> Kind | None:
+    """As `kind_in`; also where the folder has another name, of a copy or a link. Raises: CheckpointError."""
+    if SaveId.find(folder.name) is not None or not _has_manifest(folder):
+        return kind_in(folder)
+    try:
+        name = read_manifest(folder).name.folder_name
+    except CorruptCheckpointError:
+        return None
+    return kind_of(name, names_in(folder), lambda file: (folder / file).open("rb"))
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Contents, FoundCheckpoint
-from torchelastic.checkpoint.command.listing import read_newest, record_of
+from torchelastic.checkpoint.command.listing import record_of
+from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.format.structures import children, value_text
 from torchelastic.console import say, say_json, table
@@ -20,11 +20,11 @@ MAX_ITEMS = 20
 MAX_VALUE_CHARS = 200
 
 
-def show(path: Path, *, tensors: bool, values: bool, as_json: bool, now_s: float) -> int:
+def show(saves: StoredSaves, *, tensors: bool, values: bool, as_json: bool, now_s: float) -> int:
     """`torchelastic checkpoint show`; returns the exit code.
 
     Args:
-        path: of one checkpoint, or of a folder of them: then the newest complete one is shown.
+        saves: of several the newest complete one is shown.
         tensors: list every tensor.
         values: print the plain values as a tree.
         as_json: one line for programs instead.
@@ -33,8 +33,8 @@ def show(path: Path, *, tensors: bool, values: bool, as_json: bool, now_s: float
     Raises:
         CheckpointCommandError: there is no complete checkpoint, or it cannot be read in this way.
     """
-    found, (contents, sizes) = read_newest(
-        path, lambda one: (one.format.contents(one), {shard.name: shard.stat().st_size for shard in one.shards})
+    found, (contents, sizes) = saves.read_newest(
+        lambda one: (one.format.contents(one), {shard.name: shard.stat().st_size for shard in one.shards})
     )
     try:
         lines = tree_lines(contents.structure) if values else []

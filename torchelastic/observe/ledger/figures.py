@@ -16,6 +16,14 @@ from torchelastic.observe.ledger.accounts import NOTHING, Account, Amounts, Nano
 from torchelastic.observe.ledger.host_ledger import HostLedger
 
 _S = 1e-9
+#: Of each figure, for people.
+TITLES = {
+    "goodput": "Goodput",
+    "ettr": "Effective time (ETTR)",
+    "step_efficiency": "Step efficiency",
+    "participation": "Participation",
+    "whole_job_s": "Whole job",
+}
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,11 @@ class Figure:
     value: float
     attainable: float
     because: str
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a part of 1; else it is a time in seconds."""
+        return not self.name.endswith("_s")
 
     @property
     def of_attainable(self) -> float:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from importlib.resources import files
 
 from torchelastic.observe.ledger.accounts import STYLES, Account
+from torchelastic.observe.ledger.figures import TITLES
 from torchelastic.observe.page.http_request import HttpError
 
 #: With every answer. Nothing is loaded from elsewhere, nothing runs but the page's own script, nobody may frame it.
@@ -40,7 +41,7 @@ class File:
 
 def static_files() -> Mapping[str, File]:
     """The page's own files, by name. They are all that is ever served of them: no request names a path."""
-    found = {name: File(_type_of(name), text.encode()) for name, text in _account_files().items()}
+    found = {name: File(_type_of(name), text.encode()) for name, text in _ledger_files().items()}
     for file in (files("torchelastic.observe.page") / "static").iterdir():
         content_type = _type_of(file.name)
         if content_type:
@@ -48,8 +49,8 @@ def static_files() -> Mapping[str, File]:
     return found
 
 
-def _account_files() -> Mapping[str, str]:
-    """Made from the ledger, so that accounts have the same names and colours as everywhere: style sheet and script."""
+def _ledger_files() -> Mapping[str, str]:
+    """Made from the ledger, so that accounts and figures have the same names and colours as everywhere."""
     light = " ".join(f"--{account.label}: {style.light};" for account, style in STYLES.items())
     dark = " ".join(f"--{account.label}: {style.dark};" for account, style in STYLES.items())
     classes = "\n".join(f".a-{account.label} {{ background: var(--{account.label}); }}" for account in STYLES)
@@ -62,6 +63,7 @@ def _account_files() -> Mapping[str, str]:
     return {
         "accounts.css": sheet,
         "accounts.js": f"export const ACCOUNTS = {json.dumps([account.label for account in Account])};\n",
+        "figures.js": f"export const FIGURES = {json.dumps(TITLES)};\n",
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.observe.status.run_status import RunStatus
-from torchelastic.observe.status.status_format import run_to_plain
+from torchelastic.observe.status.status_format import notes_to_plain, run_to_plain
 
 Document = dict[str, Any]
 
@@ -52,6 +52,7 @@ def document_of(status: RunStatus, about: About) -> Document:
             name: {key: value for key, value in figure.items() if value is not None}
             for name, figure in plain["figures"].items()
         },
+        "notes": notes_to_plain(status, is_etcd_away=bool(about.etcd_away_s)),
         "page": {"host": about.host, "version": about.version, "etcd_away_s": about.etcd_away_s},
     }
 

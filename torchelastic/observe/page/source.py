@@ -33,10 +33,13 @@ def with_own_host(status: RunStatus, own: HostStatus | None, now_s: float, away_
         away_s: how long etcd has been unreachable. Hosts are no older than before that: silent ones cannot be seen,
             and how fast the others are is not known.
     """
-    others = [host for host in (*status.hosts, *status.silent) if own is None or host.incarnation != own.incarnation]
+    name = own.incarnation if own else ""
+    others = [host for host in (*status.hosts, *status.silent) if host.incarnation != name]
     if away_s:
         others = [_as_it_was(host, away_s) for host in others]
-    return combined(status.run_id, now_s, status.round, status.members, [*others, *([own] if own else [])])
+    hosts = [*others, *([own] if own else [])]
+    left = [host for host in status.left if host.incarnation != name]
+    return combined(status.run_id, now_s, status.round, status.members, hosts, left, status.kept_out)
 
 
 def _as_it_was(host: HostStatus, away_s: float) -> HostStatus:

@@ -16,6 +16,7 @@ from torchelastic.observe.ledger.ledger_events import (
     End,
     Failure,
     Join,
+    LedgerEvent,
     Restore,
     Save,
     Skipped,
@@ -29,7 +30,7 @@ from torchelastic.observe.report.losses import LossCurve
 from torchelastic.observe.report.model import AttemptRow, HostPart, Incident, Mark, Report, SaveRow
 from torchelastic.observe.report.part import Part, RunEvent, name_parts, parts_of
 from torchelastic.observe.report.segments import Segment, segments_of
-from torchelastic.observe.status.event_lines import lines_of
+from torchelastic.observe.status.event_lines import lines_of, sentence
 from torchelastic.observe.status.run_status import EventLine
 
 #: The time line is cut into so many cells, or into fewer where there are more lives than that.
@@ -248,35 +249,32 @@ def _lines(parts: Iterable[Part]) -> tuple[EventLine, ...]:
 
 def _marks(events: Iterable[RunEvent], parts: Sequence[Part]) -> tuple[Mark, ...]:
     """What is marked on the time line; an outage without an end lasts to the end of its part."""
-    marks = [mark for one in events for mark in _mark(one)]
+    marks = [_mark(one, kind) for one in events if (kind := _kind_of(one.event))]
     marks += [mark for part in parts for mark in _outages(part)]
     return tuple(sorted(marks, key=lambda mark: mark.at_ns))
 
 
-def _mark(one: RunEvent) -> Iterator[Mark]:
-    event = one.event
-    if isinstance(event, Join) and event.is_first:
-        rank = f" as rank {event.rank}" if event.rank >= 0 else ""
-        yield _at(one, "join", f"joins round {event.round}{rank} of {event.world_size}")
-    elif isinstance(event, End):
-        how = event.cause or ("lost" if event.is_loss else "ended")
-        after = f", after step {event.step}" if event.step >= 0 else ""
-        yield _at(one, "loss" if event.is_loss else "end", f"{how}{after}")
-    elif isinstance(event, Drain):
-        yield _at(one, "drain", "left in order" + (f" after step {event.step}" if event.step >= 0 else ""))
-    elif isinstance(event, Skipped):
-        yield _at(one, "skip", f"skips step {event.step}: {event.cause}")
-    elif isinstance(event, ComputesWrong):
-        yield _at(one, "loss", f"computes wrong: {event.cause}")
-    elif isinstance(event, Straggler):
-        yield _at(one, "straggler", f"slow: {event.relative_percent:.0f} % of the best")
-    elif isinstance(event, Restore) and event.source == "checkpoint":
-        yield _at(one, "back", f"restored step {event.step} from a checkpoint")
+def _kind_of(event: LedgerEvent) -> str:
+    """Of its mark; empty: it has none."""
+    match event:
+        case Join(is_first=True) | Drain() | Straggler():
+            return event.kind
+        case End(is_loss=True) | ComputesWrong():
+            return "loss"
+        case End():
+            return "end"
+        case Skipped():
+            return "skip"
+        case Restore(source="checkpoint"):
+            return "back"
+    return ""
 
 
-def _at(one: RunEvent, kind: str, text: str) -> Mark:
+def _mark(one: RunEvent, kind: str) -> Mark:
     host, place, _life = name_parts(one.name)
-    return Mark(at_ns=one.at_ns, kind=kind, place=f"{host}/{place}" if one.name else "", text=f"{one.name} {text}")
+    step = f" (step {one.event.step})" if isinstance(one.event, End) and one.event.step >= 0 else ""
+    text = f"{one.name} {sentence(one.event)}{step}"
+    return Mark(at_ns=one.at_ns, kind=kind, place=f"{host}/{place}" if one.name else "", text=text)
 
 
 def _outages(part: Part) -> Iterator[Mark]:
@@ -290,9 +288,9 @@ def _outages(part: Part) -> Iterator[Mark]:
         yield _outage(part, event.at_ns - event.away_ns if began_ns is None else began_ns, event.at_ns, "")
         began_ns = None
     if began_ns is not None:
-        yield _outage(part, began_ns, part.now_ns, ", and not back as far as is known")
+        yield _outage(part, began_ns, part.now_ns, ", and is not back as far as is known")
 
 
 def _outage(part: Part, from_ns: int, to_ns: int, more: str) -> Mark:
-    text = f"{part.host}: etcd out of sight{more}; training goes on"
+    text = f"{part.host}: {sentence(StoreOutage(at_ns=from_ns))}{more}"
     return Mark(at_ns=part.since_began(from_ns), kind="outage", place="", text=text, took_ns=to_ns - from_ns)

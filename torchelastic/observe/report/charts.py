@@ -114,6 +114,6 @@ def _failures(incidents: Sequence[Incident], steps: Scale) -> Iterator[Element]:
     shown = [one for one in incidents if steps.low <= one.step <= steps.high]
     for one in shown:
         lost = f", {one.steps_back} steps lost" if one.steps_back else ""
-        about = f"after step {one.step}{lost}: {one.who or '; '.join(one.causes[:1])}"
+        about = f"after step {one.step}{lost}: {one.why}"
         x, is_numbered = steps.place(one.step), len(shown) <= MOST_FLAGS
         yield failure_line(one, about, x, _TOP - 12, _BOTTOM, is_numbered=is_numbered)

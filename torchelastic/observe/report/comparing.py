@@ -63,12 +63,12 @@ def compared(this: Report, other: Report) -> Comparison:
 
 def _figures(this: Report, other: Report) -> Iterator[Compared]:
     for one, two in zip(this.figures, other.figures, strict=True):
-        if one.name == "whole_job_s":
-            is_same_work = abs(this.steps - other.steps) <= _SAME * max(this.steps, other.steps)
-            yield Compared("whole job", "s", one.value, two.value, False if is_same_work else None)
-        else:
+        if one.is_share:
             yield Compared(one.name, "share", one.value, two.value, True)
             yield Compared(f"{one.name}, of the attainable", "share", one.of_attainable, two.of_attainable, True)
+        else:
+            is_same_work = abs(this.steps - other.steps) <= _SAME * max(this.steps, other.steps)
+            yield Compared("whole job", "s", one.value, two.value, False if is_same_work else None)
 
 
 def _counts(this: Report, other: Report) -> Iterator[Compared]:
@@ -90,5 +90,4 @@ def _accounts(this: Report, other: Report) -> Iterator[Compared]:
 
 
 def _mean_down_s(report: Report) -> float | None:
-    known = [one.down_ns for one in report.incidents if one.down_ns]
-    return sum(known) / len(known) / 1e9 if known else None
+    return sum(report.downs_ns) / len(report.downs_ns) / 1e9 if report.downs_ns else None

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from torchelastic.observe.ledger.accounts import STYLES, Account, Amounts
+from torchelastic.observe.ledger.figures import TITLES
 from torchelastic.observe.ledger.host_ledger import share
 from torchelastic.observe.report.charts import MOST_FLAGS, account_bar, loss_chart, phase_bar, share_bar
 from torchelastic.observe.report.comparing import Compared, Comparison, Unit
@@ -27,11 +28,11 @@ _MOST_FAILURES, _MANY_FAILURES = 60, 12
 #: So many checkpoints and lines of events are listed: the newest.
 _MOST_SAVES, _MOST_LINES = 40, 300
 _FIGURES = {
-    "goodput": ("Goodput", "of all worker time went into steps that lasted"),
-    "ettr": ("ETTR", "effective training time ratio: productive time, had all {workers} been there all the time"),
-    "step_efficiency": ("Step efficiency", "of the attempted steps were committed"),
-    "participation": ("Participation", "of the configured workers were in a group, on average"),
-    "whole_job_s": ("Whole job", "from the first start to the last end"),
+    "goodput": "of all worker time went into steps that lasted",
+    "ettr": "effective training time ratio: productive time, had all {workers} been there all the time",
+    "step_efficiency": "of the attempted steps were committed",
+    "participation": "of the configured workers were in a group, on average",
+    "whole_job_s": "from the first start to the last end",
 }
 _PHASES = {
     "detect": "until it was noticed",
@@ -63,7 +64,6 @@ def html_page(report: Report, comparison: Comparison | None = None) -> str:
         comparison: with another one; None: there is none.
     """
     amounts, incidents = report.seen.amounts, report.incidents
-    total_ns = sum(amounts) or 1
     wrong = report.why_wrong()
     sums = [f"The accounts of {wrong} do not sum to its wall time, which should never be."] if wrong else []
     return _TEMPLATES.get_template("page.html").render(
@@ -74,15 +74,15 @@ def html_page(report: Report, comparison: Comparison | None = None) -> str:
         place_count=len({life.place for life in report.lives}),
         costliest=max((one for one in Account if one is not Account.PRODUCTIVE), key=lambda one: amounts[one]),
         accounts=[
-            {"account": one, "label": one.label, "ns": amounts[one], "share": amounts[one] / total_ns}
+            {"account": one, "label": one.label, "ns": amounts[one], "share": share(amounts, one)}
             for one in Account
             if amounts[one]
         ],
         wrong=wrong,
         gaps=[*report.lacks, *sums],
         marked={mark.kind for mark in report.marks},
-        downs_ns=[one.down_ns for one in incidents if one.down_ns],
-        longest_ns=max((one.down_ns for one in incidents), default=0),
+        downs_ns=report.downs_ns,
+        longest_ns=max(report.downs_ns, default=0),
         by_cause=_by_cause(incidents) if len(incidents) > _MANY_FAILURES else [],
         costliest_incidents=_costliest(incidents),
         ledger=list(_ledger(report)),
@@ -191,7 +191,8 @@ _TEMPLATES.globals |= {
     **{draw.__name__: _drawn(draw) for draw in (account_bar, share_bar, phase_bar, loss_chart, timeline, mark_sign)},
     **{"amount": _amount, "difference": _difference, "share": share},
     **{"duration_of_s": _duration_of_s, "percent": percent},
-    **{"figures": _FIGURES, "phases": _PHASES, "marks": MARKS, "colours": _COLOURS, "version": __version__},
+    **{"figures": _FIGURES, "titles": TITLES, "phases": _PHASES, "marks": MARKS},
+    **{"colours": _COLOURS, "version": __version__},
     **{"policy": Markup(_POLICY), "script": Markup(_SCRIPT)},  # noqa: S704 - constants
     **{"most_flags": MOST_FLAGS, "most_saves": _MOST_SAVES, "most_lines": _MOST_LINES},
 }

@@ -138,6 +138,11 @@ class Incident:
         """Who was lost, for people."""
         return ", ".join(f"{one.name}: {one.how}" for one in self.lost)
 
+    @property
+    def why(self) -> str:
+        """Who was lost, or else what was noticed first, for people."""
+        return self.who or next(iter(self.causes), "nothing is known of the cause")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRow:
@@ -222,6 +227,11 @@ class Report:
     def steps(self) -> int:
         """The newest step that any worker has seen; -1: not known."""
         return max((life.step for life in self.lives), default=-1)
+
+    @property
+    def downs_ns(self) -> list[int]:
+        """`down_ns` of the incidents of which it is known."""
+        return [one.down_ns for one in self.incidents if one.down_ns]
 
     def why_wrong(self) -> str:
         """Whose accounts do not sum to its wall time; empty: nobody's. It never should be."""

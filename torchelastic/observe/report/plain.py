@@ -6,11 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from torchelastic.observe.ledger.accounts import Amounts, by_label
-from torchelastic.observe.ledger.host_ledger import Earlier
 from torchelastic.observe.report.comparing import Comparison
 from torchelastic.observe.report.losses import LossCurve
 from torchelastic.observe.report.model import AttemptRow, Incident, Report
-from torchelastic.observe.status.status_format import event_to_plain, figure_to_plain, seen_to_plain
+from torchelastic.observe.status.status_format import event_to_plain, figure_to_plain, with_labels
 
 #: Of this document; it grows by names, and is counted up when one changes its meaning.
 VERSION = 1
@@ -32,10 +31,10 @@ def to_plain(report: Report, comparison: Comparison | None = None) -> dict[str, 
         "lacks": list(report.lacks),
         "sums_are_exact": not report.why_wrong(),
         "figures": {figure.name: figure_to_plain(figure) for figure in report.figures},
-        "seen": seen_to_plain(report.seen),
+        "seen": with_labels(report.seen),
         "hosts": [asdict(host) for host in report.hosts],
         "workers": [_life(row) for row in report.lives],
-        "earlier": [_earlier(host, sums) for host, sums in report.earlier.items()],
+        "earlier": [{"host": host, **with_labels(sums)} for host, sums in report.earlier.items()],
         "failures": [_incident(one) for one in report.incidents],
         "saves": [asdict(row) for row in report.saves],
         "marks": [asdict(mark) for mark in report.marks],
@@ -51,17 +50,11 @@ def to_plain(report: Report, comparison: Comparison | None = None) -> dict[str, 
 
 def _life(row: AttemptRow) -> dict[str, Any]:
     cells = [[cell.from_ns, cell.to_ns, _short(cell.amounts)] for cell in row.cells]
-    plain = {name: value for name, value in vars(row).items() if name not in ("amounts", "cells")}
-    return {**plain, "wall_ns": row.wall_ns, "amounts_ns": by_label(row.amounts), "cells": cells}
+    return {**with_labels(row, "cells"), "wall_ns": row.wall_ns, "cells": cells}
 
 
 def _short(amounts: Amounts) -> dict[str, int]:
     return {label: ns for label, ns in by_label(amounts).items() if ns}
-
-
-def _earlier(host: str, sums: Earlier) -> dict[str, Any]:
-    plain = {name: value for name, value in vars(sums).items() if name != "amounts"}
-    return {"host": host, **plain, "amounts_ns": by_label(sums.amounts)}
 
 
 def _incident(one: Incident) -> dict[str, Any]:

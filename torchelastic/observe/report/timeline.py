@@ -169,9 +169,8 @@ def _saves(saves: Sequence[SaveRow], scale: Scale, top: float) -> Iterator[Eleme
 def _failures(report: Report, scale: Scale, bottom: float) -> Iterator[Element]:
     is_numbered = len(report.incidents) <= MOST_FLAGS
     for one in report.incidents:
-        who = one.who or "; ".join(one.causes[:1]) or "a group broke"
         step = f", step {one.step}" if one.step >= 0 else ""
-        about = f"after {duration(one.at_ns)}{step}: {who}"
+        about = f"after {duration(one.at_ns)}{step}: {one.why}"
         x = scale.place(one.at_ns)
         yield failure_line(one, about, x, _IN_GROUP_TOP - 15, bottom, is_numbered=is_numbered)
 

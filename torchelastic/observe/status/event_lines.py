@@ -25,7 +25,7 @@ from torchelastic.observe.ledger.ledger_events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.observe.status.run_status import MOST_EVENTS, EventLine
+from torchelastic.observe.status.run_status import BAD, MOST_EVENTS, WARNING, EventLine
 from torchelastic.text import duration, escaped
 
 T = TypeVar("T")
@@ -63,17 +63,18 @@ class LoggedEvent:
         """For people."""
         event, count = self.event, len(self.workers)
         is_one = count < 2
-        text = _text(event if is_one else replace(event, rank=-1))
-        because = "" if not event.cause or text.endswith(event.cause) else f": {event.cause}"
+        text = sentence(event) if is_one else f"{count} workers: {sentence(replace(event, rank=-1))}"
         return EventLine(
             at_s=self.at_s,
             host=host,
             kind=event.kind,
-            text=escaped(f"{text}{because}" if is_one else f"{count} workers: {text}{because}")[:MAX_TEXT],
+            text=escaped(text)[:MAX_TEXT],
             worker=escaped(event.worker)[:MAX_TEXT] if is_one else "",
             rank=event.rank if is_one else -1,
             round=event.round,
             step=event.step,
+            grade=_grade(event),
+            world_size=event.world_size if isinstance(event, (Join, ReForm)) else 0,
         )
 
 
@@ -86,7 +87,7 @@ def with_event(logged: tuple[LoggedEvent, ...], event: LedgerEvent, at_s: float,
         at_s: when, in Unix seconds.
         most: so many lines are kept, see `newest`.
     """
-    if not _text(event):
+    if not sentence(event):
         return logged
     if isinstance(event, _OF_ALL):
         for place in range(len(logged) - 1, max(-1, len(logged) - 1 - _LOOK_BACK), -1):
@@ -153,8 +154,22 @@ def _took_ns(event: LedgerEvent) -> int:
     return event.stall_ns if isinstance(event, Save) else 0
 
 
+def sentence(event: LedgerEvent) -> str:
+    """What happened and why, for people, without who and when; empty: it is no news."""
+    text = _text(event)
+    return f"{text}: {event.cause}" if text and event.cause and not text.endswith(event.cause) else text
+
+
+def _grade(event: LedgerEvent) -> str:
+    match event:
+        case Failure() | ComputesWrong() | End(is_loss=True) | StoreOutage(is_over=False):
+            return BAD
+        case Skipped() | Straggler() | MayHang():
+            return WARNING
+    return ""
+
+
 def _text(event: LedgerEvent) -> str:
-    """What happened, for people; empty: it is no news."""
     match event:
         case Start():
             return "started"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,19 +12,26 @@ from rich.text import Text
 from torchelastic.observe.ledger.accounts import STYLES, Account, Amounts
 from torchelastic.observe.ledger.figures import Figures
 from torchelastic.observe.status.run_progress import rate_text
-from torchelastic.observe.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
+from torchelastic.observe.status.run_status import (
+    BAD,
+    MOST_EVENTS,
+    WARNING,
+    EventLine,
+    RunStatus,
+    WorkerStatus,
+    notes_of,
+)
 from torchelastic.rendezvous.records import NO_ROUND, RoundState
-from torchelastic.text import age_text, printable
+from torchelastic.text import age_text, percent, printable
 
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
-_EVENTS = {
-    "failure": "red", "end": "yellow", "store_outage": "red", "skipped": "yellow", "straggler": "yellow",
-    "may_hang": "yellow", "kept_out": "red", "computes_wrong": "red",
-}  # fmt: skip
+_GRADES = {BAD: "red", WARNING: "yellow"}
 #: Lines of events that are there before all workers are, and from how many lines on for both.
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6
 #: With fewer lines for workers and events than that, only what is most needed is shown above and below them.
 _LEAST_LINES = 4
+#: A width in which nothing is cut, for a pipe or a file; and how long the bar is then.
+UNCUT_WIDTH, _UNCUT_BAR = 10_000, 100
 #: Columns, with the width of the terminal from which on they are shown.
 _COLUMNS: tuple[tuple[str, int], ...] = (
     ("rank", 0), ("host", 0), ("step", 0), ("steps/s", 60), ("now", 36), ("loss", 70), ("restarts", 90), ("pid", 100),
@@ -59,7 +65,8 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it in the width that there is."""
         status, width = self._status, options.max_width
-        ledger = ledger_lines(status.seen.amounts, status.figures, width, console.color_system is not None)
+        bar = _UNCUT_BAR if width == UNCUT_WIDTH else width
+        ledger = ledger_lines(status.seen.amounts, status.figures, bar, console.color_system is not None)
         is_over = status.round.state is RoundState.CLOSED or status.left
         if is_over and not (status.hosts or status.silent):
             ledger = [Text("where its time went: torchelastic report DIR, of each host's --log-dir", style="dim")]
@@ -79,35 +86,15 @@ class Screen:
         yield Group(*above, _table(rows, width), *below, *gap, *events, *footer)
 
     def _warnings(self) -> Iterable[Text]:
-        status = self._status
         if self._away_s:
             yield _one_line(f"etcd has not answered for {age_text(self._away_s)}: this is how things were", "bold red")
-        if status.silent:
-            silent = ", ".join(self._silent(host) for host in status.silent)
-            yield Text(f"silent: {silent}", style="bold yellow")
-        for name, record in status.kept_out.items():
-            yield _one_line(f"kept out of the run: {printable(name)}: {printable(record.because)}", "bold yellow")
-        away = [host.host for host in status.hosts if host.is_etcd_away]
-        if away:
-            yield Text(f"etcd is unreachable from: {', '.join(map(printable, away))}", style="bold yellow")
-        if status.left and status.round.state is not RoundState.CLOSED:
-            yield _one_line(f"left: {', '.join(map(self._gone, status.left))}; journals have what they did", "dim")
-            if not (status.hosts or status.silent or status.members):
-                yield _one_line("nobody is there: the run goes on when its launchers are started again", "bold yellow")
-
-    def _silent(self, host: HostStatus) -> str:
-        name = printable(host.host)
-        return (
-            f"{name} for {age_text(self._status.at_s - host.at_s)}" if host.at_s else f"{name} (has reported nothing)"
-        )
-
-    def _gone(self, host: HostStatus) -> str:
-        since = f" {age_text(max(0.0, self._status.at_s - host.at_s))} ago" if host.at_s else ""
-        return f"{printable(host.host)}{since}"
+        for note in notes_of(self._status):
+            text, colour = printable(note.text), _GRADES.get(note.grade)
+            yield Text(text, f"bold {colour}") if colour else _one_line(text, "dim")
 
     def _event(self, line: EventLine) -> Text:
         clock = time.strftime("%H:%M:%S", self._local_time(line.at_s))
-        return _one_line(f"{clock}  {event_text(line)}", _EVENTS.get(line.kind, ""))
+        return _one_line(f"{clock}  {event_text(line)}", _GRADES.get(line.grade, ""))
 
 
 def headline(status: RunStatus) -> Text:
@@ -165,10 +152,11 @@ def _table(rows: Sequence[dict[str, str]], width: int) -> Table:
     shown = [title for title, least in _COLUMNS if width >= least and (title != "loss" or any(map(_has_loss, rows)))]
     for title in shown:
         is_text = title in ("host", "now")
-        drawn.add_column(title, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+        # of all columns rich makes those narrower first that may wrap: the name of a host is cut, and no number
+        drawn.add_column(title, justify="left" if is_text else "right", no_wrap=title != "host", overflow="ellipsis")
     for row in rows:
         style = "" if row.get("now", "productive") in ("productive", "data_wait", "save_stall") else "yellow"
-        drawn.add_row(*(Text(row.get(title, "")) for title in shown), style=style)
+        drawn.add_row(*(_one_line(row.get(title, "")) for title in shown), style=style)
     return drawn
 
 
@@ -177,7 +165,7 @@ def _has_loss(row: dict[str, str]) -> bool:
 
 
 def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bool) -> list[Text]:
-    """Where the time went: a bar as wide as the terminal, what its parts are, and how good that is."""
+    """Where the time went: a bar so wide, what its parts are, and how good that is."""
     bar, legend = Text(no_wrap=True), Text(overflow="fold")
     for account, cells in zip(Account, cells_of(amounts, width), strict=True):
         style = STYLES[account]
@@ -188,11 +176,12 @@ def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bo
             continue
         style = STYLES[account]
         legend.append("  " if len(legend) else "").append("■ " if has_colours else f"{style.letter} ", style.terminal)
-        legend.append(f"{account.label} {100 * amounts[account] / total:.1f} %")
+        legend.append(f"{account.label} {percent(amounts[account] / total)}")
     quality = Text("was / attainable:", overflow="fold")
-    for figure in (figures.goodput, figures.ettr, figures.step_efficiency, figures.participation):
-        quality.append(f"  {figure.name} ").append(_percent(figure.value), "bold")
-        quality.append(f" / {_percent(figure.attainable)} %")
+    for figure in figures:
+        if figure.is_share:
+            quality.append(f"  {figure.name} ").append(percent(figure.value).removesuffix(" %"), "bold")
+            quality.append(f" / {percent(figure.attainable)}")
     return [bar, legend, quality] if total else [Text("no worker has reported yet where its time goes", style="dim")]
 
 
@@ -216,11 +205,7 @@ def cells_of(amounts: Sequence[int], width: int) -> list[int]:
     return cells
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}" if math.isfinite(share) else "-"
-
-
-def _one_line(text: str, style: str) -> Text:
+def _one_line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 

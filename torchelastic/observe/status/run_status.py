@@ -17,6 +17,7 @@ from torchelastic.observe.ledger.accounts import NOTHING, Amounts
 from torchelastic.observe.ledger.figures import Figures, Seen, figures_of, merged
 from torchelastic.observe.status.run_progress import Progress
 from torchelastic.rendezvous.records import KeptOut, Member, Round, RoundState
+from torchelastic.text import age_text, shortlist
 
 #: So many of the newest events a host shows.
 MOST_EVENTS = 20
@@ -24,6 +25,10 @@ MOST_EVENTS = 20
 MOST_VALUES = 8
 #: No host has more workers than that.
 MOST_WORKERS = 4096
+#: How events and notes are shown: of what went wrong, and of what may; anything else is as usual.
+BAD, WARNING = "bad", "warning"
+#: So many hosts are named in a note.
+_MOST_NAMES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,8 @@ class EventLine:
         round: as in the ledger.
         step: as in the ledger.
         text: one line for people, with cause and durations.
+        grade: `BAD`, `WARNING` or empty; also empty where an earlier version has written it.
+        world_size: of the group that is formed; 0: it is about something else.
     """
 
     at_s: UnixSeconds
@@ -84,6 +91,21 @@ class EventLine:
     rank: CountIfAny = -1
     round: CountIfAny = -1
     step: CountIfAny = -1
+    grade: Text = ""
+    world_size: Count = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a person who looks at a run should see at once.
+
+    Attributes:
+        text: one line, with the names that hosts give themselves.
+        grade: as in `EventLine`.
+    """
+
+    text: str
+    grade: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,4 +291,33 @@ def combined(
 
 def _kept_out(host: str, record: KeptOut) -> EventLine:
     text = f"kept out of the run: {record.because}"
-    return EventLine(at_s=record.at_s, host=host, kind="kept_out", text=text[:MAX_TEXT])
+    return EventLine(at_s=record.at_s, host=host, kind="kept_out", text=text[:MAX_TEXT], grade=WARNING)
+
+
+def notes_of(status: RunStatus, *, is_etcd_away: bool = False) -> tuple[Note, ...]:
+    """What every screen says of a run besides how far it is.
+
+    Args:
+        status: of the run.
+        is_etcd_away: whether the screen says itself that etcd does not answer.
+    """
+    notes = []
+    if status.silent:
+        names = [_since(host, status.at_s, "for {}") or f"{host.host} (has reported nothing)" for host in status.silent]
+        notes.append(Note(f"silent: {shortlist(names, _MOST_NAMES)}", BAD))
+    notes += [Note(f"kept out of the run: {host}: {one.because}", WARNING) for host, one in status.kept_out.items()]
+    away = [host.host for host in status.hosts if host.is_etcd_away]
+    if away and not is_etcd_away:
+        notes.append(Note(f"etcd is unreachable from: {shortlist(away, _MOST_NAMES)}", WARNING))
+    if status.left and status.round.state is not RoundState.CLOSED:
+        newest = sorted(status.left, key=lambda host: -host.at_s)
+        left = shortlist([_since(host, status.at_s, "{} ago") or host.host for host in newest], _MOST_NAMES)
+        notes.append(Note(f"left: {left}; journals have what they did"))
+        if not (status.hosts or status.silent or status.members):
+            notes.append(Note("nobody is there: the run goes on when its launchers are started again", WARNING))
+    return tuple(notes)
+
+
+def _since(host: HostStatus, now_s: float, how: str) -> str:
+    """A host, with how long ago it has written; empty: it never has."""
+    return f"{host.host} {how.format(age_text(now_s - host.at_s))}" if host.at_s else ""

@@ -15,9 +15,9 @@ from typing import Any
 
 from torchelastic.foreign_json import RecordError, checked, decode_json
 from torchelastic.observe.ledger.accounts import NOTHING, Account, by_label
-from torchelastic.observe.ledger.figures import Figure, Seen
+from torchelastic.observe.ledger.figures import Figure
 from torchelastic.observe.status.event_lines import newest
-from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus
+from torchelastic.observe.status.run_status import EventLine, HostStatus, RunStatus, notes_of
 from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Member
 
 #: A host's status is no longer.
@@ -135,21 +135,27 @@ def run_to_plain(status: RunStatus) -> dict[str, Any]:
         "end_step": status.progress.end_step,
         "steps_per_s": status.steps_per_s,
         "members": _members_to_plain(status),
-        "workers": [_whole_worker(worker) for worker in status.workers],
+        "workers": [{**with_labels(worker), "values": dict(worker.values)} for worker in status.workers],
         "hosts": [_whole_host(host) for host in status.hosts],
         "silent": [_whole_host(host) for host in status.silent],
         "left": [{name: getattr(host, name) for name in _LEFT} for host in status.left],
+        "notes": notes_to_plain(status),
         "kept_out": [{"host": host, **dataclasses.asdict(record)} for host, record in status.kept_out.items()],
         "events": [event_to_plain(line) for line in status.events],
-        "seen": seen_to_plain(status.seen),
+        "seen": with_labels(status.seen),
         "figures": {figure.name: figure_to_plain(figure) for figure in status.figures},
     }
 
 
-def seen_to_plain(seen: Seen) -> dict[str, Any]:
-    """For JSON: the counts, and `amounts_ns` by account."""
-    counts = {name: count for name, count in vars(seen).items() if name != "amounts"}
-    return {**counts, "amounts_ns": by_label(seen.amounts)}
+def with_labels(value: Any, *omitted: str) -> dict[str, Any]:
+    """The fields of a dataclass with `amounts`, but for some, for JSON: `amounts_ns` by account instead."""
+    names = [one.name for one in dataclasses.fields(value) if one.name not in ("amounts", *omitted)]
+    return {**{name: getattr(value, name) for name in names}, "amounts_ns": by_label(value.amounts)}
+
+
+def notes_to_plain(status: RunStatus, *, is_etcd_away: bool = False) -> list[dict[str, Any]]:
+    """For JSON; as `notes_of`."""
+    return [dataclasses.asdict(note) for note in notes_of(status, is_etcd_away=is_etcd_away)]
 
 
 def event_to_plain(line: EventLine) -> dict[str, Any]:
@@ -178,12 +184,7 @@ def _members_to_plain(status: RunStatus) -> list[dict[str, Any]]:
     return sorted(everybody, key=lambda one: (one["rank"] < 0, one["rank"], one["member_id"]))
 
 
-def _whole_worker(worker: WorkerStatus) -> dict[str, Any]:
-    plain = {one.name: getattr(worker, one.name) for one in dataclasses.fields(worker) if one.name != "amounts"}
-    return {**plain, "values": dict(worker.values), "amounts_ns": by_label(worker.amounts)}
-
-
 def _whole_host(host: HostStatus) -> dict[str, Any]:
     """All but its workers and events, which are listed elsewhere."""
     named = [one.name for one in dataclasses.fields(host) if one.name not in ("workers", "events")]
-    return {**{name: getattr(host, name) for name in named}, "seen": seen_to_plain(host.seen)}
+    return {**{name: getattr(host, name) for name in named}, "seen": with_labels(host.seen)}

@@ -48,7 +48,11 @@ export function number(value, digits = 4) {
   return size !== 0 && (size < 1e-3 || size >= 1e7) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
 }
 
-export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+/** Less than all never looks like all, and more than nothing not like nothing; as `percent` of torchelastic.text. */
+export function percent(share) {
+  if (share === 0 || share === 1) return `${100 * share} %`;
+  return share > 0 && share < 5e-4 ? "< 0.1 %" : share >= 0.9995 && share < 1 ? "> 99.9 %" : `${(100 * share).toFixed(1)} %`;
+}
 
 export function duration(seconds) {
   if (seconds !== 0 && seconds < 0.95) return `${Math.round(1000 * seconds)} ms`;

@@ -1,8 +1,8 @@
 // What the page shows of a run, section by section. Every function takes the document and draws it anew in place.
 
 import { ACCOUNTS } from "./accounts.js";
+import { FIGURES } from "./figures.js";
 import { bar, byId, clock, duration, el, isAccount, keyed, number, percent, setAttribute, setText, spark } from "./draw.js";
-import { isBad } from "./timeline.js";
 
 const MOST_POINTS = 900;
 
@@ -46,20 +46,13 @@ export function drawHead(run) {
 }
 
 export function drawNotes(run) {
-  const notes = [];
-  const silent = Object.values(run.silent);
+  const notes = [...run.notes];
   if (run.page.etcd_away_s) {
-    const others = Object.keys(run.hosts).length + silent.length > 1 ? ", what is shown of other hosts is as old" : "";
-    notes.push({ kind: "warn", text: `etcd does not answer since ${clock(run.page.etcd_away_s)}: training goes on${others}` });
+    const others = Object.keys({ ...run.hosts, ...run.silent }).length > 1 ? ", what is shown of other hosts is as old" : "";
+    notes.unshift({ grade: "warning", text: `etcd does not answer since ${clock(run.page.etcd_away_s)}: training goes on${others}` });
   }
-  const away = Object.values(run.hosts).filter((host) => host.is_etcd_away).map((host) => host.host);
-  if (away.length && !run.page.etcd_away_s) notes.push({ kind: "warn", text: `etcd is unreachable from: ${away.join(", ")}` });
-  if (silent.length) {
-    const names = silent.map((host) => host.at_s ? `${host.host} for ${duration(Math.round(run.at_s - host.at_s))}` : `${host.host} (has reported nothing yet)`);
-    notes.push({ kind: "bad", text: `silent: ${names.join(", ")}` });
-  }
-  keyed(byId("notes"), notes, (note) => note.kind + note.text.split(" ")[0], (note) => el("p", { class: "note", "data-kind": note.kind }),
-    (node, note) => setText(node, note.text));
+  keyed(byId("notes"), notes.map((note, n) => ({ ...note, key: `${n} ${note.grade}` })), (note) => note.key,
+    (note) => el("p", { class: "note", "data-grade": note.grade }), (node, note) => setText(node, note.text));
 }
 
 export function drawTiles(run, history) {
@@ -96,13 +89,9 @@ export function drawLedger(run) {
     (label) => el("li", {}, el("span", { class: `swatch a-${label}`, "aria-hidden": "true" }), el("span")),
     (item, label) => setText(item.lastElementChild, `${label} ${percent(amounts[label] / total)} · ${duration(amounts[label] / 1e9)}`));
   setText(byId("ledger-sum"), `${duration(total / 1e9)} of ${number(run.seen.workers)} workers' time, in ${duration(run.seen.wall_ns / 1e9)}`);
-  const names = ["goodput", "ettr", "step_efficiency", "participation"].filter((name) => run.figures[name]);
+  const names = Object.keys(FIGURES).filter((name) => run.figures[name] && !name.endsWith("_s"));
   keyed(byId("figures"), names, (name) => name, makeFigure, (figure, name) => updateFigure(figure, run.figures[name]));
 }
-
-const FIGURES = {
-  goodput: "Goodput", ettr: "Effective training time", step_efficiency: "Step efficiency", participation: "Participation",
-};
 
 function makeFigure(name) {
   const head = el("div", {}, el("b"), el("span", { class: "quiet" }));
@@ -199,7 +188,7 @@ export function drawEvents(events) {
   const keyOf = (event) => `${event.at_s} ${event.host} ${event.kind} ${event.worker}`;
   byId("no-events").hidden = newest.length > 0;
   keyed(byId("events"), [...new Map(newest.map((event) => [keyOf(event), event])).values()], keyOf,
-    (event) => el("li", { "data-kind": isBad(event) ? "bad" : event.kind === "save" ? "save" : "" },
+    (event) => el("li", { "data-kind": event.kind === "save" ? "save" : event.grade },
       el("time", { datetime: new Date(1000 * event.at_s).toISOString() }, clock(event.at_s)),
       el("span", {}, el("span", { class: "who" }), " ", el("span", { class: "what" }))),
     (node, event) => {

@@ -6,10 +6,6 @@ const MOST_EVENTS = 2000;
 const LEFT = 74, RIGHT = 10, LANE = 26;
 const LANES = ["rounds", "failures", "saves", "other", "etcd"];
 
-/** Whether an event is one of something that went wrong. */
-export const isBad = (event) =>
-  event.kind === "failure" || (event.kind === "end" && event.text.startsWith("lost"));
-
 /** All events that this page has seen, also those that their hosts no longer report. */
 export class Events {
   constructor() { this.known = new Map(); this.before = new Set(); }
@@ -34,7 +30,7 @@ export function rounds(events, run) {
     if (event.round < 0 || !["join", "re_form"].includes(event.kind)) continue;
     const round = found.get(event.round) ?? { number: event.round, from: event.at_s, world: 0 };
     round.from = Math.min(round.from, event.at_s);
-    round.world = Number(/ (?:of|world size) (\d+)/.exec(event.text)?.[1] ?? round.world);
+    round.world = event.world_size || round.world;
     found.set(event.round, round);
   }
   const now = run.round;
@@ -50,10 +46,9 @@ export function rounds(events, run) {
 function outages(events, run) {
   const found = [], open = new Map();
   for (const event of events.filter((one) => one.kind === "store_outage")) {
-    if (event.text.includes("is back")) {
-      found.push({ from: open.get(event.host) ?? event.at_s, until: event.at_s, text: `${event.host}: ${event.text}` });
-      open.delete(event.host);
-    } else open.set(event.host, event.at_s);
+    if (event.grade) { open.set(event.host, event.at_s); continue; }
+    found.push({ from: open.get(event.host) ?? event.at_s, until: event.at_s, text: `${event.host}: ${event.text}` });
+    open.delete(event.host);
   }
   for (const [host, from] of open) found.push({ from, until: run.at_s, text: `${host}: etcd is away` });
   return found;
@@ -67,8 +62,9 @@ export function drawTimeline(node, events, run, windowS) {
   const x = (at) => LEFT + ((width - LEFT - RIGHT) * (Math.max(from, Math.min(until, at)) - from)) / (until - from);
   const shown = events.filter((event) => event.at_s >= from);
   const all = rounds(events, run).filter((round) => round.until >= from);
-  const bad = shown.filter(isBad), saves = shown.filter((event) => event.kind === "save");
-  const others = shown.filter((event) => ["drain", "skipped", "straggler", "restore"].includes(event.kind));
+  const bad = shown.filter((event) => event.grade === "bad" && event.kind !== "store_outage");
+  const saves = shown.filter((event) => event.kind === "save");
+  const others = shown.filter((event) => event.grade === "warning" || ["drain", "restore"].includes(event.kind));
   const away = outages(events, run).filter((one) => one.until >= from);
   const lanes = LANES.filter((lane) => lane !== "etcd" || away.length).filter((lane) => lane !== "other" || others.length);
   const middle = Object.fromEntries(lanes.map((lane, n) => [lane, LANE * n + LANE / 2 + 2]));
