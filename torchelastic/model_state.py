@@ -135,7 +135,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self.replica_comparison = None
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters, ddp, check)
-        self._backward = self._gradients.backward
+        self._backward, self.rollback = self._gradients.backward, self._gradients.rollback
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
         self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun)
         say_if_strange(self._optimizers.objects, model)
@@ -232,6 +232,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
             self._optimizers.put_members(snapshot.members)
             self._optimizers.zero_grad()  # of those that the step had taken from its optimizer, too
         self._own.restore(snapshot, self._trained)
+        self._forget_if_wrong()
 
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
@@ -403,8 +404,10 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         mine = [int(self._status), self.step, offer, thaws, random, course, withdrawn, *needs, *kind]
         rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
         said = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
-        progress = standing(said, [row[6] for row in rows])
-        self.step_course.goes_back = progress != said
+        everyones = [Needs(*row[7 : -len(kind)]) for row in rows]
+        progress = self._standing(said, [one.gone_back for one in everyones], rank)
+        progress = standing(progress, [row[6] for row in rows])
+        self.step_course.goes_back = progress != said or self._is_to_go_back
         if self.step_course.goes_back and self.step_course.withdrawn:
             log.warning("%s", text_of(self.step_course.withdrawn))
         best = max(progress)
@@ -419,8 +422,8 @@ class ModelState(WithCompanions, ComparesReplicas, State):
                 f"this worker's ModelState has {kind_text(here)}, and that of rank {source}, which the others go by, "
                 f"{kind_text(there)}: start every worker with the same"
             )
-        everyones = Needs(*(max(column) for column in zip(*(row[7 : -len(kind)] for row in rows), strict=True)))
-        return progress, [row[2] for row in rows], [row[3] for row in rows], everyones
+        most = Needs(*(max(column) for column in zip(*everyones, strict=True)))
+        return progress, [row[2] for row in rows], [row[3] for row in rows], most
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""

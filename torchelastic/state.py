@@ -13,6 +13,7 @@ from torchelastic.rendezvous.records import StateStatus
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.engine.read_rules import StoredParts
+    from torchelastic.group.rollback import Rollback
     from torchelastic.group.step_course import StepCourse
 
 
@@ -38,6 +39,8 @@ class State(ABC):
 
     #: What this rank does in a step, compared with the others; None: it is not known.
     step_course: StepCourse | None = None
+    #: Whether the run is to go back to an older checkpoint; None: it never does.
+    rollback: Rollback | None = None
 
     @property
     def status(self) -> StateStatus:

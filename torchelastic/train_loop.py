@@ -106,7 +106,8 @@ def train(
             and the state holds what no checkpoint can, at the start or after the first step of the run.
         TypeError: `coordinator` is a class, `state` is no State, a hook or `train_step` cannot be called as it is
             written, `lifetime` is none, or the step returned something else.
-        ValueError: an environment variable that should hold a deadline holds something else.
+        ValueError: an environment variable that should hold a deadline holds something else, or the state may go back
+            to an older checkpoint (`ComputeCheck`), and the manager is no `TieredCheckpointManager`.
         Exception: whatever else the step or the state raised, unchanged.
     """
     check_train_step(train_step)
@@ -292,6 +293,7 @@ class TrainLoop:
             self._save_if_due(self.state)
             leave = self.coordinator.should_rendezvous(self.state)
             if leave:
+                self.coordinator.state_changed(self.state, synced=False)  # it may have been found to be of no use
                 self.state.hand_over(self.coordinator.somebody_leaves())
             else:
                 self.coordinator.report_progress(self.state)

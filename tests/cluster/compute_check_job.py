@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,28 @@ import torch
 
 import torchelastic
 from tests.cluster.elastic_job import EventLog, hold_until, make_dataset, make_model
+from torchelastic.checkpoint import DiskTier, EverySteps, KeepLast, TieredCheckpointManager
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.p2p import CoordinatorP2P, step_agreement
 from torchelastic.testing.faults import FaultPlan
 from torchelastic.testing.wrong_bits import computes_wrong
 
 SAMPLES, GLOBAL_BATCH, SEED = 240, 12, 7
+
+
+class State(torchelastic.ModelState):
+    """A rank may die where the run has gone back."""
+
+    dying: Path | None = None  # made by the one that does
+    log: EventLog
+
+    def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
+        goes_back = self.rollback is not None and self.rollback.at_most is not None
+        if self.dying is not None and rank == 1 and goes_back and not self.dying.exists():
+            self.dying.touch()
+            self.log("went back", step=self.step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().sync(world_size, rank)
 
 
 def main() -> None:
@@ -29,6 +46,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--on-wrong", default="leave")
     parser.add_argument("--on-doubt", default="stop")
+    parser.add_argument("--saves-every", type=int, default=0, help="steps; all saves are kept")
+    parser.add_argument("--dies-when-back", choices=["rank 1, in the sync", "all, in the next step"])
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--batchnorm", action="store_true")
@@ -55,13 +74,19 @@ def main() -> None:
     coordinator = CoordinatorP2P("gloo")
     model = make_model(SEED, dropout=options.dropout, batchnorm=options.batchnorm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = torchelastic.ModelState(
+    state = State(
         model,
         optimizer,
         sampler=sampler,
         logical_shards=options.logical_shards,
         check=torchelastic.ComputeCheck(every=options.every, on_wrong=options.on_wrong, on_doubt=options.on_doubt),
     )
+    state.dying, state.log = options.out / "dying" if "rank 1" in str(options.dies_when_back) else None, log
+    saves = None
+    if options.saves_every:
+        tiers = [DiskTier(options.out / "saves", keep=KeepLast(1000))]
+        saves = TieredCheckpointManager(tiers, policy=EverySteps(options.saves_every))
+    newest = [0]
     flips: list[int] = []
     chosen: list[int] = []
 
@@ -92,8 +117,14 @@ def main() -> None:
         computes_wrong(where, options.wrong_at, is_wrong, optimizer=optimizer)
 
     def train_step(state: torchelastic.ModelState) -> None:
+        if "all" in str(options.dies_when_back) and saves is not None and state.step < newest[0]:
+            log("went back", step=state.step)
+            saves.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        newest[0] = state.step
         plan.reach("begin", state.step, coordinator.rank)
-        if state.step >= 12 and coordinator.world_size < options.wait_for:
+        is_whole = coordinator.world_size >= options.wait_for
+        if state.step >= 12 and not (is_whole or (state.rollback is not None and state.rollback.count)):
             hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")
         if state.step == options.gate:
             hold_until((options.out / f"gate-{options.gate}").exists, "the gate opens")
@@ -126,7 +157,7 @@ def main() -> None:
     mse_of: Callable[..., Any] = torch.nn.functional.mse_loss
     chance, own_random = torch.Generator().manual_seed(1), random.Random(log.worker)
     random.seed(log.worker)
-    torchelastic.train(coordinator, train_step, state)
+    torchelastic.train(coordinator, train_step, state, checkpoint=saves)
     if coordinator.rank < 0:
         return  # it came when the others had finished, and has no result
     flat = torch.cat([one.detach().reshape(-1) for one in (*model.parameters(), *model.buffers())])

@@ -235,7 +235,7 @@ def test_the_repeat_gets_the_batch_of_the_rehearsal_though_an_augmentation_draws
         ({"every": "0.5"}, r"every='0.5'\) is no share"),
         ({"every": 0}, r"every=0\) is no share"),
         ({"every": "200%"}, "is no share"),
-        ({"on_wrong": "kill"}, r"on_wrong='kill'\) is not one of leave, stop, warn"),
+        ({"on_wrong": "kill"}, r"on_wrong='kill'\) is not one of leave, restore, stop, warn"),
         ({"on_doubt": "leave"}, r"on_doubt='leave'\) is not one of stop, warn"),
     ],
 )

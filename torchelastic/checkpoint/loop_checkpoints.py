@@ -14,8 +14,9 @@ from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.checkpoint.engine.schedule import SaveSchedule
 from torchelastic.checkpoint.failures import Failures, is_of_save
 from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
-from torchelastic.errors import UnsavableError
+from torchelastic.errors import ComputeCheckError, UnsavableError
 from torchelastic.group.peers import Alone, Peers
+from torchelastic.group.rollback import Rollback
 from torchelastic.loop_observer import LoopObserver
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
@@ -78,6 +79,7 @@ class LoopCheckpoints(LoopObserver):
         self._durable: dict[str, int] = {}  # the newest step, by tier
         self._tried_step = -1
         self._was_loaded = self._synced_before = False
+        self._goes_back = False  # to an older checkpoint, in this group
         self._has_ended = False
         self._slowest_s: float | None = None
         self._failures = Failures()
@@ -89,8 +91,14 @@ class LoopCheckpoints(LoopObserver):
 
         Raises:
             TypeError: no rank can hold the whole state, and this manager saves what one rank holds.
+            ValueError: the state may go back to an older checkpoint, and this manager does not find one by its step.
         """
         manager = self.manager
+        if state.rollback is not None and not _is_tiered(manager):
+            raise ValueError(
+                'ComputeCheck(on_wrong="restore") goes back to an older checkpoint: give train() a '
+                "TieredCheckpointManager, which finds one by its step; or take another on_wrong"
+            )
         if state.loads_parts and manager is not None and not _is_tiered(manager):
             raise TypeError(
                 f"the checkpoint manager is a {type(manager).__name__}, to which one rank writes the whole state, and "
@@ -180,15 +188,26 @@ class LoopCheckpoints(LoopObserver):
         self._peers = self._coordinator.peers() or Alone()
         if self._peers.world_size == 1 and self._rank != 0:
             return False  # the group is not known: rank 0 does it all
-        self._step, source_was_level = self._peers.all_gather([self._step, self._synced_before])[0]
+        rollback = state.rollback or Rollback()
+        said = self._peers.all_gather([self._step, self._synced_before, *rollback.words])
+        self._step, source_was_level, *_ = said[0]
         manager.enter_group(self._peers)
         self._begins = not source_was_level if is_wanted is None else is_wanted
+        self._goes_back = self._begins and rollback.agree([row[2:] for row in said])
         if self._begins:
-            restored = manager.restore(state, self._peers)
+            restored = manager.restore(state, self._peers, at_most=rollback.at_most)
             if restored is not None:
+                if self._goes_back:
+                    self._durable.clear()
                 self._step = self._durable[_RESTORED] = restored
                 self._schedule.began(restored)
                 return True
+            if self._goes_back:
+                raise ComputeCheckError(
+                    f"a worker computed wrong, and there is no checkpoint of at most {rollback.at_most} steps to go "
+                    "back to, so weights may be wrong: start the run anew without that worker's host; to go on with "
+                    'these weights instead, take on_wrong="leave"'
+                )
         return False
 
     def in_sync(self, state: State) -> None:
@@ -208,10 +227,19 @@ class LoopCheckpoints(LoopObserver):
             self._durable[_RESTORED] = self._step
             self._was_loaded = False
         self._schedule.enter_group(self._step)
+        if self._goes_back:
+            self._save_as_newest(state)
 
     def failed(self) -> None:
         """A step or a group has failed."""
         self._schedule.failed("process")
+
+    def _save_as_newest(self, state: State) -> None:
+        """What the run has gone back to is its newest checkpoint from here on, and not what was saved after that."""
+        self._goes_back, manager = False, self.manager
+        if _is_tiered(manager):
+            with self._coordinator.saving():
+                self._save_share(manager, state, self._peers, True)
 
     def _try_content(self, state: State) -> None:
         """Whether what the state holds can be saved: at the start of a run nothing is lost by refusing it.

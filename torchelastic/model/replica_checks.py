@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from torchelastic.errors import NonRetryableException
+from torchelastic.errors import NonRetryableException, RetryableException
+from torchelastic.group.rollback import Rollback
 from torchelastic.inventory.module_values import buffers_of
 from torchelastic.inventory.names import named_parameters
 from torchelastic.metrics import publish_metric
@@ -18,8 +19,10 @@ from torchelastic.model import digest
 from torchelastic.model.companions import Companions, Snapshot, Trained
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.rolled_back import standing_after
 from torchelastic.model.step_gradients import StepGradients
 from torchelastic.model.transfer import all_gathered, message_device
+from torchelastic.rendezvous.records import StateProgress, StateStatus
 
 log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
 
@@ -40,6 +43,8 @@ class ComparesReplicas:
     _on_out_of_sync: str
     _draws_alike: bool = False  # whether all ranks had the same random numbers when it was seen last
     _gradients: StepGradients
+    _status: StateStatus
+    rollback: Rollback | None
 
     @property
     def _trained(self) -> Trained:
@@ -72,7 +77,35 @@ class ComparesReplicas:
             when = "ranks have parted since the last sync"
             self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)
             if self._gradients.checks is not None and self.replica_comparison is not None:
-                self._gradients.checks.judge_comparison(self.replica_comparison)
+                try:
+                    self._gradients.checks.judge_comparison(self.replica_comparison)
+                finally:
+                    self._forget_if_wrong()
+
+    @property
+    def _is_to_go_back(self) -> bool:
+        return self.rollback is not None and self.rollback.at_most is not None
+
+    def _forget_if_wrong(self) -> None:
+        """Where the run goes back to a checkpoint, what this rank has is nothing to go on from."""
+        if self._is_to_go_back:
+            self._status = StateStatus.PARTIAL
+            self._gradients.forget()
+
+    def _standing(self, said: Sequence[StateProgress], gone_back: Sequence[int], rank: int) -> list[StateProgress]:
+        """By rank: what its state counts as a source; see `standing_after`.
+
+        Raises:
+            RetryableException: the run has gone back and has not loaded its checkpoint yet, as this group has a rank
+                that was away meanwhile, and seemed to have progress.
+        """
+        progress = standing_after(said, gone_back)
+        if progress[rank] != said[rank]:
+            log.warning("this worker was away when the run went back to a checkpoint: its state is not used")
+            self._status = StateStatus.PARTIAL
+        if progress != said and max(progress).kind < StateStatus.UNCOMMITTED:
+            raise RetryableException("the run goes back to a checkpoint, and this group was formed without one")
+        return progress
 
     def rehearsed(self, snapshot: Snapshot) -> None:
         """See `State`: called where no optimizer has begun."""

@@ -75,11 +75,13 @@ class Needs(NamedTuple):
         counts: 1: losses have had counts, so that every reduction says whether there is one.
         samples: of each rank, if it has any.
         no_checks: 1: what workers compute is checked no more.
+        gone_back: how often the run has gone back to a checkpoint, see `Rollback`.
     """
 
     counts: int
     samples: int
     no_checks: int
+    gone_back: int
 
 
 class StepGradients:
@@ -137,6 +139,7 @@ class StepGradients:
         if isinstance(self._source, Reduction):
             self._source.ends_early = salvage == "discard"
         self.checks = checks_of(check, module, sampler, logical_shards, self._ddp)
+        self.rollback = None if self.checks is None else self.checks.record.rollback
         if self.checks is not None and isinstance(self._source, Reduction):
             self._source.note = self.checks.repeats.note
         self.salvaged: Salvaged | None = None
@@ -154,7 +157,8 @@ class StepGradients:
     def needs(self) -> Needs:
         """What this rank knows of."""
         is_off = self.checks is not None and self.checks.record.is_off
-        return Needs(int(self._counts.are_used), least_local_batch(self._module), int(is_off))
+        gone_back = 0 if self.rollback is None else self.rollback.count
+        return Needs(int(self._counts.are_used), least_local_batch(self._module), int(is_off), gone_back)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -415,7 +419,8 @@ class StepGradients:
             self._sampler.set_world(rank, world_size)
         self._settle(offers, step, device)
         if self.checks is not None:
-            self.checks.enter_group(rank, world_size, is_off=bool(needs.no_checks))
+            off, times = bool(needs.no_checks), needs.gone_back
+            self.checks.enter_group(rank, world_size, step, is_off=off, times_gone_back=times)
         if not isinstance(self._source, Reduction):
             return
         self._source.world_size = world_size

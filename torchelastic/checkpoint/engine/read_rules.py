@@ -21,6 +21,10 @@ class ReadRule(Protocol):
     def is_on_every_rank(self) -> bool:
         """Whether every rank reads what it wants; else rank 0 alone reads shared places."""
 
+    @property
+    def at_most(self) -> int | None:
+        """Committed steps of the newest checkpoint that is taken; None: of any number."""
+
     def wanted(self, shards: Sequence[int], world_size: int) -> Mapping[int, Sequence[int]] | None:
         """Which shards each rank wants; None: each shard stays with a rank that can read it. Pure.
 
@@ -43,6 +47,7 @@ class WholeOnRank0:
     """The tree of the whole state, on rank 0, which gives it to the others in the sync."""
 
     allow_pickles: bool = False
+    at_most: int | None = None
     is_on_every_rank = False
 
     def wanted(self, shards: Sequence[int], world_size: int) -> Mapping[int, Sequence[int]] | None:  # noqa: ARG002
@@ -76,6 +81,7 @@ class PartsWhereTheyAre:
     """
 
     allow_pickles: bool = False
+    at_most: int | None = None
     is_on_every_rank = True
 
     def wanted(self, shards: Sequence[int], world_size: int) -> None:
@@ -108,6 +114,7 @@ class AllOnEachRank:
 
     read: Callable[[Sequence[ShardReader]], Any]
     is_on_every_rank = True
+    at_most = None
 
     def wanted(self, shards: Sequence[int], world_size: int) -> Mapping[int, Sequence[int]] | None:
         """See `ReadRule`."""

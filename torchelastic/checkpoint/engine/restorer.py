@@ -42,7 +42,7 @@ class Restorer:
 
     Attributes:
         durable: what `look` has found there; every rank can read it.
-        faults: checkpoints that are known to be of no use, and why.
+        faults: checkpoints that are known to be of no use, and why; more may be put there before `newest`.
     """
 
     def __init__(self, rank: int, run_on_all: RunOnAll, copies: DurableCopies | None = None) -> None:

@@ -161,20 +161,20 @@ class TieredCheckpointManager(CheckpointManager):
 
     # --- restoring ----------------------------------------------------------------------------------------------------
 
-    def restore(self, state: ElasticState, peers: Peers) -> int | None:
+    def restore(self, state: ElasticState, peers: Peers, *, at_most: int | None = None) -> int | None:
         """Set the state of rank 0 from the newest checkpoint that is intact. On the training thread of every rank.
 
         Returns:
-            Its step; None if there is no checkpoint at all.
+            Its step; None if there is no checkpoint at all, or none of at most so many steps.
 
         Raises:
             CorruptCheckpointError, CheckpointError, RuntimeError: see `restore_shards`.
         """
         began_s = self._monotonic()
-        reading = (PartsWhereTheyAre if state.loads_parts else WholeOnRank0)(self._allow_pickles)
+        reading = (PartsWhereTheyAre if state.loads_parts else WholeOnRank0)(self._allow_pickles, at_most)
         restored = self.restore_shards(reading, peers)
         if restored is None:
-            if peers.rank == 0:
+            if peers.rank == 0 and at_most is None:
                 log.info("no checkpoint yet: starting afresh")
             return None
         if state.loads_parts or peers.rank == 0:

@@ -101,7 +101,9 @@ class TieredRestore:
             inventories, unreadable = self._exchange(serving)
             for text in unreadable:
                 self._on_damage(f"a newer checkpoint may lie where nothing can be read: {text}")
-            restored = self._restorer.newest(candidates(inventories), self.restore_one, self._on_damage)
+            at_most = self._reading.at_most
+            found = [one for one in candidates(inventories) if at_most is None or one.save.step <= at_most]
+            restored = self._restorer.newest(found, self.restore_one, self._on_damage)
             if restored is not None:
                 self._make_whole(restored[0], inventories[self._peers.rank])
         if restored is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from torchelastic.errors import ComputeCheckError, ComputesWrongError, RetryableException
+from torchelastic.group.rollback import Rollback
 from torchelastic.metrics import publish_metric
 from torchelastic.model.compute_check.members import CheckMembers, wait_for_verdict
 from torchelastic.model.compute_check.options import ComputeCheck
@@ -20,7 +21,7 @@ log = logging.getLogger("torchelastic.model_state")  # a part of it for those wh
 #: So many checks in a row that could compare nothing are enough.
 MOST_NOT_COMPARABLE = 3
 #: Numbers of `CheckRecord.words`.
-WORDS = 4
+WORDS = 5
 
 
 class CheckRecord:
@@ -34,6 +35,7 @@ class CheckRecord:
         agreed: checks in which all was equal.
         agreed_step: committed steps when the last of them was; -1: there was none.
         steps: by rank, the same of the last one in which that rank took part.
+        rollback: with `on_wrong="restore"`; else None.
     """
 
     def __init__(self, options: ComputeCheck) -> None:
@@ -42,18 +44,31 @@ class CheckRecord:
         self._not_comparable = 0  # in a row
         self.agreed, self.agreed_step = 0, -1
         self.steps: tuple[int, ...] = ()
-        self._own_step = -1
+        self.rollback = Rollback() if options.on_wrong == "restore" else None
+        self._own_step = self._came_step = -1
+        self._came: tuple[int, ...] = ()  # by rank, the committed steps when it came
 
     @property
     def words(self) -> list[int]:
         """For a message to the other ranks; see `take`."""
-        return [int(self.is_off), self.agreed, self.agreed_step, self._own_step]
+        return [int(self.is_off), self.agreed, self.agreed_step, self._own_step, self._came_step]
 
     def take(self, rows: Sequence[Sequence[int]]) -> None:
         """Know what any rank knows: newcomers have seen no check."""
-        off, self.agreed, self.agreed_step, _ = (max(column) for column in zip(*rows, strict=True))
-        self.steps = tuple(row[-1] for row in rows)
+        off, self.agreed, self.agreed_step, *_ = (max(column) for column in zip(*rows, strict=True))
+        self.steps, self._came = tuple(row[-2] for row in rows), tuple(row[-1] for row in rows)
         self.is_off = bool(off)
+
+    def in_sync(self, step: int, times_gone_back: int) -> None:
+        """A group is in sync after so many committed steps, in a run that has gone back so many times."""
+        if self._came_step < 0:
+            self._came_step = step
+        rollback = self.rollback
+        if rollback is not None and (rollback.at_most is not None or rollback.count < times_gone_back):
+            rollback.ended(times_gone_back)
+            # of what comes now nothing was checked yet
+            self._own_step, self._came_step = min(self._own_step, step), min(self._came_step, step)
+            self.agreed_step = min(self.agreed_step, step)
 
     @property
     def has_agreed(self) -> bool:
@@ -143,9 +158,15 @@ class CheckRecord:
         elif self.options.on_wrong == "stop":
             raise ComputeCheckError(text)
         else:
+            goes_back = ""
+            if self.rollback is not None:
+                self.rollback.begin(self._trusted(verdict.ranks))
+                goes_back = f", and the run goes back to a checkpoint of at most {self.rollback.at_most} steps"
             if rank == min(each for each in range(len(self.steps) or rank + 1) if each not in verdict.ranks):
-                log.error("%s; it leaves the run", text)
-            raise RetryableException(f"{text.partition(':')[0]}: a worker computes wrong and leaves the run: {who}")
+                log.error("%s; it leaves the run%s", text, goes_back)
+            raise RetryableException(
+                f"{text.partition(':')[0]}: a worker computes wrong and leaves the run{goes_back}: {who}"
+            )
 
     @property
     def _only_warns(self) -> bool:
@@ -153,11 +174,16 @@ class CheckRecord:
         may_vary = torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled()
         return self.options.on_wrong == "warn" or may_vary
 
+    def _trusted(self, ranks: Sequence[int]) -> int:
+        """The newest step of which these ranks have computed nothing that no check has confirmed since."""
+        known = [max(self.steps[rank], self._came[rank]) for rank in ranks if rank < len(self.steps)]
+        return max(0, min(known, default=0))
+
     def _since(self, ranks: Sequence[int]) -> str:
         steps = [self.steps[rank] for rank in ranks if rank < len(self.steps)]
         if not steps or min(steps) < 0:
             return "no check with it has agreed before, so all that was trained with it may be wrong"
-        return (
-            f"the last check with it that agreed was in step {min(steps) + 1}, so weights may be wrong since then: go "
-            f"back to a checkpoint of at most {min(steps)} steps if that matters"
-        )
+        since = f"the last check with it that agreed was in step {min(steps) + 1}, so weights may be wrong since then"
+        if self.rollback is not None:
+            return since
+        return f"{since}: go back to a checkpoint of at most {min(steps)} steps if that matters"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-ON_WRONG = ("leave", "stop", "warn")
+ON_WRONG = ("leave", "restore", "stop", "warn")
 ON_DOUBT = ("stop", "warn")
 #: The second step of a run is checked too: so it is known early whether its steps can be repeated to the last bit.
 FIRST_STEP = 1
@@ -24,7 +24,9 @@ class ComputeCheck:
     Args:
         every: the share of the training time that the checks may cost, as "0.5%"; or a check in so many steps.
         on_wrong: where it is known who is wrong. "leave": that worker leaves the run and is not started again on its
-            host, and the others go on. "stop": the run ends with the error. "warn": an error in the log.
+            host, and the others go on. "restore": so it is, and the others go back to the newest checkpoint of before
+            the last check with it that agreed; needs a `TieredCheckpointManager`. "stop": the run ends with the error.
+            "warn": an error in the log.
         on_doubt: where it is only known that one of several is wrong. "stop": the run ends with the error. "warn": an
             error in the log.
 

@@ -59,10 +59,19 @@ class StepChecks:
         self.repeats.reset()
         self._members, self._steps_of_group, self._is_checked = None, 0, False
 
-    def enter_group(self, rank: int, world_size: int, *, is_off: bool) -> None:
-        """All are in sync; `is_off`: any rank knows that no more is checked."""
+    def enter_group(self, rank: int, world_size: int, step: int, *, is_off: bool, times_gone_back: int) -> None:
+        """All are in sync.
+
+        Args:
+            rank: of this process.
+            world_size: of the group.
+            step: committed steps.
+            is_off: whether any rank knows that no more is checked.
+            times_gone_back: what any rank knows of `Rollback.count`.
+        """
         self._rank, self._world_size = rank, world_size
         self.record.is_off = is_off
+        self.record.in_sync(step, times_gone_back)
 
     # --- a step -----------------------------------------------------------------------------------
 
