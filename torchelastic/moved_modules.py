@@ -50,7 +50,7 @@ MOVED = {
     "checkpoint.replication.manager": "checkpoint.replicas.replication_manager",
     "checkpoint.replication.server": "checkpoint.replicas.replica_server",
     "checkpoint.replication.strategies": "checkpoint.compat.nvrx.local.strategies",
-    "checkpoint.restore": "checkpoint.engine.restore",
+    "checkpoint.restore": "checkpoint.engine.restorer",
     "checkpoint.restore_plan": "checkpoint.store.restore_plan",
     "checkpoint.schedule": "checkpoint.engine.schedule",
     "checkpoint.shards": "checkpoint.format",

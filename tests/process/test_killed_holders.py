@@ -25,7 +25,7 @@ from tests.process import tiered_work as work
 from tests.process.fork_server import fork_server, started
 from tests.process.forked_ranks import run_ranks
 from torchelastic.checkpoint import TieredCheckpointManager
-from torchelastic.checkpoint.engine.restore import fetch
+from torchelastic.checkpoint.engine.group_folders import GroupFolders
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.format.header import lay_out
 from torchelastic.checkpoint.format.stage import image_of
@@ -105,14 +105,15 @@ def test_a_holder_that_is_killed_while_it_gives_a_shard_is_named_and_another_one
         return ReplicaClient(holders[source.rank].address, TOKEN, retry_s=0.2).pull(str(shard), begun)
 
     named = f"rank 0: 127.0.0.1:{holders[0].address[1]}"
+    folders = GroupFolders(tier, 0, [], [], [], pull)
     if others:
-        assert fetch(tier, SHARD, list(map(ShardSource, [0, *others])), pull) > 4 * LENGTH
+        assert folders.fetch(SHARD, list(map(ShardSource, [0, *others]))) > 4 * LENGTH
         with tier.open(SHARD.name, SHARD.rank) as shard:
             assert torch.equal(shard.read_one("w"), weights())
         assert named in caplog.text.replace("at rank 0", "rank 0")
     else:
         with pytest.raises(CorruptCheckpointError, match=named):
-            fetch(tier, SHARD, [ShardSource(0)], pull)
+            folders.fetch(SHARD, [ShardSource(0)])
         assert not tier.path_of(SHARD).exists()
 
 

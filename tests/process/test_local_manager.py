@@ -8,11 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.contracts.damages import bad_disk, repair_disk, wear_out
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
+from torchelastic.checkpoint.compat.nvrx.local.host_folder import HostFolder
+from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.local import (
     BaseCheckpointManager,
     BasicTensorAwareStateDict,
@@ -139,6 +143,28 @@ def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over_and_go
     assert why in caplog.text
     manager.save(state(7), 7)
     assert iterations(manager) == [5, 7]
+
+
+def test_a_disk_that_goes_bad_while_a_template_is_filled_costs_that_checkpoint_and_not_the_older_one(
+    tmp_path: Path,
+) -> None:
+    manager = LocalCheckpointManager(tmp_path, keep=2)
+    for iteration in (5, 6):
+        manager.save(state(iteration), iteration)
+    worn, template, good_until_opened = manager.local_ckpt_dir / names(manager)[-1], state(0).to_tree(), HostFolder.open
+
+    def open_and_wear_out(folder: HostFolder, name: SaveId, rank: int) -> ShardReader:
+        reader = good_until_opened(folder, name, rank)
+        if name.step == 6:
+            wear_out(worn / "shard-00000-of-00001.shard")
+        return reader
+
+    with mock.patch.object(HostFolder, "open", open_and_wear_out), bad_disk() as met:
+        tree, ckpt_id = manager.load_resharded(template)
+    repair_disk()
+    assert met.count, "nobody read there"
+    assert (ckpt_id.iteration, tree["step"], float(tree["w"].unique().item())) == (5, 5, 5.0)
+    manager.close()
 
 
 @pytest.mark.parametrize("what", ["the files", "the folder"])

@@ -25,7 +25,7 @@ from tests.process.replicas import (
     start,
 )
 from tests.waiting import pause, wait_until
-from torchelastic.checkpoint.engine.restore import first_good_copy
+from torchelastic.checkpoint.engine.group_folders import first_good_copy
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replicas.receive import digest_of
 from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred

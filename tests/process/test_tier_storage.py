@@ -24,7 +24,7 @@ from tests.process.s3_server import NEEDS_S3, bucket
 from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
 from torchelastic.checkpoint.engine import durable_copies
-from torchelastic.checkpoint.engine.restore import fetch
+from torchelastic.checkpoint.engine.group_folders import GroupFolders
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.replicas.receive import Destination
@@ -235,7 +235,7 @@ def test_a_holder_that_gives_another_shard_is_passed_over(place: Path) -> None:
         memoryview(destination(given.nbytes))[:] = given
         return Transferred(given.nbytes, "", given.nbytes)
 
-    fetch(tier, wanted, [ShardSource(0), ShardSource(1)], pull)
+    GroupFolders(tier, 0, [], [], [], pull).fetch(wanted, [ShardSource(0), ShardSource(1)])
     with tier.open(wanted.name, 0) as shard:
         assert shard.header.meta["rank"] == 0
     close([tier])

@@ -55,8 +55,8 @@ def is_there(named: str, by: PurePosixPath, known: frozenset[str]) -> bool:
 
 def test_a_file_that_is_named_in_backticks_is_there() -> None:
     known = files()
-    assert is_there("store/restore_plan.py", PurePosixPath("torchelastic/checkpoint/engine/restore.py"), known)
-    assert not is_there("restore_plan.py", PurePosixPath("torchelastic/checkpoint/engine/restore.py"), known)
+    assert is_there("store/restore_plan.py", PurePosixPath("torchelastic/checkpoint/engine/restorer.py"), known)
+    assert not is_there("restore_plan.py", PurePosixPath("torchelastic/checkpoint/engine/restorer.py"), known)
     missing = {
         (match[1], str(by))
         for by, text in texts()

@@ -24,11 +24,12 @@ A restore, `TieredCheckpointManager.restore` (`engine/tiered_restore.py`), on al
 2. Each lists what its tiers hold (`store/inventory.py`), and serves it to the others (`replicas/replica_server.py`).
 3. `store/restore_plan.py` decides from all lists which checkpoint is the newest that exists whole, and who gets which
    shard from whom (pure, the same answer on each rank).
-4. Shards are read where they lie or fetched (`engine/restore.py`); nothing is handed out before its checksum was
-   compared (`format/shard_reader.py`). A damaged copy is skipped for another one, then for an older checkpoint.
+4. Shards are read where they lie or from another rank; nothing is handed out before its checksum was compared
+   (`format/shard_reader.py`). A damaged copy is skipped for another one, then for an older checkpoint
+   (`engine/restorer.py`).
 5. What each rank takes of them (`engine/read_rules.py`) is put together for any number of ranks (`format/loading.py`)
    and loaded into the state.
-6. Copies that were missing or damaged are made again (`engine/replicas.py`, `engine/durable_copies.py`).
+6. Copies that were missing or damaged are made again (`engine/replicas.py`, `engine/group_folders.py`).
 
 Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
 """

@@ -5,4 +5,7 @@ One thread per process does the rest: checksums, then for each tier that takes p
 and a note to rank 0, in the store of the round. When rank 0 has the notes of all, it commits. A rank that could not
 store says why, and nobody publishes; one that is silent is waited for, named, and the save is given up. After the
 first save no file is created and no memory allocated on the training thread.
+
+A restore, of every kind of checkpoint: `restorer.py` takes the newest that all ranks can read, and skips damaged
+copies. Where the copies are: `tiered_restore.py` knows tiers, `group_folders.py` folders of which each host has one.
 """

@@ -11,13 +11,13 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import tenacity
 
@@ -31,7 +31,7 @@ from torchelastic.checkpoint.replicas.replica_client import Transferred
 from torchelastic.checkpoint.store.durable_tier import DurableTier
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.manifest import Manifest
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, TierContext, TierEntry
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.background import in_background
@@ -236,11 +236,11 @@ class DurableCopies:
 
     # --- restoring ----------------------------------------------------------------------------------------------------
 
-    def inventory(self) -> tuple[list[Any], str | None]:
-        """What is published there, newest first, for sending; or why nobody knows, which is logged."""
+    def inventory(self) -> tuple[list[TierEntry], str | None]:
+        """What is published there, newest first; or why nobody knows, which is logged."""
         try:
             self._tier.require_own()
-            return [replace(entry, place=self._tier.name).as_plain() for entry in self._tier.inventory()], None
+            return [replace(entry, place=self._tier.name) for entry in self._tier.inventory()], None
         except CheckpointError as error:
             log.warning("it is unknown what is in durable storage: %s", error)
             return [], str(error)
@@ -263,49 +263,3 @@ class DurableCopies:
         with self.open(shard) as reader, reader.view() as view:
             destination(view.nbytes)[:] = view
             return Transferred(view.nbytes, digest_of(view), view.nbytes)
-
-
-@dataclass(frozen=True)
-class DurableInventory:
-    """What all ranks know of the durable copies when they look for a checkpoint.
-
-    Attributes:
-        held: what can be read there, by every rank.
-        unreadable: why nobody knows that; None: it is known.
-    """
-
-    held: tuple[TierEntry, ...] = ()
-    unreadable: str | None = None
-
-    @classmethod
-    def report(cls, copies: DurableCopies | None, rank: int) -> tuple[list[Any], str | None]:
-        """What a rank says, for sending; rank 0 reads it for all. `of` is the inverse, given what rank 0 said."""
-        return ([], None) if copies is None or rank != 0 else copies.inventory()
-
-    @classmethod
-    def of(cls, copies: DurableCopies | None, reports: tuple[list[Any], str | None]) -> DurableInventory:
-        """See `report`."""
-        if copies is None:
-            return cls()
-        entries, unreadable = reports
-        return cls(tuple(map(TierEntry.from_plain, entries)), unreadable)
-
-    def require(self, faults: Mapping[SaveId, str]) -> None:
-        """Nothing can be loaded.
-
-        Args:
-            faults: what is of no use, and why.
-
-        Raises:
-            CorruptCheckpointError: what was completed in durable storage is damaged: nobody starts from scratch then
-                without a word.
-            CheckpointError: durable storage does not answer: it is unknown whether there is anything.
-        """
-        if self.unreadable is not None:
-            raise CheckpointError(f"no host has a checkpoint, and durable storage does not answer: {self.unreadable}")
-        lost = [entry.name for entry in self.held if entry.name in faults and (entry.is_committed or entry.damage)]
-        if lost:
-            raise CorruptCheckpointError(
-                f"no checkpoint can be loaded, from any host or durable storage: {'; '.join(faults.values())}. Restore "
-                f"one of them from a copy; to start from scratch, move {max(lost)} and the others away from there"
-            )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from torchelastic.checkpoint.engine.restore import Pull, folder_id, make_copies, shards_of
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.engine.group_folders import Bad, GroupFolders, Pull, folder_id
+from torchelastic.checkpoint.engine.restorer import shards_of
 from torchelastic.checkpoint.replicas.placement import partners
 from torchelastic.checkpoint.replicas.receive import Destination
 from torchelastic.checkpoint.replicas.replica_client import ReplicaClient, Transferred
 from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 from torchelastic.checkpoint.store.memory_tier import MemoryTier
-from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, lost_copies, sources_elsewhere
+from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
 from torchelastic.group.peers import Peers
@@ -69,7 +70,7 @@ class Replicas:
         if self._server is not None:
             self._server.fence(round_number)
 
-    def make_again(self, restored: Candidate, peers: Peers, pull: Pull, bad: Mapping[ShardId, CheckpointError]) -> None:
+    def make_again(self, restored: Candidate, peers: Peers, pull: Pull, bad: Bad) -> None:
         """A checkpoint was restored: what it has lost with a host in memory is fetched. On the thread that trains.
 
         Shards that are in no host's memory any more stay where they are, in another tier. What cannot be made costs a
@@ -84,8 +85,7 @@ class Replicas:
         Raises:
             RuntimeError: a peer is lost.
         """
-        name, tier, rank = restored.save, self.tier, peers.rank
-        shards = shards_of(restored)
+        tier, rank, shards = self.tier, peers.rank, shards_of(restored)
         damaged = [shard.rank for shard in shards if shard in bad]
         said = peers.all_gather([self._host, folder_id(tier, rank), damaged])
         hosts, roots = [host for host, *_ in said], [root for _, root, _ in said]
@@ -96,19 +96,16 @@ class Replicas:
             if (good := [source for source in each if (roots[source.rank], shard) not in found_bad])
         }
         partners_of = [partners(hosts, other, self._copies) for other in range(peers.world_size)]
-        lost = lost_copies(sources, roots, hosts, partners_of, own_too=True)
 
-        def fetch_own() -> None:
-            own = [(shards[one], sources_elsewhere(sources, one, rank, roots)) for one in lost.get(rank, ())]
+        def pull_there(shard: ShardId, source: ShardSource, into: Destination) -> Transferred:
+            return pull(shard, replace(source, place=tier.name), into)
 
-            def pull_there(shard: ShardId, source: ShardSource, into: Destination) -> Transferred:
-                return pull(shard, replace(source, place=tier.name), into)
-
-            make_copies(tier, own, pull_there, instead_of=bad)
-
+        folders = GroupFolders(tier, rank, roots, hosts, partners_of, pull_there)
+        lost = folders.lost(sources, own_too=True)
         if not lost:
             return
-        run_with_peers(peers, f"making lost replicas of {name} again", fetch_own)
+        again = partial(folders.make_again, shards, sources, lost.get(rank, ()), bad=bad)
+        run_with_peers(peers, f"making lost replicas of {restored.save} again", again)
         peers.barrier()  # nobody trains, and may be lost, before all have what they should
 
     def push(self, shard: SealedShard) -> None:

@@ -15,16 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torchelastic.checkpoint.engine.group_folders import give_manifest
 from torchelastic.checkpoint.engine.read_rules import ReadRule
 from torchelastic.checkpoint.engine.replicas import Replicas
-from torchelastic.checkpoint.engine.restore import (
-    because,
-    give_manifest,
-    newest_readable,
-    open_remote,
-    read_good_copies,
-    shards_of,
-)
+from torchelastic.checkpoint.engine.restorer import Restorer, open_remote, read_good_copies, shards_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.replicas.receive import Destination
@@ -64,7 +58,7 @@ class Restored:
 
 
 class TieredRestore:
-    """One restore; every rank of a group has one and calls `run`, on the training thread.
+    """One restore, and a `ShardAccess`; every rank of a group has one and calls `run`, on the training thread.
 
     Args:
         tiers: freshest first, the same on all ranks.
@@ -88,6 +82,7 @@ class TieredRestore:
         self._reading = reading
         self._replicas = replicas
         self._on_damage = self._log_damage if on_damage is None else on_damage
+        self._restorer = Restorer(peers.rank, partial(run_with_peers, peers))
         self._servers: Sequence[Sequence[Any] | None] = []  # of each rank: host, port and token, if it has one
         self._bad: dict[ShardId, CheckpointError] = {}  # copies that have replicas, as this rank has found in its tier
 
@@ -102,21 +97,20 @@ class TieredRestore:
             CheckpointError: something cannot be read for another reason; on every rank.
             RuntimeError: a peer is lost.
         """
-        faults: dict[SaveId, str] = {}
         with ExitStack() as serving:
             inventories, unreadable = self._exchange(serving)
             for text in unreadable:
                 self._on_damage(f"a newer checkpoint may lie where nothing can be read: {text}")
             at_most = self._reading.at_most
             found = [one for one in candidates(inventories) if at_most is None or one.save.step <= at_most]
-            restored = newest_readable(found, self.restore_one, self._on_damage, faults)
+            restored = self._restorer.newest(found, self.restore_one, self._on_damage)
             if restored is not None:
                 self._make_whole(restored[0], inventories[self._peers.rank])
         if restored is not None:
             return restored[1]
-        if faults:
+        if self._restorer.faults:
             raise CorruptCheckpointError(
-                f"no checkpoint can be loaded, and nothing was changed: {because(faults)}. "
+                f"no checkpoint can be loaded, and nothing was changed: {self._restorer.because()}. "
                 f"Restore one of them from a copy; to start from scratch, move away what lies in {self._places()}"
             )
         if unreadable:
@@ -125,23 +119,24 @@ class TieredRestore:
 
     def _exchange(self, serving: ExitStack) -> tuple[list[list[TierEntry]], list[str]]:
         """What each rank can read in which tier, and what is unreadable; from now on it serves its shards."""
-        mine: list[Any] = []
-        unreadable = []
-        for name, tier in self._tiers.items():
-            if tier.is_shared and self._peers.rank != 0:
-                continue  # rank 0 reads it for all
-            try:
-                mine += [replace(entry, place=name).as_plain() for entry in tier.inventory()]
-            except CheckpointError as error:
-                unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
-        self._peers.barrier()
-        said = self._peers.all_gather([mine, unreadable, self._serve(serving)])
-        self._servers = [server for *_, server in said]
-        inventories = [list(map(TierEntry.from_plain, entries)) for entries, *_ in said]
+
+        def mine() -> tuple[list[TierEntry], list[Any]]:
+            entries, unreadable = [], []
+            for name, tier in self._tiers.items():
+                if tier.is_shared and self._peers.rank != 0:
+                    continue  # rank 0 reads it for all
+                try:
+                    entries += [replace(entry, place=name) for entry in tier.inventory()]
+                except CheckpointError as error:
+                    unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
+            return entries, [unreadable, self._serve(serving)]
+
+        inventories, told = self._restorer.look("looking for checkpoints", mine)
+        self._servers = [server for _, server in told]
         if self._reading.is_on_every_rank:  # rank 0 has only looked for all: each reads what it wants
             shared = [entry for entry in inventories[0] if self._tiers[entry.place].is_shared]
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
-        return inventories, [text for _, texts, _ in said for text in texts]
+        return inventories, [text for texts, _ in told for text in texts]
 
     def _serve(self, serving: ExitStack) -> list[Any] | None:
         """Gives away what lies in the tiers of this rank; None where nobody else needs that."""
@@ -240,17 +235,18 @@ class TieredRestore:
                     raise
                 raise CheckpointError(f"rank {self._peers.rank}: {error}") from error
 
-        content, kind = read_good_copies(left, self._open, take, self._skip_copy)
+        content, kind = read_good_copies(left, self, take)
         return content, kind, sorted({sources[0].place for sources in left.values()})
 
-    def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
+    def open_at(self, shard: ShardId, source: ShardSource) -> ShardReader:
+        """See `ShardAccess`."""
         if source.rank == self._peers.rank:
             return self._tiers[source.place].open(shard.name, shard.rank)
         client, object_id = self._served(shard, source)
         return open_remote(shard, partial(client.read, object_id))
 
-    def _skip_copy(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
-        """See `read_good_copies`; what is damaged in a shared place is so for whoever reads it."""
+    def skip(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
+        """See `ShardAccess`; what is damaged in a shared place is so for whoever reads it."""
         bad, is_damage = sources.pop(0), isinstance(error, CorruptCheckpointError)
         if is_damage and self._tiers[bad.place].is_shared:
             sources[:] = [source for source in sources if source.place != bad.place]

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from torchelastic.checkpoint.compat.flashpoint.ids import (
     parts_of,
 )
 from torchelastic.checkpoint.compat.flashpoint.object_manager import CheckpointObjectManager
-from torchelastic.checkpoint.engine.durable_copies import DurableInventory
-from torchelastic.checkpoint.engine.restore import Pull, fetch, make_copies, newest_readable, shards_of, verify
+from torchelastic.checkpoint.engine.group_folders import GroupFolders, verify
+from torchelastic.checkpoint.engine.restorer import Restorer, shards_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.replicas.receive import Destination
@@ -40,10 +40,8 @@ from torchelastic.checkpoint.store.restore_plan import (
     ShardSource,
     candidates,
     kept,
-    lost_copies,
     nearness,
     plan_reads,
-    sources_elsewhere,
 )
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierEntry
@@ -81,25 +79,25 @@ class _Survey:
 
     Attributes:
         container: on this host.
-        folders: of each rank, what identifies the folder that it uses.
+        shared: the same folder among those of the group.
         candidates: all saves, newest first; each rank of a folder can read what is in it.
-        durable: what is in durable storage.
+        restorer: of this group.
     """
 
     container: Container
-    folders: tuple[str, ...]
+    shared: GroupFolders
     candidates: list[Candidate]
-    durable: DurableInventory = field(default_factory=DurableInventory)
-
-    @property
-    def firsts(self) -> set[int]:
-        """Of the ranks that use a folder, the one that acts for all."""
-        return {self.folders.index(folder) for folder in self.folders}
+    restorer: Restorer
 
     def wanted(self, candidate: Candidate) -> dict[int, list[int]]:
         """By rank, which shards are to be in its folder: its own, and once in each folder the commit."""
-        commit, ranks = candidate.world_size - 1, len(self.folders)
-        return {rank: [*range(rank, commit, ranks), *[commit] * (rank in self.firsts)] for rank in range(ranks)}
+        commit, ranks, firsts = candidate.world_size - 1, len(self.shared.roots), _firsts(self.shared.roots)
+        return {rank: [*range(rank, commit, ranks), *[commit] * (rank in firsts)] for rank in range(ranks)}
+
+
+def _firsts(folders: Sequence[str]) -> set[int]:
+    """Of the ranks that use a folder, the one that acts for all."""
+    return {folders.index(folder) for folder in folders}
 
 
 def _held_by(rank: int, candidate: Candidate) -> list[int]:
@@ -238,12 +236,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             return CheckpointContainerId(found.container.folder_of(candidate.save.step))
 
         report = partial(log.warning if self._replication.rank == 0 else log.debug, "%s")
-        faults: dict[SaveId, str] = {}
-        newest = newest_readable(found.candidates, read, report, faults)
-        if newest is None:
-            found.durable.require(faults)
-        elif self._objects.copies is not None:
-            self._objects.copies.restored(newest[0].save.step)
+        newest = found.restorer.newest(found.candidates, read, report)
         return None if newest is None else newest[1]
 
     def get_candidate_checkpoints(
@@ -271,7 +264,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
                 for candidate in saves
                 for shard in _held_by(rank, candidate)
             ]
-            for rank in range(len(found.folders))
+            for rank in range(len(found.shared.roots))
         }
 
     def retrieve_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> bool:
@@ -300,25 +293,22 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _survey(self, base: str | os.PathLike[str] | CheckpointContainerId, call: str) -> _Survey:
         """Where everybody is, and what there is by names; the first rank of each folder lists it when all have come."""
-        folders = tuple(
-            self._replication.run_on_all(f"{call}, looking", lambda: root_id(self._objects.container(base).root))
-        )
-        found, copies = _Survey(self._objects.container(base), folders, []), self._objects.copies
+        rank, run_on_all = self._replication.rank, self._replication.run_on_all
+        folders = run_on_all(f"{call}, looking", lambda: root_id(self._objects.container(base).root))
+        container = self._objects.container(base)
+        restorer = Restorer(rank, run_on_all, self._objects.copies)
 
-        def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
-            is_first = self._replication.rank in found.firsts
-            here = [one.as_plain() for one in found.container.noted_inventory()] if is_first else []
-            return [here, DurableInventory.report(copies, self._replication.rank)]
+        def here() -> tuple[list[TierEntry], None]:  # not before: now nobody completes a save, or removes one
+            return container.noted_inventory() if rank in _firsts(folders) else [], None
 
-        lists = self._replication.run_on_all(f"{call}, listing", list_here)
-        by_first = [list(map(TierEntry.from_plain, here)) for here, _ in lists]
-        held = [by_first[folders.index(folder)] for folder in folders]
-        durable = DurableInventory.of(copies, lists[0][1])
-        return replace(found, candidates=candidates([*held, durable.held]), durable=durable)
+        lists, _ = restorer.look(f"{call}, listing", here)
+        held = [lists[folders.index(folder)] for folder in folders]
+        found = candidates([*held, restorer.durable])
+        return _Survey(container, self._shared(container, folders), found, restorer)
 
     def _verified(self, found: _Survey, candidate: Candidate, call: str) -> Candidate:
         """The same with the good copies alone. Raises: CorruptCheckpointError if there are too few."""
-        rank, shards, folders = self._replication.rank, shards_of(candidate), found.folders
+        rank, shards, folders = self._replication.rank, shards_of(candidate), found.shared.roots
         sharers = [other for other, folder in enumerate(folders) if folder == folders[rank]]
         share = _held_by(rank, candidate)[sharers.index(rank) :: len(sharers)]
         told = self._replication.run_on_all(
@@ -329,7 +319,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         for folder, each in zip(folders, told, strict=True):
             good[folder] += each
         held = [[TierEntry(candidate.save, candidate.world_size, tuple(good[folder]))] for folder in folders]
-        durable = [one for one in found.durable.held if one.name == candidate.save]
+        durable = [one for one in found.restorer.durable if one.name == candidate.save]
         (verified,) = candidates([*held, durable])
         if verified.missing:
             raise CorruptCheckpointError(verified.fault)
@@ -342,16 +332,16 @@ class DefaultCheckpointLoader(CheckpointLoader):
         """
         container, shards, rank = found.container, shards_of(candidate), self._replication.rank
         commit, wanted = shards[-1], found.wanted(candidate)
-        reads = plan_reads(candidate.sources, wanted, distance=nearness(found.folders))[rank]
+        reads = plan_reads(candidate.sources, wanted, distance=nearness(found.shared.roots))[rank]
         call = f"{call}, fetching step {commit.name.step}"
 
         def fetch_own() -> None:
             for shard, sources in reads.items():
-                if not sources[0].place and found.folders[sources[0].rank] == found.folders[rank]:
+                if not sources[0].place and found.shared.roots[sources[0].rank] == found.shared.roots[rank]:
                     continue
                 try:
                     why = _instead_of(container, shards[shard])
-                    came = fetch(container, shards[shard], sources, self._pull(container), instead_of=why)
+                    came = found.shared.fetch(shards[shard], sources, instead_of=why)
                 except CheckpointError as error:  # without room for it, there may be some for an older one
                     raise CorruptCheckpointError(f"could not fetch {shards[shard]}: {error}") from error
                 publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", came)
@@ -367,42 +357,41 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _make_copies_again(self, found: _Survey, candidate: Candidate) -> None:
         """Everybody has what is needed: replicas that were lost are made again, in the background."""
-        container, save, rank = found.container, candidate.save, self._replication.rank
-        folders, hosts, shards = found.folders, self._replication.hosts, shards_of(candidate)
-        self._known = {(container.name, save): (candidate, folders)}
-        there = kept(candidate.sources, found.wanted(candidate), folders)
-        lost = lost_copies(there, folders, hosts, self._replication.partners_of).get(rank, [])
-        own = [(shards[one], sources_elsewhere(there, one, rank, folders)) for one in lost]
-        instead_of = {shard: why for shard, _ in own if (why := _instead_of(container, shard)) is not None}
-        is_wanted = partial(container.has_committed, save)
-        self._making = in_background(
-            partial(make_copies, container, own, self._pull(container), is_wanted, instead_of=instead_of),
-            "replica-copies",
-        )
+        container, shards = found.container, shards_of(candidate)
+        self._known = {(container.name, candidate.save): (candidate, found.shared.roots)}
+        there = kept(candidate.sources, found.wanted(candidate), found.shared.roots)
+        lost = found.shared.lost(there, own_too=False).get(self._replication.rank, [])
+        bad = {shards[one]: why for one in lost if (why := _instead_of(container, shards[one])) is not None}
+        is_wanted = partial(container.has_committed, candidate.save)
+        again = partial(found.shared.make_again, shards, there, lost, bad=bad, is_wanted=is_wanted)
+        self._making = in_background(again, "replica-copies")
 
     def _fetch(self, container: Container, shard: ShardId, instead_of: CheckpointError | None = None) -> None:
-        fetch(container, shard, self._sources(container, shard), self._pull(container), instead_of=instead_of)
+        shared, sources = self._sources(container, shard)
+        shared.fetch(shard, sources, instead_of=instead_of)
 
-    def _pull(self, container: Container) -> Pull:
+    def _shared(self, container: Container, folders: Sequence[str]) -> GroupFolders:
         def pull(shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
             if self._objects.copies is not None and source.place:
                 return self._objects.copies.pull(shard, destination)
             return self._replication.fetch(object_of(container.name, shard), source.rank, destination)
 
-        return pull
+        group = self._replication
+        return GroupFolders(container, group.rank, folders, group.hosts, group.partners_of, pull)
 
-    def _sources(self, container: Container, shard: ShardId) -> list[ShardSource]:
+    def _sources(self, container: Container, shard: ShardId) -> tuple[GroupFolders, list[ShardSource]]:
         """Where a shard may be: where it is known to be, else one rank of each other host; not all ask the same."""
-        rank, hosts = self._replication.rank, self._replication.hosts
+        hosts = self._replication.hosts
         candidate, folders = self._known.get((container.name, shard.name), (None, hosts))
         known = candidate.sources.get(shard.rank) if candidate is not None else None
         sources = known or [ShardSource(hosts.index(host)) for host in sorted(set(hosts))]
-        return sources_elsewhere({shard.rank: sources}, shard.rank, rank, folders)
+        shared = self._shared(container, folders)
+        return shared, shared.elsewhere({shard.rank: sources}, shard.rank)
 
     def _commit_elsewhere(self, container: Container, step: int) -> ShardId:
         """The commit of the newest save of a step that another host has. Raises: CorruptCheckpointError."""
         found = []
-        for source in self._sources(container, ShardId(SaveId(0, 0, 0, step), 0, 1)):
+        for source in self._sources(container, ShardId(SaveId(0, 0, 0, step), 0, 1))[1]:
             try:
                 found += newest_of_step(self._replication.ids(source.rank), container.name, step)[-1:]
             except ReplicationError as error:

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import AsyncRequest, CollectiveFinalize
 from torchelastic.checkpoint.compat.nvrx.local.names import CkptID, check_iteration, check_session_id
 from torchelastic.checkpoint.compat.nvrx.local.state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.engine.durable_copies import DurableCopies, DurableInventory
-from torchelastic.checkpoint.engine.restore import because, newest_readable, shards_of
+from torchelastic.checkpoint.engine.durable_copies import DurableCopies
+from torchelastic.checkpoint.engine.restorer import Restorer, shards_of
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.store.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -69,15 +70,14 @@ class BaseCheckpointManager(ABC):
         self.latest_iteration = -1
         self.globally_available_ids: dict[int, list[CkptID]] = {}
         self._copies = copies
-        self._durable = DurableInventory()
         self._timeout_s = timeout_s
         self._ranks = RankGroup(process_group, timeout_s)
+        self._restorer = Restorer(0, self._ranks.run_on_all)  # of the last look
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
         self._found: dict[SaveId, Candidate] = {}  # the newest first
         self._complete: set[SaveId] = set()
         self._damaged: dict[SaveId, str] = {}  # and why
-        self._faults: dict[SaveId, str] = {}  # those and what lacks parts, as the last look has shown
         self._pending: dict[SaveId, int] = {}  # begun and not finalised; how many later ones were finalised since
         self._written: dict[SaveId, Callable[[], None]] = {}  # of these, what this rank finalised without the others
         self._generation = -1
@@ -167,7 +167,7 @@ class BaseCheckpointManager(ABC):
             for shard in shards_of(self._found[save])[self.rank :: self.world_size]:
                 self._verify(shard)
 
-        self._try_all("find_latest()", lambda _: None, attempt)
+        self._try_all("find_latest()", attempt)
         return self.latest_iteration
 
     @property
@@ -196,19 +196,16 @@ class BaseCheckpointManager(ABC):
                 is not given; on all ranks alike.
             OutOfStepError: see the class.
         """
-        wishes: list[Any] = []
-
-        def check(save: SaveId) -> None:
-            for rank, wish in enumerate(wishes):
-                _check_wish(save, self._found[save].world_size, rank, wish, len(wishes))
+        self._begin("load()", look=True)
+        wishes = self._ranks.run_on_all("load()", lambda: None if shard is None else int(shard))
 
         def attempt(save: SaveId) -> tuple[TensorAwareStateDict, CkptID]:
+            for rank, wish in enumerate(wishes):
+                _check_wish(save, self._found[save].world_size, rank, wish, len(wishes))
             wanted = shards_of(self._found[save])[self.rank if shard is None else shard]
             return self._load(wanted), self._ckpt_id(wanted)
 
-        self._begin("load()", look=True)
-        wishes += self._ranks.run_on_all("load()", lambda: None if shard is None else int(shard))
-        state, ckpt_id = self._first_loadable("load()", check, attempt)
+        state, ckpt_id = self._first_loadable("load()", attempt)
         state.restore_tensor_device()
         return state, ckpt_id
 
@@ -287,24 +284,24 @@ class BaseCheckpointManager(ABC):
     def _look(self, call: str, copies: DurableCopies | None) -> None:
         """Has all ranks tell what they hold, and rank 0 what is in durable storage."""
 
-        def answer() -> tuple[list[str], dict[str, str], Any]:
-            mine, damages = list(map(str, self._my_ckpt_ids())), self._my_damages()
-            return mine, {str(save): why for save, why in damages.items()}, DurableInventory.report(copies, self.rank)
+        def mine() -> tuple[list[TierEntry], None]:
+            held: dict[tuple[SaveId, int], list[int]] = defaultdict(list)
+            for shard in self._my_ckpt_ids():
+                held[shard.name, shard.world_size].append(shard.rank)
+            damages = [TierEntry(save, 1, (), False, why) for save, why in self._my_damages().items()]
+            return [*(TierEntry(*save, tuple(ranks)) for save, ranks in held.items()), *damages], None
 
-        reports = self._ranks.run_on_all(f"{call}, looking", answer)
-        known = [list(map(ShardId.parse, each)) for each, *_ in reports]
-        held = [[TierEntry(one.name, one.world_size, (one.rank,)) for one in each] for each in known]
-        self._durable = DurableInventory.of(copies, reports[0][2])
-        held.append([*self._durable.held])
-        readable = {entry.name for each in held for entry in each}
-        for _, damages, _ in reports:
-            lost = ((SaveId.parse(save), why) for save, why in damages.items())
-            held.append([TierEntry(save, 1, (), False, why) for save, why in lost if save not in readable])
-        self._found = {candidate.save: candidate for candidate in candidates(held)}
+        self._restorer = Restorer(self.rank, self._ranks.run_on_all, copies)
+        told, _ = self._restorer.look(f"{call}, looking", mine)
+        durable = self._restorer.durable
+        readable = {one.name for one in durable} | {one.name for each in told for one in each if one.ranks}
+        held = [[one for one in each if one.ranks or one.name not in readable] for each in told]
+        self._found = {candidate.save: candidate for candidate in candidates([*held, durable])}
         self._generation = max([self._generation, *(save.generation for save in self._found)])
         self._complete = {save for save in self._found if self._is_loadable(save)}
         self.globally_available_ids = {
-            rank: sorted({self._ckpt_id(shard) for shard in each}) for rank, each in enumerate(known)
+            rank: sorted({CkptID(one.name.step, shard, self.session_id) for one in each for shard in one.ranks})
+            for rank, each in enumerate(held)
         }
 
     def _ckpt_id(self, shard: ShardId) -> CkptID:
@@ -316,26 +313,21 @@ class BaseCheckpointManager(ABC):
     def _newest(self) -> SaveId | None:
         return max(self._complete, default=None)
 
-    def _first_loadable(
-        self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]
-    ) -> Loaded:
+    def _first_loadable(self, call: str, attempt: Callable[[SaveId], Loaded]) -> Loaded:
         """What `attempt` returns for the newest checkpoint that all ranks could read; see `_try_all`."""
-        found = self._try_all(call, check, attempt)
+        found = self._try_all(call, attempt)
         if found is None:
             raise CheckpointError(self._nothing_to_load())
         save, loaded = found
         self._make_copies_again(call, save)
         return loaded
 
-    def _try_all(
-        self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]
-    ) -> tuple[SaveId, Loaded] | None:
+    def _try_all(self, call: str, attempt: Callable[[SaveId], Loaded]) -> tuple[SaveId, Loaded] | None:
         """Tries the complete checkpoints, newest first, until all ranks could read one of them: that is the latest.
 
         Args:
             call: for errors.
-            check: raises, on all ranks alike, if this checkpoint must not be read.
-            attempt: reads it.
+            attempt: reads this rank's part of it.
 
         Returns:
             Which one that is and what `attempt` returned; None if there is no such checkpoint.
@@ -343,7 +335,6 @@ class BaseCheckpointManager(ABC):
 
         def read(candidate: Candidate) -> Loaded:
             save = candidate.save
-            check(save)
             try:
                 return self._ranks.own_on_all(f"{call} of iteration {save.step}", partial(attempt, save))
             except CheckpointError:
@@ -351,21 +342,17 @@ class BaseCheckpointManager(ABC):
             except Exception as error:  # a bug of the program: an older one helps nobody
                 raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
 
-        self._faults = {save: why for save, why in self._damaged.items() if save in self._found}
-        found = newest_readable(self._found.values(), read, partial(log.warning, "%s"), self._faults)
-        if found is None:
-            self._durable.require(self._faults)
-        self._damaged |= {save: why for save, why in self._faults.items() if self._found[save].is_complete}
-        self._complete -= self._faults.keys()
+        faults = self._restorer.faults = {save: why for save, why in self._damaged.items() if save in self._found}
+        found = self._restorer.newest(self._found.values(), read, partial(log.warning, "%s"))
+        self._damaged |= {save: why for save, why in faults.items() if self._found[save].is_complete}
+        self._complete -= faults.keys()
         self.latest_iteration = -1 if found is None else found[0].save.step
-        if self._copies is not None and found is not None:
-            self._copies.restored(found[0].save.step)
         return None if found is None else (found[0].save, found[1])
 
     def _nothing_to_load(self) -> str:
         return (
             f"there is no local checkpoint of session {self.session_id!r} that {self.world_size} rank(s) could load: "
-            f"{because(self._faults) or 'no rank holds any part of one'}. Load a durable one, or start from scratch"
+            f"{self._restorer.because() or 'no rank holds any part of one'}. Load a durable one, or start from scratch"
         )
 
     def _finish(self, request: AsyncRequest, save: SaveId, call: str) -> None:

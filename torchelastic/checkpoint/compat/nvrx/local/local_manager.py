@@ -8,29 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchelastic.checkpoint.compat.nvrx.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.compat.nvrx.local.base_manager import BaseCheckpointManager
 from torchelastic.checkpoint.compat.nvrx.local.host_folder import HostFolder
-from torchelastic.checkpoint.compat.nvrx.local.names import CkptID, described, header_meta
+from torchelastic.checkpoint.compat.nvrx.local.local_shards import LocalShards, Used
+from torchelastic.checkpoint.compat.nvrx.local.names import CkptID, header_meta
 from torchelastic.checkpoint.compat.nvrx.local.shard_write import ShardWrite
 from torchelastic.checkpoint.compat.nvrx.local.spare_shards import SpareShard, what_becomes, why_unkept
 from torchelastic.checkpoint.compat.nvrx.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.engine.durable_copies import DurableCopies
-from torchelastic.checkpoint.engine.restore import (
-    fetch,
-    first_good_copy,
-    give_manifest,
-    make_copies,
-    open_remote,
-    read_good_copies,
-    shards_of,
-)
+from torchelastic.checkpoint.engine.group_folders import give_manifest
+from torchelastic.checkpoint.engine.restorer import read_good_copies, shards_of
 from torchelastic.checkpoint.engine.stages import Staged
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.failures import Failures
 from torchelastic.checkpoint.format.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.format.header import Header
@@ -39,13 +33,9 @@ from torchelastic.checkpoint.format.loading import read_into
 from torchelastic.checkpoint.format.mapped_files import is_to_map
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
-from torchelastic.checkpoint.replicas.receive import Destination
-from torchelastic.checkpoint.replicas.replica_client import Transferred
-from torchelastic.checkpoint.replicas.replication_errors import ReplicationError
 from torchelastic.checkpoint.replicas.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.store.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.restore_plan import ShardSource, lost_copies, sources_elsewhere
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
 from torchelastic.processes.dropped import let_go, let_go_when_dropped
@@ -60,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Used = TypeVar("Used")
 _Tensors = tuple[Header, Mapping[str, torch.Tensor]]
 
 #: For how long a peer may be silent in a transfer, at most.
@@ -164,7 +153,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return [(self._read(shard, keep=False), self._ckpt_id(shard)) for shard in shards_of(self._found[save])]
 
         self._begin("load_all()", look=True)
-        return self._first_loadable("load_all()", lambda _: None, attempt)
+        return self._first_loadable("load_all()", attempt)
 
     def load_resharded(self, template: Any, *, strict: bool = True) -> tuple[Any, CkptID]:
         """Copies the newest complete checkpoint into a state that is there, whatever number of ranks saved it.
@@ -189,12 +178,12 @@ class LocalCheckpointManager(BaseCheckpointManager):
             def take(readers: Mapping[ShardId, ShardReader]) -> Any:
                 return read_into(list(readers.values()), tree, strict=strict, allow_pickles=self._allow_pickles)
 
-            copies = {shard: self._copies_of(shard) for shard in shards_of(self._found[save])}
-            state = read_good_copies(copies, self._open, take, self._skip_copy)
+            shards, found = self._shards, self._found[save]
+            state = read_good_copies({one: shards.sources(found, one) for one in shards_of(found)}, shards, take)
             return state, CkptID(save.step, self.rank, self.session_id)
 
         self._begin("load_resharded()", look=True)
-        return self._first_loadable("load_resharded()", lambda _: None, attempt)
+        return self._first_loadable("load_resharded()", attempt)
 
     def wait_for_durable(self, timeout_s: float) -> bool:
         """Waits until no copy to the durable place is under way; whether that is so. Before the last rank ends, say.
@@ -392,16 +381,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._from_any(shard, use, keep=True)
 
     def _make_copies_again(self, call: str, save: SaveId) -> None:
-        found = self._found[save]
-        lost = lost_copies(found.sources, self._roots, self._peers.hosts, self._peers.partners_of, own_too=True)
-        shards = shards_of(found)
-
-        def fetch_own() -> None:
-            own = [shards[one] for one in lost.get(self.rank, ())]
-            make_copies(self._files, [(one, self._others(one)) for one in own], self._pull)
-
+        found, folders = self._found[save], self._shards.folders
+        lost = folders.lost(found.sources, own_too=True)
         if lost:  # nobody goes while others fetch from it
-            self._ranks.run_on_all(f"{call}, making lost copies again", fetch_own)
+            again = partial(folders.make_again, shards_of(found), found.sources, lost.get(self.rank, ()))
+            self._ranks.run_on_all(f"{call}, making lost copies again", again)
         give_manifest(self._files, save, self.rank, partial(self._ranks.run_on_all, f"{call}, manifests"))
 
     def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
@@ -413,81 +397,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return self._from_any(shard, use, keep=keep)
 
     def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
-        """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then.
+        return self._shards.read(self._found[shard.name], shard, use, keep=keep)
 
-        Args:
-            shard: which.
-            use: reads and checks.
-            keep: what is fetched from another host is kept here, in place of a damaged copy; else it goes with its
-                reader.
-        """
-
-        def opened(reader: ShardReader) -> Used:
-            try:
-                return use(reader)
-            except CheckpointError as error:
-                reader.close()
-                if reader.failure is None:  # another copy would be no better
-                    raise
-                raise CorruptCheckpointError(str(error)) from error
-            except BaseException:
-                reader.close()
-                raise
-
-        def use_of(source: ShardSource) -> Used:
-            return opened(self._open(shard, source))
-
-        copies = self._copies_of(shard)
-        if not keep:
-            return first_good_copy(described(shard), copies, use_of)
-        own = ShardSource(self.rank)
-        why: CorruptCheckpointError | None = None
-        if own in copies:
-            try:
-                return use_of(own)
-            except CorruptCheckpointError as error:
-                log.warning("%s is of no use at %s: %s", described(shard), own, error)
-                why = error
-        others, kept = self._others(shard), False
-        try:
-            fetch(self._files, shard, others, self._pull, instead_of=why)
-            kept = True
-            return use_of(own)
-        except CheckpointError as error:
-            if isinstance(error, CorruptCheckpointError) and not kept:
-                raise  # nobody has a good one
-            log.warning("%s cannot be kept on this host, and is read where it is: %s", described(shard), error)
-            return first_good_copy(described(shard), others, use_of)
-
-    def _copies_of(self, shard: ShardId) -> list[ShardSource]:
-        """Where a shard is, nearest first."""
-        others = self._others(shard)
-        is_here = len(others) < len(self._found[shard.name].sources[shard.rank])
-        return [*([ShardSource(self.rank)] if is_here else []), *others]
-
-    def _open(self, shard: ShardId, source: ShardSource) -> ShardReader:
-        """Opens a copy; from another host or durable storage only the parts that are read are fetched."""
-        if self._copies is not None and source.place:
-            return self._copies.open(shard)
-        if source.rank != self.rank:
-            client = self._peers.client(source.rank, self._peers.retry.timeout_seconds)
-            return open_remote(shard, partial(client.read, str(shard)))
-        try:
-            return self._files.open(shard.name, shard.rank)
-        except CheckpointError as error:
-            raise CorruptCheckpointError(str(error)) from error
-
-    def _skip_copy(self, shard: ShardId, sources: list[ShardSource], error: CheckpointError) -> tuple[str, bool]:
-        """See `read_good_copies`; a host that cannot be reached takes what it has with it."""
-        text = f"{described(shard)} is of no use at {sources.pop(0)}: {error}"
-        log.warning("%s", text)
-        return text, isinstance(error, (CorruptCheckpointError, ReplicationError))
-
-    def _others(self, shard: ShardId) -> list[ShardSource]:
-        """Where a shard is but in this rank's folder, nearest first."""
-        return sources_elsewhere(self._found[shard.name].sources, shard.rank, self.rank, self._roots)
-
-    def _pull(self, shard: ShardId, source: ShardSource, destination: Destination) -> Transferred:
-        if self._copies is not None and source.place:
-            return self._copies.pull(shard, destination)
-        return self._peers.client(source.rank, self._peers.retry.timeout_seconds).pull(str(shard), destination)
+    @property
+    def _shards(self) -> LocalShards:
+        return LocalShards(self._files, self._peers, self._roots, self._copies)
