@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchelastic.lifetime import IterManager
+from torchelastic.lifetime.grace import TERM_GRACE_S
 from torchelastic.lifetime.sources import Notices
-from torchelastic.lifetime.sources.signals import TERM_GRACE_S, signal_notice
+from torchelastic.lifetime.sources.signals import signal_notice
 from torchelastic.testing.clock import FakeClock
 
 #: How long the only tier of a trace is called by our rule where a trace names none.

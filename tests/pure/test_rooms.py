@@ -182,7 +182,8 @@ def test_what_runs_in_the_agent_does_not_name_torch(room: str) -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    """Besides what Python has loaded before, which depends on how packages are installed."""
+    code = f"import sys; before = set(sys.modules); {statement}; print(*(sys.modules.keys() - before))"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
