@@ -15,6 +15,7 @@ from tests.process.command_checkpoints import (
     add_checkpoint,
     add_local,
     add_streams,
+    flip,
     lines_of,
     run,
 )
@@ -113,6 +114,13 @@ def test_a_save_of_which_some_ranks_are_elsewhere_is_partial_and_not_damaged(tmp
     code, _, err = run(capsys, "prune", tmp_path, "--keep-last", 1)
     assert code == 2
     assert "nothing is removed" in err
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert (code, out.count("intact"), one["partial"] in out) == (0, 1, True), "each host has a folder of its own"
+    file = Path(one["files"][1])
+    flip(file, file.stat().st_size - 1)
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert str(file) in out
 
 
 def test_a_local_save_that_was_killed_before_all_ranks_had_written_it_is_not_finished(

@@ -17,10 +17,8 @@ from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheck
 from torchelastic.checkpoint.command.shard_checkpoints import (
     FolderOfShards,
     checkpoints_in,
-    damages_of,
     described_part,
     kind_at,
-    openers_of,
 )
 from torchelastic.checkpoint.compat.flashpoint.container import read_commit
 from torchelastic.checkpoint.compat.flashpoint.ids import CheckpointContainerId
@@ -68,11 +66,9 @@ class MemorySteps(FolderOfShards):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares the shards that are here, and the attached files with the commit."""
-        if found.is_unfinished:
-            return []
-        lines = damages_of(openers_of(found, all_of_it=False), advance)
-        if found.manifest is None:
-            return lines or [str(found.damage)]
+        lines = super().verify(found, advance)
+        if found.is_unfinished or found.manifest is None:
+            return lines
         try:
             extras = read_commit(found.path).extras
         except CorruptCheckpointError as error:

@@ -35,6 +35,8 @@ from torchelastic.console import complain
 from torchelastic.text import shortlist
 
 _UNFINISHED = "not finished: it has no manifest; its job is still saving it, or was stopped"
+#: Each host has a folder of its own for these: what is not in it is on another one.
+_OF_EACH_HOST = (Kind.LOCAL, Kind.MEMORY)
 #: A file of this name that does not begin like a shard is a torn one.
 _SUFFIX = ".shard"
 _START = encode_preamble(b"", 0, 0)[:8]
@@ -55,7 +57,8 @@ class ShardFormat(Format):
         """Compares each header and each tensor, and the headers with the manifest; goes on behind what is damaged."""
         if found.is_unfinished:
             return []
-        lines = damages_of(openers_of(found, all_of_it=True), advance)
+        all_of_it = found.path.is_file() or kind_at(found.path) not in _OF_EACH_HOST
+        lines = damages_of(openers_of(found, all_of_it=all_of_it), advance)
         return lines or ([] if found.damage is None else [found.damage])
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
