@@ -35,8 +35,8 @@ from torchelastic.model.step_gradients import Needs, Salvaged, StepGradients
 from torchelastic.model.step_kind import kind_text
 from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
 from torchelastic.model.transfer import (
-    all_gathered,
     check_sendable,
+    gathered_numbers,
     message_device,
     synchronize,
 )
@@ -402,7 +402,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         needs, kind, course = gradients.needs, gradients.kind, digest_of_usual(self.step_course.usual)
         offer, thaws, withdrawn = gradients.offer(self.step), gradients.thaws, self.step_course.withdrawn
         mine = [int(self._status), self.step, offer, thaws, random, course, withdrawn, *needs, *kind]
-        rows = [row.tolist() for row in all_gathered(torch.tensor(mine, device=device), world_size)]
+        rows = gathered_numbers(mine, world_size, device)
         said = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
         everyones = [Needs(*row[7 : -len(kind)]) for row in rows]
         progress = self._standing(said, [one.gone_back for one in everyones], rank)

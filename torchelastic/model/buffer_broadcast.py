@@ -19,7 +19,7 @@ import xxhash
 from torchelastic.checkpoint.format.tensor_parts import dtype_name, dtype_named
 from torchelastic.errors import UnfitError
 from torchelastic.inventory.module_values import put_buffers
-from torchelastic.model.transfer import all_gathered
+from torchelastic.model.transfer import gathered_numbers
 from torchelastic.text import shortlist
 from torchelastic.torch_internals.gradients import ignored_by_ddp
 from torchelastic.torch_internals.tensors import copy_all
@@ -148,9 +148,8 @@ def check_same_forms(buffers: Mapping[str, torch.Tensor], world_size: int, devic
     """Raise UnfitError, on all ranks, where buffers have another size or type on one rank than on rank 0."""
     forms = {name: f"{dtype_name(one.dtype)} of {list(one.shape)}" for name, one in buffers.items()}
     marks = [xxhash.xxh3_64_intdigest(f"{name} {form}".encode()) >> 1 for name, form in forms.items()]
-    counts = [int(count) for count in all_gathered(torch.tensor([len(marks)], device=device), world_size)]
-    padded = torch.tensor([*marks, *[0] * (max(counts) - len(marks))], dtype=torch.int64, device=device)
-    rows = [row.tolist() for row in all_gathered(padded, world_size)]
+    most = max(count for (count,) in gathered_numbers([len(marks)], world_size, device))
+    rows = gathered_numbers([*marks, *[0] * (most - len(marks))], world_size, device)
     for rank, row in enumerate(rows):
         if row == rows[0]:
             continue

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.model.transfer import all_gathered
+from torchelastic.model.transfer import gathered_numbers
 from torchelastic.odd_one_out import alone_in_result
 from torchelastic.torch_internals.tensors import tensors_within
 
@@ -95,7 +95,7 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
     tensors = sum(isinstance(leaf, torch.Tensor) for part in leaves.values() for _, leaf in part)
     piece_bytes = None if thorough else _bytes_of_each(tensors)
     mine = [value for part in PARTS for value in (len(leaves[part]), digest(leaves[part], piece_bytes))]
-    gathered = _gather(mine, world_size, device)
+    gathered = gathered_numbers([*map(as_word, mine)], world_size, device)
     differing: dict[str, tuple[int, ...]] = {}
     names: dict[str, tuple[str, ...]] = {}
     for number, part in enumerate(PARTS):
@@ -121,7 +121,8 @@ def _bytes_of_each(tensors: int) -> int:
 def _differing_names(
     leaves: Leaves, sample_bytes: int | None, world_size: int, device: torch.device
 ) -> tuple[str, ...]:
-    gathered = _gather([digest([leaf], sample_bytes) for leaf in leaves], world_size, device)
+    mine = [as_word(digest([leaf], sample_bytes)) for leaf in leaves]
+    gathered = gathered_numbers(mine, world_size, device)
     odd = [name for (name, _), values in zip(leaves, zip(*gathered, strict=True), strict=True) if len(set(values)) > 1]
     named = tuple(odd[:MAX_NAMES])
     return (*named, f"and {len(odd) - MAX_NAMES} more") if len(odd) > MAX_NAMES else named
@@ -131,11 +132,6 @@ def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
     """The ranks whose value is not that of the most; where nobody knows which is right, not that of the first."""
     odd = alone_in_result(dict(enumerate(values)))
     return odd.suspects if odd.agreeing else tuple(rank for rank, value in enumerate(values) if value != values[0])
-
-
-def _gather(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
-    mine = torch.tensor([as_word(value) for value in values], dtype=torch.int64, device=device)
-    return [each.tolist() for each in all_gathered(mine, world_size)]
 
 
 # --- digests, pure ----------------------------------------------------------------------------------------------------

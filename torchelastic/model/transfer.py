@@ -142,6 +142,18 @@ def all_gathered(mine: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     return gathered
 
 
+def gathered_numbers(values: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
+    """By rank, what each gives: as many numbers of 64 bits with a sign. Called on every rank; raises RuntimeError.
+
+    Args:
+        values: of this rank.
+        world_size: of the group.
+        device: where messages must lie.
+    """
+    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
+    return [row.tolist() for row in all_gathered(mine, world_size)]
+
+
 def synchronize(
     tree: Any,
     *,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from torchelastic.model.compute_check.worker_kind import kind_of_worker, number_of
-from torchelastic.model.transfer import all_gathered
+from torchelastic.model.transfer import all_gathered, gathered_numbers
 from torchelastic.processes.identity import host_id
 from torchelastic.processes.local_rank import local_rank_of
 
@@ -66,8 +66,7 @@ def gather_members(rank: int, world_size: int, device: torch.device) -> CheckMem
     of_host = "" if local_rank is None else f", worker {local_rank}"
     on = f", cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else ""
     names = gathered_texts(f"{socket.gethostname()}{of_host}{on}", world_size, device)
-    mine = torch.tensor([number_of(kind_of_worker()), number_of(host_id())], dtype=torch.int64, device=device)
-    rows = [row.tolist() for row in all_gathered(mine, world_size)]
+    rows = gathered_numbers([number_of(kind_of_worker()), number_of(host_id())], world_size, device)
     return CheckMembers(
         rank,
         tuple(row[0] for row in rows),
@@ -86,8 +85,7 @@ def gathered_texts(text: str, world_size: int, device: torch.device) -> list[str
 
 def gathered(values: Sequence[int], members: CheckMembers, device: torch.device) -> list[list[int]]:
     """By rank, what each gives: as many numbers of 64 bits with a sign. Called on every rank; raises RuntimeError."""
-    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
-    return [row.tolist() for row in all_gathered(mine, members.world_size)]
+    return gathered_numbers(values, members.world_size, device)
 
 
 def wait_for_verdict(members: CheckMembers, device: torch.device) -> None:
