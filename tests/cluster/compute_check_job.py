@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--on-wrong", default="leave")
     parser.add_argument("--on-doubt", default="stop")
     parser.add_argument("--saves-every", type=int, default=0, help="steps; all saves are kept")
-    parser.add_argument("--dies-when-back", choices=["rank 1, in the sync", "all, in the next step"])
+    parser.add_argument("--dies-when-back", help="rank 1, in the sync; all, in the next step; or both")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--batchnorm", action="store_true")

@@ -62,10 +62,13 @@ def test_a_newcomer_beside_it_gets_what_was_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_was_wrong_is_not_loaded_by_those_that_are_started_again(tmp_path: Path) -> None:
-    job = restored(tmp_path, [], nproc=3, dies_when_back="all, in the next step")
-    assert len(job.of("went back")) == 2
-    began = [event["step"] for event in job.of("trained") if event["round"] > 2]
+@pytest.mark.parametrize(
+    ("nproc", "dies"), [(3, "all, in the next step"), (4, "rank 1, in the sync, and all, in the next step")]
+)
+def test_what_was_wrong_is_not_loaded_by_those_that_are_started_again(tmp_path: Path, nproc: int, dies: str) -> None:
+    job = restored(tmp_path, [], nproc=nproc, dies_when_back=dies)
+    assert len(job.of("went back")) == nproc - 1
+    began = [event["step"] for event in job.of("trained") if event["round"] >= nproc]
     assert min(began) <= 13, "what was wrong was loaded"
     ends_as_undisturbed(job, tmp_path, 2)
 

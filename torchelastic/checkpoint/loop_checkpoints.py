@@ -79,7 +79,7 @@ class LoopCheckpoints(LoopObserver):
         self._durable: dict[str, int] = {}  # the newest step, by tier
         self._tried_step = -1
         self._was_loaded = self._synced_before = False
-        self._goes_back = False  # to an older checkpoint, in this group
+        self._owes_save = False  # of what the run has gone back to, which is to count as the newest
         self._has_ended = False
         self._slowest_s: float | None = None
         self._failures = Failures()
@@ -189,20 +189,22 @@ class LoopCheckpoints(LoopObserver):
         if self._peers.world_size == 1 and self._rank != 0:
             return False  # the group is not known: rank 0 does it all
         rollback = state.rollback or Rollback()
-        said = self._peers.all_gather([self._step, self._synced_before, *rollback.words])
+        said = self._peers.all_gather([self._step, self._synced_before, self._owes_save, *rollback.words])
         self._step, source_was_level, *_ = said[0]
         manager.enter_group(self._peers)
         self._begins = not source_was_level if is_wanted is None else is_wanted
-        self._goes_back = self._begins and rollback.agree([row[2:] for row in said])
+        goes_back = self._begins and rollback.agree([row[3:] for row in said])
+        # also where the group broke before that was saved, and who is new does not know
+        self._owes_save = goes_back or any(row[2] for row in said)
         if self._begins:
             restored = manager.restore(state, self._peers, at_most=rollback.at_most)
             if restored is not None:
-                if self._goes_back:
+                if goes_back:
                     self._durable.clear()
                 self._step = self._durable[_RESTORED] = restored
                 self._schedule.began(restored)
                 return True
-            if self._goes_back:
+            if goes_back:
                 raise ComputeCheckError(
                     f"a worker computed wrong, and there is no checkpoint of at most {rollback.at_most} steps to go "
                     "back to, so weights may be wrong: start the run anew without that worker's host; to go on with "
@@ -227,7 +229,7 @@ class LoopCheckpoints(LoopObserver):
             self._durable[_RESTORED] = self._step
             self._was_loaded = False
         self._schedule.enter_group(self._step)
-        if self._goes_back:
+        if self._owes_save:
             self._save_as_newest(state)
 
     def failed(self) -> None:
@@ -236,10 +238,11 @@ class LoopCheckpoints(LoopObserver):
 
     def _save_as_newest(self, state: State) -> None:
         """What the run has gone back to is its newest checkpoint from here on, and not what was saved after that."""
-        self._goes_back, manager = False, self.manager
+        manager = self.manager
         if _is_tiered(manager):
             with self._coordinator.saving():
                 self._save_share(manager, state, self._peers, True)
+        self._owes_save = False
 
     def _try_content(self, state: State) -> None:
         """Whether what the state holds can be saved: at the start of a run nothing is lost by refusing it.

@@ -21,7 +21,7 @@ log = logging.getLogger("torchelastic.model_state")  # a part of it for those wh
 #: So many checks in a row that could compare nothing are enough.
 MOST_NOT_COMPARABLE = 3
 #: Numbers of `CheckRecord.words`.
-WORDS = 5
+WORDS = 4
 
 
 class CheckRecord:
@@ -33,8 +33,7 @@ class CheckRecord:
     Attributes:
         is_off: whether no more is checked, since the steps cannot be repeated to the last bit.
         agreed: checks in which all was equal.
-        agreed_step: committed steps when the last of them was; -1: there was none.
-        steps: by rank, the same of the last one in which that rank took part.
+        steps: by rank, the committed steps when the last of them was in which that rank took part; -1: there was none.
         rollback: with `on_wrong="restore"`; else None.
     """
 
@@ -42,7 +41,7 @@ class CheckRecord:
         self.options = options
         self.is_off = False
         self._not_comparable = 0  # in a row
-        self.agreed, self.agreed_step = 0, -1
+        self.agreed = 0
         self.steps: tuple[int, ...] = ()
         self.rollback = Rollback() if options.on_wrong == "restore" else None
         self._own_step = self._came_step = -1
@@ -51,11 +50,11 @@ class CheckRecord:
     @property
     def words(self) -> list[int]:
         """For a message to the other ranks; see `take`."""
-        return [int(self.is_off), self.agreed, self.agreed_step, self._own_step, self._came_step]
+        return [int(self.is_off), self.agreed, self._own_step, self._came_step]
 
     def take(self, rows: Sequence[Sequence[int]]) -> None:
         """Know what any rank knows: newcomers have seen no check."""
-        off, self.agreed, self.agreed_step, *_ = (max(column) for column in zip(*rows, strict=True))
+        off, self.agreed, *_ = (max(column) for column in zip(*rows, strict=True))
         self.steps, self._came = tuple(row[-2] for row in rows), tuple(row[-1] for row in rows)
         self.is_off = bool(off)
 
@@ -68,7 +67,6 @@ class CheckRecord:
             rollback.ended(times_gone_back)
             # of what comes now nothing was checked yet
             self._own_step, self._came_step = min(self._own_step, step), min(self._came_step, step)
-            self.agreed_step = min(self.agreed_step, step)
 
     @property
     def has_agreed(self) -> bool:
@@ -102,7 +100,7 @@ class CheckRecord:
         """
         rank = members.rank
         if verdict.outcome is CheckOutcome.AGREED:
-            self.agreed, self.agreed_step = self.agreed + 1, max(step, self.agreed_step)
+            self.agreed += 1
             self._not_comparable = 0
             if rank in parties:
                 self._own_step = step
