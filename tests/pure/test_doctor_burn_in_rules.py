@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchelastic.doctor.burn_in_rules import (
     BurnInFacts,
     Party,
-    Seen,
+    ResultSeen,
     judge_burn_in,
     kinds_of_cores,
     of_what,
@@ -26,10 +26,10 @@ MATMUL, EXP = "matmul in float32", "exp and softmax"
 
 def party(name: str, *results: str, work: str = MATMUL, kind: str = "A", failure: str = "") -> Party:
     """One that has had these results for one input, round by round."""
-    seen: dict[str, Seen] = {}
+    seen: dict[str, ResultSeen] = {}
     for round_, result in enumerate(results):
-        before = seen.get(result, Seen(0, round_))
-        seen[result] = Seen(before.count + 1, before.first_round)
+        before = seen.get(result, ResultSeen(0, round_))
+        seen[result] = ResultSeen(before.count + 1, before.first_round)
     return Party(name, kind, len(results), {(work, 0): seen} if seen else {}, failure)
 
 
@@ -141,11 +141,19 @@ def test_only_cores_of_one_kind_are_compared() -> None:
 
 def test_one_line_has_all_the_kinds_of_work_that_a_core_gets_wrong() -> None:
     wrong = Party(
-        "core 1", "A", 2, {(MATMUL, 0): {"b": Seen(1, 0)}, (MATMUL, 1): {"a": Seen(1, 1)}, (EXP, 0): {"x": Seen(2, 0)}}
+        "core 1",
+        "A",
+        2,
+        {(MATMUL, 0): {"b": ResultSeen(1, 0)}, (MATMUL, 1): {"a": ResultSeen(1, 1)}, (EXP, 0): {"x": ResultSeen(2, 0)}},
     )
     right = [
-        Party(f"core {number}", "A", 2, {(MATMUL, 0): {"a": Seen(1, 0)}, (MATMUL, 1): {"a": Seen(1, 1)}, **exp})
-        for number, exp in ((0, {(EXP, 0): {"e": Seen(2, 0)}}), (2, {(EXP, 0): {"e": Seen(2, 0)}}))
+        Party(
+            f"core {number}",
+            "A",
+            2,
+            {(MATMUL, 0): {"a": ResultSeen(1, 0)}, (MATMUL, 1): {"a": ResultSeen(1, 1)}, **exp},
+        )
+        for number, exp in ((0, {(EXP, 0): {"e": ResultSeen(2, 0)}}), (2, {(EXP, 0): {"e": ResultSeen(2, 0)}}))
     ]
     assert what(right[0], wrong, right[1]) == [
         "core 1 computes wrong: exp and softmax in 2 of 2 rounds; matmul in float32 in 1 of 2 rounds (the first: round "

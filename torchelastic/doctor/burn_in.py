@@ -22,7 +22,7 @@ from torchelastic.checkpoint.store.host_memory.room import cgroup_available_byte
 from torchelastic.doctor.burn_in_rules import (
     BurnInFacts,
     Party,
-    Seen,
+    ResultSeen,
     Task,
     judge_burn_in,
     kinds_of_cores,
@@ -70,7 +70,7 @@ class _Gathered:
         self._kinds = dict(kinds)
         self._failures: dict[str, str] = {}
         self.rounds: dict[str, int] = {}
-        self._results: dict[str, dict[Task, dict[str, Seen]]] = {}
+        self._results: dict[str, dict[Task, dict[str, ResultSeen]]] = {}
 
     def take(self, text: bytes) -> None:
         """A line; raises RecordError if it is none."""
@@ -84,8 +84,8 @@ class _Gathered:
         for work, result in line.results.items():
             seen = self._results.setdefault(line.party, {}).setdefault((work, line.pattern), {})
             known = result if result in seen or len(seen) < MOST_RESULTS else "others"
-            before = seen.get(known, Seen(0, self.rounds[line.party]))
-            seen[known] = Seen(before.count + 1, before.first_round)
+            before = seen.get(known, ResultSeen(0, self.rounds[line.party]))
+            seen[known] = ResultSeen(before.count + 1, before.first_round)
         if line.results:
             self.rounds[line.party] += 1
 

@@ -31,7 +31,7 @@ Task = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ResultSeen:
     """How often a result was seen, and in which round first."""
 
     count: int
@@ -53,7 +53,7 @@ class Party:
     name: str
     kind: str
     rounds: int = 0
-    results: Mapping[Task, Mapping[str, Seen]] = field(default_factory=dict)
+    results: Mapping[Task, Mapping[str, ResultSeen]] = field(default_factory=dict)
     failure: str = ""
 
 
@@ -121,7 +121,7 @@ def wrong_among(parties: Collection[Party]) -> list[Wrong]:
     return [_together(several, totals[name]) for name, several in by_task.items()]
 
 
-def _wrong_in(work: str, seen: Mapping[str, Mapping[str, Seen]]) -> list[Wrong]:
+def _wrong_in(work: str, seen: Mapping[str, Mapping[str, ResultSeen]]) -> list[Wrong]:
     """For one task: by party, how often each result was seen."""
     steady = {name: next(iter(results)) for name, results in seen.items() if len(results) == 1}
     usual = {name: max(results, key=lambda one: results[one].count) for name, results in seen.items()}

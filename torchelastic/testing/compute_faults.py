@@ -79,10 +79,10 @@ def flip_bit(folder: Path, *, party: str, work: str, at_round: int | None = None
 def install(folder: str) -> None:
     """Have this process meet the fault that was written down in a folder."""
     fault = BitFlip(**json.loads(Path(folder, _PLAN).read_text()))
-    sys.meta_path.insert(0, _Finder(fault))
+    sys.meta_path.insert(0, _FaultImporter(fault))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _FaultImporter(importlib.abc.MetaPathFinder):
     """Wraps one function of one module when that is imported: until then nothing of it is loaded."""
 
     def __init__(self, fault: BitFlip) -> None:

@@ -25,7 +25,7 @@ _OF_PROCESS = {"_last_time_checked"}
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Phase(str, enum.Enum):
+class FitPhase(str, enum.Enum):
     """What the next step does."""
 
     EPOCH_START = "epoch start"
@@ -53,7 +53,7 @@ class LightningProgress:
     def __init__(self, trainer: Any, classes: Any) -> None:
         self._trainer, self._classes = trainer, classes
         self._own = uuid.uuid4().hex  # this process
-        self.phase = Phase.EPOCH_START
+        self.phase = FitPhase.EPOCH_START
         self.ended: list[tuple[Any, Any, int]] = []
         self.names: dict[str, Any] | None = None
 
@@ -91,7 +91,7 @@ class LightningProgress:
         """The inverse, in place: loops hold these objects."""
         trainer, connector = self._trainer, self._trainer._logger_connector
         state = unpacked(state)
-        self.phase, self.names = Phase(state["phase"]), state["names"]
+        self.phase, self.names = FitPhase(state["phase"]), state["names"]
         trainer.should_stop = state["should_stop"]
         for name, loop in _loops(trainer):
             _set_counters(loop, state["loops"][name])

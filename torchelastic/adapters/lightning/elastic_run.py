@@ -21,7 +21,7 @@ from torch.utils.data import SequentialSampler
 from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatches, largest_group
 from torchelastic.adapters.in_process.driven_steps import DrivenSteps
 from torchelastic.adapters.lightning.elastic_loops import BatchEndedError, TrainingFetcher
-from torchelastic.adapters.lightning.elastic_progress import LightningProgress, Phase
+from torchelastic.adapters.lightning.elastic_progress import FitPhase, LightningProgress
 from torchelastic.adapters.lightning.elastic_rank_zero import become_rank_zero, file_names, take_file_names
 from torchelastic.adapters.lightning.elastic_requirements import require_one_loader, require_plain_loop
 from torchelastic.adapters.lightning.elastic_results import settle, share_sums, sums_of
@@ -79,12 +79,12 @@ class ElasticRun:
         self.samples_of_all = 0
         self.reads_training_data = False
         self._phases = {
-            Phase.EPOCH_START: self._start_epoch,
-            Phase.TRAIN: self._train,
-            Phase.BATCH_END: self._end_batch,
-            Phase.VALIDATE: self._validate,
-            Phase.EPOCH_END: self._end_epoch,
-            Phase.END: self._end,
+            FitPhase.EPOCH_START: self._start_epoch,
+            FitPhase.TRAIN: self._train,
+            FitPhase.BATCH_END: self._end_batch,
+            FitPhase.VALIDATE: self._validate,
+            FitPhase.EPOCH_END: self._end_epoch,
+            FitPhase.END: self._end,
         }
 
     # --- set up -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class ElasticRun:
             while self._begin():
                 try:
                     phase = self._progress.phase
-                    is_slow = phase is not Phase.TRAIN
+                    is_slow = phase is not FitPhase.TRAIN
                     with self.coordinator.slow_section() if is_slow else nullcontext():
                         self._enter_group()
                         before = sums_of(self.results)
@@ -247,7 +247,7 @@ class ElasticRun:
         """What the training has logged."""
         return self.trainer.fit_loop.epoch_loop._results
 
-    def _start_epoch(self) -> Phase:
+    def _start_epoch(self) -> FitPhase:
         fit, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
         fit.on_advance_start()
         with warnings.catch_warnings():
@@ -256,9 +256,9 @@ class ElasticRun:
         loop.on_run_start(self._fetcher)
         batches = self._batches
         batches.go_to(fit.epoch_progress.current.processed * len(batches) + loop.batch_progress.current.ready)
-        return Phase.EPOCH_END if loop.done else Phase.TRAIN
+        return FitPhase.EPOCH_END if loop.done else FitPhase.TRAIN
 
-    def _train(self) -> Phase:
+    def _train(self) -> FitPhase:
         """Forward and backward passes up to the optimizer's step; no callback sees the end of a batch yet."""
         loop, ended = self.trainer.fit_loop.epoch_loop, []
         while True:
@@ -271,7 +271,7 @@ class ElasticRun:
             self.trainer._logger_connector.on_batch_end()
             loop.batch_progress.increment_completed()
         self._progress.ended = ended
-        return Phase.BATCH_END
+        return FitPhase.BATCH_END
 
     def _advance(self, loop: Any) -> BatchEndedError | None:
         self._marker.is_armed = True
@@ -289,7 +289,7 @@ class ElasticRun:
             self.trainer.lightning_module._current_fx_name = None
         return None
 
-    def _end_batch(self) -> Phase:
+    def _end_batch(self) -> FitPhase:
         """Callbacks, and the log."""
         trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop
         connector = trainer._logger_connector
@@ -302,34 +302,34 @@ class ElasticRun:
             loop.batch_progress.increment_completed()
             connector.update_train_step_metrics()
         if loop._should_check_val_fx(self._fetcher) and not loop._skip_next_val:
-            return Phase.VALIDATE
+            return FitPhase.VALIDATE
         return self._validate()
 
-    def _validate(self) -> Phase:
+    def _validate(self) -> FitPhase:
         """If it is due; and what follows it."""
         loop = self.trainer.fit_loop.epoch_loop
         loop.on_advance_end(self._fetcher)
         loop.on_iteration_done()
-        return Phase.EPOCH_END if loop.done else Phase.TRAIN
+        return FitPhase.EPOCH_END if loop.done else FitPhase.TRAIN
 
     def _batch_of_others(self, number: int) -> Any:
         """This worker has come at the end of a batch: its share of it, for callbacks that look at it."""
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
         return self._place(self._batches.share_of(epoch, number))
 
-    def _end_epoch(self) -> Phase:
+    def _end_epoch(self) -> FitPhase:
         fit = self.trainer.fit_loop
         settle(self.results)
         fit.on_advance_end()
         fit.on_iteration_done()
-        return Phase.END if fit.done else Phase.EPOCH_START
+        return FitPhase.END if fit.done else FitPhase.EPOCH_START
 
-    def _end(self) -> Phase:
+    def _end(self) -> FitPhase:
         self.trainer.fit_loop._restarting = False
         self.trainer.fit_loop.on_run_end()
         assert self._steps.current is not None
         self._steps.current.stop_training()
-        return Phase.END
+        return FitPhase.END
 
     # --- micro batches ------------------------------------------------------------------------------------------------
 
