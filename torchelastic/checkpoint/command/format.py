@@ -32,6 +32,7 @@ class FoundCheckpoint:
         damage: why it is not complete, as far as names and sizes tell; None if it is.
         partial: which part of it is here, where the rest may be intact elsewhere; None: all of it.
         is_unfinished: whether it lacks the manifest that comes last, so that it does not count: see `partial`.
+        is_rewound: whether it does not count, since the run was taken back to an older one.
         shards: its files that are here.
         manifest: which shards belong to it; None where none says so, or it cannot be read.
         facts: what else it says about itself, for `show`.
@@ -48,6 +49,7 @@ class FoundCheckpoint:
     damage: str | None
     partial: str | None = None
     is_unfinished: bool = False
+    is_rewound: bool = False
     shards: tuple[Path, ...] = ()
     manifest: Manifest | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)

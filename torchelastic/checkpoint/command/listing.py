@@ -77,12 +77,14 @@ def record_of(found: FoundCheckpoint) -> dict[str, object]:
         "complete": found.is_complete,
         "damage": found.damage,
         "partial": found.partial,
+        "rewound": found.is_rewound,
         "files": [str(path) for path in found.shards],
         "metrics": {name: value if value - value == 0 else str(value) for name, value in found.metrics.items()},
     }
 
 
 def _row(found: FoundCheckpoint, now_s: float) -> tuple[str, ...]:
+    state = f"damaged: {found.damage}" if found.damage is not None else found.partial or "complete"
     return (
         found.name,
         "-" if found.step is None else str(found.step),
@@ -90,5 +92,5 @@ def _row(found: FoundCheckpoint, now_s: float) -> tuple[str, ...]:
         bytes_text(found.size_bytes),
         age_text(now_s - found.saved_s),
         found.format.kind,
-        f"damaged: {found.damage}" if found.damage is not None else found.partial or "complete",
+        f"rewound, does not count; {state}" if found.is_rewound else state,
     )

@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   torchelastic checkpoint verify /mnt/checkpoints
   torchelastic checkpoint prune /mnt/checkpoints --keep-last 3 --keep-every 10000 --dry-run
   torchelastic checkpoint prune --dead --older-than 86400     # what dead jobs have left in memory; asks
+  torchelastic checkpoint rewind /mnt/checkpoints --to 8000   # go on from there, whatever is newer
   torchelastic checkpoint convert /mnt/checkpoints model.safetensors --to safetensors --part module
 
 exit codes: 0 done and intact, 1 verify has found damage, 2 cannot be done or read (one line on stderr says why)
@@ -62,7 +63,7 @@ def command_parser() -> argparse.ArgumentParser:
     """What understands the words after `torchelastic checkpoint`."""
     parser: argparse.ArgumentParser = CommandParser(
         prog="torchelastic checkpoint",
-        description="List, verify, prune and convert checkpoints.",
+        description="List, verify, prune, rewind and convert checkpoints.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,12 +82,23 @@ def command_parser() -> argparse.ArgumentParser:
     _add_rules(pruned)
     _add_dead(pruned)
     pruned.set_defaults(execute=_prune)
+    back = _add(
+        verbs, "rewind", "let the run, which has ended, go on from an older checkpoint; removes nothing", json=False
+    )
+    back.add_argument("--to", type=_steps, required=True, metavar="STEP", help="the most steps of one that counts")
+    back.add_argument("--dry-run", action="store_true", help="change nothing, only say what would not count any more")
+    back.set_defaults(execute=_rewind)
     _add_convert(verbs)
     return parser
 
 
 def _add(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, *, path_is_optional: bool = False
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    what: str,
+    *,
+    path_is_optional: bool = False,
+    json: bool = True,
 ) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     if path_is_optional:
@@ -94,7 +106,8 @@ def _add(
         parser.add_argument("path", type=_path, nargs="?", metavar="PATH", help=_PATH_HELP + optional)
     else:
         parser.add_argument("path", type=_path, metavar="PATH", help=_PATH_HELP)
-    parser.add_argument("--json", action="store_true", help="one line of JSON per checkpoint, for programs")
+    if json:
+        parser.add_argument("--json", action="store_true", help="one line of JSON per checkpoint, for programs")
     return parser
 
 
@@ -149,6 +162,13 @@ def _count(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _steps(text: str) -> int:
+    """A number of committed steps."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: give 0 or more")
     return int(text)
 
 
@@ -243,6 +263,13 @@ def _prune_dead(options: argparse.Namespace) -> int:
         as_json=options.json,
         now_s=time.time(),
     )
+
+
+def _rewind(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.rewinding import rewind
+
+    with _saves_at(options.path) as saves:
+        return rewind(saves, options.to, dry_run=options.dry_run)
 
 
 def _convert(options: argparse.Namespace) -> int:

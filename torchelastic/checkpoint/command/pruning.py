@@ -92,12 +92,15 @@ def decisions_for(
     decided: list[tuple[FoundCheckpoint, KeepDecision]] = []
     for kind, folder in dict.fromkeys((one.format, one.path.parent) for one in found):
         ours = [one for one in reversed(found) if one.format is kind and one.path.parent == folder]
-        answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if one.is_complete]))
-        for one in ours:
+        counting = [one.is_complete and not one.is_rewound for one in ours]
+        answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if counting[place]]))
+        for place, one in enumerate(ours):
             decision = KeepDecision(True, f"left alone: {one.damage or one.partial}")
             if one.path in left:
                 decision = KeepDecision(False, "left over: it has no manifest, and a newer one is complete")
-            decided.append((one, next(answers) if one.is_complete else decision))
+            elif one.is_complete and one.is_rewound:
+                decision = KeepDecision(not any(counting[place:]), "the run was rewound to an older one")
+            decided.append((one, next(answers) if counting[place] else decision))
     return decided
 
 

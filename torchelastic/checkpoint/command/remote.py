@@ -26,6 +26,7 @@ from torchelastic.checkpoint.command.screen import shown_as
 from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.errors import CorruptCheckpointError, is_full
 from torchelastic.checkpoint.format.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.checkpoint.store.durable_tier import DurableTier
 from torchelastic.checkpoint.store.removing import remove_objects
 from torchelastic.console import complain
 from torchelastic.text import bytes_text, without_credentials, without_secrets
@@ -131,6 +132,11 @@ class RemoteSaves(StoredSaves):
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             text = f"could not remove {below} at {where}: {without_secrets(error, self.url)}"
             raise CheckpointCommandError(text) from None
+
+    def rewind(self, step: int, owner: str) -> str:
+        """See `StoredSaves`."""
+        tier = DurableTier(self.url)
+        return f"{tier.where.rstrip('/')}/{tier.rewind(step, owner).file_name}"
 
 
 @contextmanager

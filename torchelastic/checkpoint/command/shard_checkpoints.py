@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torchelastic.checkpoint.store.inventory import info_of
 from torchelastic.checkpoint.store.kinds import LOCAL_STATE, TRAINING_STATE, Kind, kind_in, kind_of
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import names_in, open_shard, read_manifest, sizes_in
+from torchelastic.checkpoint.store.rewinds import Rewind, counts
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 from torchelastic.checkpoint.store.writing import remove_folder
 from torchelastic.console import complain
@@ -111,11 +113,15 @@ class FolderOfShards(ShardFormat):
         """One folder of shards, or all that are in a folder, local ones of all sessions there."""
         if not path.is_dir():
             return []
+        rewinds = list[Rewind]()
         if SaveId.find(path.name) is not None or _has_manifest(path):
-            found = [path]
+            paths = [path]
         else:
-            found = checkpoints_in(path) + _sessions_in(path)
-        return still_there(found, lambda one: None if kind_at(one) is Kind.MEMORY else self._look_at(one))
+            paths, rewinds = checkpoints_in(path) + _sessions_in(path), Rewind.all_in(names_in(path))
+        found = still_there(paths, lambda one: None if kind_at(one) is Kind.MEMORY else self._look_at(one))
+        return [
+            replace(one, is_rewound=not counts(SaveId.parse(one.name), rewinds)) if rewinds else one for one in found
+        ]
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""

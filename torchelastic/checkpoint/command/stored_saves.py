@@ -14,6 +14,7 @@ from torchelastic.checkpoint.command.format import Format, FoundCheckpoint, Move
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.shard_checkpoints import FolderOfShards, ShardFile
 from torchelastic.checkpoint.command.stream_checkpoints import StreamFolder
+from torchelastic.checkpoint.store.disk_tier import DiskTier
 
 Read = TypeVar("Read")
 
@@ -67,7 +68,8 @@ class StoredSaves:
             CheckpointCommandError: none can be used, or there are none.
         """
         found = self.find()
-        usable = [one for one in found if one.is_complete] or [one for one in found if one.is_usable]
+        counting = [one for one in found if not one.is_rewound]
+        usable = [one for one in counting if one.is_complete] or [one for one in counting if one.is_usable]
         if not usable:
             raise self.none_usable(found)
         first_of_kind = {one.format.kind: one for one in reversed(usable)}
@@ -94,6 +96,14 @@ class StoredSaves:
             CheckpointError: it cannot be removed.
         """
         one.format.remove(one)
+
+    def rewind(self, step: int, owner: str) -> str:
+        """What is saved there and has more steps does not count any more; see `Tier.rewind`, also for errors.
+
+        Returns:
+            The file that says so.
+        """
+        return str(self.path / DiskTier(self.path).rewind(step, owner).file_name)
 
     def none_usable(self, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
         """The error for a place without a usable checkpoint."""

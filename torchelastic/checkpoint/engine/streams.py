@@ -17,6 +17,7 @@ from torchelastic.checkpoint.engine.tiered_restore import Restored, TieredRestor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format import torch_stream
 from torchelastic.checkpoint.store.restore_plan import Candidate, candidates, lacks
+from torchelastic.checkpoint.store.rewinds import counts
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.group.peers import Alone
 
@@ -172,7 +173,8 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
         tier.require_own()
     stored, private = [], {tier.name for tier in tiers if not tier.is_shared}
     here = [replace(entry, place=tier.name) for tier in tiers for entry in tier.inventory()]
-    for found in candidates([here]):
+    rewinds = [rewind for tier in tiers for rewind in tier.rewinds()]
+    for found in (one for one in candidates([here]) if counts(one.save, rewinds)):
         damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
             remarks = [*found.remarks, *lacks(found, here, private, 0, 1)]

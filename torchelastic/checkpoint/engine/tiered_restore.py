@@ -27,6 +27,7 @@ from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 from torchelastic.checkpoint.replicas.replication_errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.store.folder_tier import FolderTier
 from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, candidates, lacks, plan_reads
+from torchelastic.checkpoint.store.rewinds import Rewind, counts
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.group.peers import Peers
@@ -98,11 +99,10 @@ class TieredRestore:
             RuntimeError: a peer is lost.
         """
         with ExitStack() as serving:
-            inventories, unreadable = self._exchange(serving)
+            inventories, rewinds, unreadable = self._exchange(serving)
             for text in unreadable:
                 self._on_damage(f"a newer checkpoint may lie where nothing can be read: {text}")
-            at_most = self._reading.at_most
-            found = [one for one in candidates(inventories) if at_most is None or one.save.step <= at_most]
+            found = self._counting(candidates(inventories), rewinds)
             restored = self._restorer.newest(found, self.restore_one, self._on_damage)
             if restored is not None:
                 self._make_whole(restored[0], inventories[self._peers.rank])
@@ -117,26 +117,44 @@ class TieredRestore:
             raise CheckpointError(f"cannot list checkpoints: {'; '.join(unreadable)}")
         return None
 
-    def _exchange(self, serving: ExitStack) -> tuple[list[list[TierEntry]], list[str]]:
-        """What each rank can read in which tier, and what is unreadable; from now on it serves its shards."""
+    def _counting(self, found: Sequence[Candidate], rewinds: Sequence[Rewind]) -> list[Candidate]:
+        """Those of which this restore may be. Raises: CheckpointError if there are some, and none counts any more."""
+        counting = [one for one in found if counts(one.save, rewinds)]
+        if len(counting) < len(found):
+            told = (
+                f"{len(found) - len(counting)} checkpoint(s) do not count: the run was rewound ({rewinds[0].file_name})"
+            )
+            if not any(one.is_committed for one in counting):
+                raise CheckpointError(
+                    f"{told}, and there is none of at most {rewinds[0].step} steps in {self._places()}"
+                )
+            if self._peers.rank == 0:
+                log.info("%s", told)
+        at_most = self._reading.at_most
+        return [one for one in counting if at_most is None or one.save.step <= at_most]
+
+    def _exchange(self, serving: ExitStack) -> tuple[list[list[TierEntry]], list[Rewind], list[str]]:
+        """What each rank can read in which tier, what does not count, and what is unreadable; serves from now on."""
 
         def mine() -> tuple[list[TierEntry], list[Any]]:
-            entries, unreadable = [], []
+            entries, names, unreadable = [], [], []
             for name, tier in self._tiers.items():
                 if tier.is_shared and self._peers.rank != 0:
                     continue  # rank 0 reads it for all
                 try:
                     entries += [replace(entry, place=name) for entry in tier.inventory()]
+                    names += [rewind.file_name for rewind in tier.rewinds()]
                 except CheckpointError as error:
                     unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
-            return entries, [unreadable, self._serve(serving)]
+            return entries, [unreadable, self._serve(serving), names]
 
         inventories, told = self._restorer.look("looking for checkpoints", mine)
-        self._servers = [server for _, server in told]
+        self._servers = [server for _, server, _ in told]
         if self._reading.is_on_every_rank:  # rank 0 has only looked for all: each reads what it wants
             shared = [entry for entry in inventories[0] if self._tiers[entry.place].is_shared]
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
-        return inventories, [text for texts, _ in told for text in texts]
+        rewinds = Rewind.all_in({name for *_, names in told for name in names})
+        return inventories, rewinds, [text for texts, *_ in told for text in texts]
 
     def _serve(self, serving: ExitStack) -> list[Any] | None:
         """Gives away what lies in the tiers of this rank; None where nobody else needs that."""

@@ -36,6 +36,7 @@ from torchelastic.checkpoint.store.manifest import (
 from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.reading import recorded
 from torchelastic.checkpoint.store.removing import Removals, left_overs, remove_objects
+from torchelastic.checkpoint.store.rewinds import Rewind
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 from torchelastic.text import without_credentials, without_secrets
@@ -171,6 +172,20 @@ class DurableTier(Tier):
         """See `Tier`; one small download per checkpoint."""
         return [TierEntry.of(info) for info in self._infos()]
 
+    def rewinds(self) -> list[Rewind]:
+        """See `Tier`."""
+        return Rewind.all_in(self._sizes(self._root))
+
+    def rewind(self, step: int, owner: str) -> Rewind:
+        """See `Tier`; nobody can tell here whether a run is alive."""
+        state = self._read_fence()
+        rewind = Rewind(max([state.epoch, *(name.epoch for name in self._names())]) + 1, step)
+        raised = FenceState(rewind.epoch, 0, state.run_id, owner, socket.gethostname(), os.getpid())
+        with self._explained("rewind the run"):
+            self._files.pipe_file(f"{self._root}/{FENCE_NAME}", encode_fence(raised))
+            self._files.pipe_file(f"{self._root}/{rewind.file_name}", rewind.text.encode())
+        return rewind
+
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """What is read of the shard is downloaded, into a temporary file without a name. See `Tier`."""
         place = self._shown(self._folder(name))
@@ -212,7 +227,7 @@ class DurableTier(Tier):
         infos = self._infos()
         committed = {info.name for info in infos if info.manifest is not None or info.damage is not None}
         without = [name for name in self._own_names() if name not in committed]
-        unwanted = [info.name for info in prunable_checkpoints(self.keep, infos)]
+        unwanted = [info.name for info in prunable_checkpoints(self.keep, infos, self.rewinds())]
         return self._removals.run([*unwanted, *left_overs(without, committed)], self._remove)
 
     def close(self) -> None:

@@ -187,8 +187,13 @@ class Fence:
         except CheckpointError as error:  # whoever reads or claims it says so
             log.debug("it is unknown whose %s is: %s", self.root, error)
 
-    def _patiently(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns; tried again for a while where what is in the way may go by itself."""
+    def _patiently(self, attempt: Callable[[], T], *, instead: str = "give this run a folder of its own") -> T:
+        """What `attempt` returns; tried again for a while where what is in the way may go by itself.
+
+        Args:
+            attempt: is tried.
+            instead: what else to do where another run has the folder and does not end.
+        """
         deadline_s = self._monotonic() + ENTER_TIMEOUT_S
         while True:
             try:
@@ -198,7 +203,7 @@ class Fence:
                 may_pass = is_going or isinstance(error, (_TakenError, _BusyError))
                 if not may_pass or self._monotonic() >= deadline_s:
                     if isinstance(error, _TakenError):
-                        raise self._owned(error.by) from None
+                        raise self._owned(error.by, instead) from None
                     raise
             self._sleep(POLL_S)
 
@@ -225,6 +230,31 @@ class Fence:
         if is_others:
             log.warning("%s was of run %r, which has ended; run %r goes on there", self.root, now.run_id, run_id)
         return run_id
+
+    def raise_alone(self, owner: str) -> int:
+        """Takes the next epoch for the run that has the folder, while none of its processes lives; holds nothing.
+
+        Returns:
+            The epoch: higher than that of every job and every checkpoint that is here.
+
+        Raises:
+            OwnedError: a run is alive here, and does not end soon; names it.
+            CheckpointError: as `claim`.
+        """
+
+        def attempt() -> int:
+            with self._locked():
+                before = self._read_for_claim()
+                if not self._owner_lock.hold_alone():
+                    raise _TakenError(before)
+                epoch = max(before.epoch, self._highest_epoch_in_names()) + 1
+                self._write_anew(epoch, before.run_id, owner)
+            return epoch
+
+        try:
+            return self._patiently(attempt, instead="use another copy of what is there")
+        finally:
+            self.release()
 
     def known_epoch(self, run_id: str) -> int:
         """The least epoch in which nothing that is here counts as newer than what this run writes; takes no lock.
@@ -273,10 +303,10 @@ class Fence:
         if not (self._owner_lock.hold() if is_ours else self._owner_lock.hold_alone()):
             raise _TakenError(before)
 
-    def _owned(self, by: FenceState) -> OwnedError:
+    def _owned(self, by: FenceState, instead: str) -> OwnedError:
         """Names who holds the folder now: who has claimed it may have ended, and what it has started may not."""
         who = self._owner_lock.holders_text() or f"wait until it has ended, or stop it on {by.host or 'its host'}"
-        return OwnedError(f"{self.root} belongs to {by}, which is alive: {who}, or give this run a folder of its own")
+        return OwnedError(f"{self.root} belongs to {by}, which is alive: {who}, or {instead}")
 
     @property
     def is_held(self) -> bool:

@@ -20,13 +20,15 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.format.disk import Disk
 from torchelastic.checkpoint.format.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.format.shard_reader import ShardReader
+from torchelastic.checkpoint.format.shard_writing import write_whole
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.store.fence import OWNER_LOCK_NAME, Fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
 from torchelastic.checkpoint.store.kinds import is_foreign, require_own_folder
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
-from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, read_manifest, sizes_in
+from torchelastic.checkpoint.store.reading import list_checkpoints, names_in, open_in, read_manifest, sizes_in
 from torchelastic.checkpoint.store.removing import Removals
+from torchelastic.checkpoint.store.rewinds import Rewind
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
 from torchelastic.checkpoint.store.writing import (
@@ -171,6 +173,16 @@ class FolderTier(Tier):
                 self._noted.add(damage)
         return entries
 
+    def rewinds(self) -> list[Rewind]:
+        """See `Tier`."""
+        return Rewind.all_in(names_in(self._root))
+
+    def rewind(self, step: int, owner: str) -> Rewind:
+        """See `Tier`."""
+        rewind = Rewind(self._fence.raise_alone(owner), step)
+        write_whole(self._root / rewind.file_name, [memoryview(rewind.text.encode())], self._disk)
+        return rewind
+
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """See `Tier`."""
         return open_in(self._root, name, shard_rank)
@@ -191,7 +203,7 @@ class FolderTier(Tier):
         committed = [info for info in infos if info.manifest is not None and info.damage is None]
         if not committed:
             return []
-        unwanted = {info.name for info in prunable_checkpoints(self.keep, infos)}
+        unwanted = {info.name for info in prunable_checkpoints(self.keep, infos, self.rewinds())}
         if not self.is_shared:
             uncommitted = (info for info in infos if info.manifest is None and info.name < committed[0].name)
             unwanted |= {info.name for info in uncommitted if is_usable(info.folder)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy.keeping import KeepPolicy, KeptCheckpoint, prunable, rising_s
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
+from torchelastic.checkpoint.store.rewinds import Rewind, counts
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 
 
@@ -105,14 +106,20 @@ def _damage(folder: str, manifest: Manifest, sizes: Mapping[str, int | None], *,
     return None
 
 
-def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+def prunable_checkpoints(
+    policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo], rewinds: Sequence[Rewind] = ()
+) -> list[CheckpointInfo]:
     """What a policy does not want of what is complete, oldest first; never the newest.
 
     What is damaged or not committed is neither counted nor removed; a checkpoint counts as saved after
-    those that are older by name (`rising_s`).
+    those that are older by name (`rising_s`). What does not count after a rewind is no longer wanted once the run has
+    saved something newer.
     """
-    complete = [info for info in checkpoints if info.manifest is not None and info.damage is None]
-    complete.sort(key=lambda info: info.name)
+    whole = [info for info in checkpoints if info.manifest is not None and info.damage is None]
+    complete = sorted((info for info in whole if counts(info.name, rewinds)), key=lambda info: info.name)
     times_s = rising_s(info.saved_s for info in complete)
     ordered = [replace(info, saved_s=saved_s) for info, saved_s in zip(complete, times_s, strict=True)]
-    return prunable(policy, ordered)
+    newest = complete[-1].name if complete else None
+    gone = [info for info in whole if not counts(info.name, rewinds) and not info.pinned]
+    rewound = sorted((info for info in gone if newest is not None and info.name < newest), key=lambda info: info.name)
+    return [*rewound, *prunable(policy, ordered)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
@@ -24,6 +25,7 @@ from torchelastic.checkpoint.store.inventory import CheckpointInfo
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.reading import record_of
+from torchelastic.checkpoint.store.rewinds import Rewind
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 
@@ -244,6 +246,31 @@ class Tier(ABC):
             CorruptCheckpointError: it is missing, or not what was stored.
             CheckpointError: it cannot be read.
         """
+
+    def rewinds(self) -> list[Rewind]:
+        """Which saves do not count any more, here or in any other place of the run. Called with `inventory`.
+
+        Raises:
+            CheckpointError: the place cannot be read.
+        """
+        return []  # a tier of another package may not know of it
+
+    def rewind(self, step: int, owner: str) -> Rewind:
+        """What is saved by now and has more steps does not count any more; called while no job of the run lives.
+
+        A writer that lives all the same, where nobody can tell, is refused from now on.
+
+        Args:
+            step: the most steps of a save that counts.
+            owner: names this process, for the errors that others get.
+
+        Raises:
+            OwnedError: a run that is alive has the place.
+            CheckpointError: it cannot be written.
+        """
+        raise CheckpointError(
+            f"{self.where} cannot be rewound ({owner}, to step {step}): {type(self).__name__} has no way"
+        )
 
     @abstractmethod
     def prune(self) -> list[SaveId]:

@@ -184,4 +184,5 @@ class CheckRecord:
         since = f"the last check with it that agreed was in step {min(steps) + 1}, so weights may be wrong since then"
         if self.rollback is not None:
             return since
-        return f"{since}: go back to a checkpoint of at most {min(steps)} steps if that matters"
+        command = f"torchelastic checkpoint rewind FOLDER --to {min(steps)}"
+        return f"{since}: if that matters, go back to a checkpoint of at most {min(steps)} steps (`{command}`)"

@@ -1,0 +1,233 @@
+"""A run that has ended goes on from an older checkpoint: `torchelastic checkpoint rewind`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchelastic
+from tests.contracts.facades import Streamed, weights_at
+from tests.process.command_checkpoints import Capture, add_checkpoint, add_local, add_streams, lines_of, names, run
+from torchelastic.checkpoint import (
+    CheckpointError,
+    DiskTier,
+    DurableTier,
+    EverySteps,
+    KeepLast,
+    MemoryTier,
+    TieredCheckpointManager,
+)
+from torchelastic.checkpoint.api import load_latest
+from torchelastic.checkpoint.store import Tier
+from torchelastic.group.peers import Alone
+
+ALL = KeepLast(100)
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+class Trained(Streamed, torchelastic.State):
+    """Weights that say of which step they are."""
+
+    def sync(self, world_size: int, rank: int) -> None: ...
+
+    def snapshot(self) -> object: ...
+
+    def apply(self, snapshot: object) -> None: ...
+
+
+class Life:
+    """One life of a run of one worker: it goes on from the newest checkpoint, and saves each step."""
+
+    def __init__(self, *tiers: Tier) -> None:
+        self.state = Trained()
+        self.manager = TieredCheckpointManager(tiers, policy=EverySteps(1), run_id="job7")
+        self.manager.enter_group(Alone())
+        self.began_at = self.manager.restore(self.state, Alone())
+        if self.began_at is not None:
+            assert torch.equal(self.state.weights, weights_at(self.began_at))
+
+    def train(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self.state.weights = weights_at(step)
+            self.manager.save_step(self.state, step, Alone())
+            self.manager.wait()
+
+    def end(self) -> None:
+        self.manager.close()
+
+
+def lives(*tiers: Tier, steps: Sequence[int] = ()) -> int | None:
+    """A whole life; returns where it began."""
+    life = Life(*tiers)
+    try:
+        life.train(steps)
+    finally:
+        life.end()
+    return life.began_at
+
+
+def test_a_run_goes_on_from_the_checkpoint_it_was_taken_back_to_and_then_from_what_it_has_saved_since(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    assert lives(DiskTier(tmp_path, ALL), steps=range(1, 7)) is None
+    code, out, err = run(capsys, "rewind", tmp_path, "--to", 4)
+    assert (code, err) == (0, "")
+    assert "step-000000004" in out.splitlines()[0]
+    assert "do not count any more: step-000000006" in out
+    assert lives(DiskTier(tmp_path, ALL)) == 4
+    assert lives(DiskTier(tmp_path, ALL)) == 4, "before it has saved anything it begins there again"
+    assert lives(DiskTier(tmp_path, ALL), steps=[5]) == 4
+    assert lives(DiskTier(tmp_path, ALL), steps=[6, 7]) == 5, "only what was saved before the rewind is concerned"
+    assert run(capsys, "rewind", tmp_path, "--to", 6)[0] == 0, "and once more"
+    assert lives(DiskTier(tmp_path, ALL)) == 6
+
+
+def test_what_does_not_count_goes_with_the_first_save_and_not_before(tmp_path: Path, capsys: Capture) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2, 3])
+    run(capsys, "rewind", tmp_path, "--to", 1)
+    lives(DiskTier(tmp_path, ALL))
+    assert [one["rewound"] for one in lines_of(capsys, "ls", tmp_path)] == [True, True, False]
+    lives(DiskTier(tmp_path, KeepLast(2)), steps=[2])
+    assert [(one["step"], one["rewound"]) for one in lines_of(capsys, "ls", tmp_path)] == [(2, False), (1, False)]
+
+
+def test_without_its_file_everything_counts_again(tmp_path: Path, capsys: Capture) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2, 3])
+    out = run(capsys, "rewind", tmp_path, "--to", 2)[1]
+    (file,) = tmp_path.glob("rewound-*")
+    assert f"to undo it, remove {file};" in out
+    assert "more than 2 steps" in file.read_text()
+    file.unlink()
+    assert lives(DiskTier(tmp_path, ALL)) == 3
+
+
+def test_memory_that_is_newer_than_the_place_that_was_rewound_does_not_count_either(
+    tmp_path: Path, tmpfs: Path, capsys: Capture
+) -> None:
+    def tiers() -> list[Tier]:
+        return [MemoryTier(tmpfs / "run"), DiskTier(tmp_path / "run", ALL, EverySteps(2))]
+
+    lives(*tiers(), steps=range(1, 6))
+    assert [one["step"] for one in lines_of(capsys, "ls", tmpfs / "run")] == [5]
+    run(capsys, "rewind", tmp_path / "run", "--to", 2)
+    assert lives(*tiers(), steps=[3]) == 2
+    assert lives(*tiers()) == 3
+    assert [one["step"] for one in lines_of(capsys, "ls", tmpfs / "run")] == [3]
+
+
+def test_where_nothing_that_counts_is_left_nobody_starts_afresh(tmp_path: Path, tmpfs: Path, capsys: Capture) -> None:
+    lives(DiskTier(tmp_path / "disk", ALL), MemoryTier(tmpfs / "run"), steps=[1, 2])
+    run(capsys, "rewind", tmp_path / "disk", "--to", 1)
+    for folder in (tmp_path / "disk").glob("step-000000001*"):
+        folder.rename(tmp_path / folder.name)
+    with pytest.raises(CheckpointError, match=r"do not count: the run was rewound .*none of at most 1 steps"):
+        lives(DiskTier(tmp_path / "disk", ALL), MemoryTier(tmpfs / "run"))
+
+
+def test_managers_of_0_1_and_the_other_commands_take_the_same_one(tmp_path: Path, capsys: Capture) -> None:
+    place = tmp_path / "run"
+    lives(DiskTier(place, ALL), steps=[1, 2, 3])
+    run(capsys, "rewind", place, "--to", 2)
+    manager, state = TieredCheckpointManager([DiskTier(place, ALL)], run_id="job7"), Streamed()
+    loaded = load_latest(manager, state)
+    manager.close()
+    assert loaded is not None
+    assert torch.equal(state.weights, weights_at(2))
+    assert lines_of(capsys, "show", place)[0]["step"] == 2
+    assert "rewound, does not count" in run(capsys, "ls", place)[1].splitlines()[1]
+    code, out, _ = run(capsys, "prune", place, "--keep-last", 1)
+    assert code == 0
+    assert [line.split(":")[1].split()[0] for line in out.splitlines()[:3]] == ["removed", "kept", "kept"]
+    lives(DiskTier(place, ALL), steps=[3])
+    run(capsys, "prune", place, "--keep-last", 1)
+    assert [name for name in names(place) if name.startswith("step")] == [
+        one["name"] for one in lines_of(capsys, "ls", place)
+    ]
+    assert lines_of(capsys, "ls", place)[0]["rewound"] is False
+
+
+def test_object_storage_is_rewound_too_and_a_writer_that_lives_all_the_same_is_refused(
+    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://{tmp_path.name}/run"
+    lives(DurableTier(url, ALL), steps=[1, 2, 3])
+    life = Life(DurableTier(url, ALL))
+    code, out, _ = run(capsys, "rewind", url, "--to", 2)
+    assert code == 0, out
+    assert f"to undo it, remove {url}/rewound-to-000000002" in out
+    life.train([4])
+    life.end()
+    assert "was replaced by" in caplog.text
+    assert "torchelastic checkpoint rewind" in caplog.text
+    assert [(one["step"], one["rewound"]) for one in lines_of(capsys, "ls", url)] == [(3, True), (2, False), (1, False)]
+    assert lives(DurableTier(url, ALL), steps=[3]) == 2
+    assert lives(DurableTier(url, ALL)) == 3
+
+
+def test_the_folder_of_a_run_that_is_alive_is_not_rewound(tmp_path: Path, capsys: Capture) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2])
+    program = f"""
+import sys
+from torchelastic.checkpoint import DiskTier
+tier = DiskTier({str(tmp_path)!r})
+tier.claim("job7", "the worker", tier.known_epoch("job7") + 1)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as alive:
+        assert alive.stdout is not None
+        assert alive.stdout.readline() == "claimed\n"
+        code, out, err = run(capsys, "rewind", tmp_path, "--to", 1)
+        assert (code, out) == (2, "")
+        assert f"process {alive.pid}" in err
+        assert not list(tmp_path.glob("rewound-*"))
+    assert run(capsys, "rewind", tmp_path, "--to", 1)[0] == 0
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path, 1)
+    add_checkpoint(tmp_path, 2)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, _ = run(capsys, "rewind", tmp_path, "--to", 1, "--dry-run")
+    assert code == 0
+    assert out.splitlines() == [
+        "step-000000001.e1.r2.g1 would be the newest: the run goes on from step 1",
+        "would not count any more: step-000000002.e1.r2.g2",
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_cannot_be_rewound_is_refused_by_name(tmp_path: Path, capsys: Capture) -> None:
+    one = add_checkpoint(tmp_path / "tiers", 5)
+    add_streams(tmp_path / "streams", 2)
+    add_local(tmp_path / "local", 4)
+    for path, step, said in (
+        (tmp_path / "tiers", 4, "has at most 4 steps, nothing is changed; those that count have 5"),
+        (one, 5, "is a checkpoint itself"),
+        (tmp_path / "streams", 1, "is of streams: only runs that restore from tiers"),
+        (tmp_path / "local", 40, "is of LocalCheckpointManager: only runs that restore from tiers"),
+        (tmp_path / "nothing", 1, "does not exist"),
+    ):
+        code, out, err = run(capsys, "rewind", path, "--to", step)
+        assert (code, out) == (2, ""), path
+        assert said in err
+    assert not list(tmp_path.rglob("rewound-*"))
+
+
+@pytest.mark.parametrize("words", [["--to", "-1"], ["--to", "soon"], []])
+def test_a_step_must_be_a_number(tmp_path: Path, words: Sequence[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(capsys, "rewind", tmp_path, *words)
+    assert error.value.code == 2

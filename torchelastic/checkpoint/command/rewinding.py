@@ -1,0 +1,74 @@
+"""`rewind`: the run goes on from an older checkpoint, wherever newer ones lie."""
+
+from __future__ import annotations
+
+import os
+
+from torchelastic.checkpoint.command.command_error import CheckpointCommandError
+from torchelastic.checkpoint.command.format import FoundCheckpoint
+from torchelastic.checkpoint.command.shard_checkpoints import FolderOfShards, kind_at
+from torchelastic.checkpoint.command.stored_saves import StoredSaves
+from torchelastic.checkpoint.store.fence import OwnedError
+from torchelastic.checkpoint.store.kinds import Kind
+from torchelastic.console import say
+from torchelastic.text import shortlist
+
+#: Who restores from tiers, and so knows of a rewind.
+_OF_TIERS = (Kind.TIERED, Kind.TRAINING_STATE)
+
+
+def rewind(saves: StoredSaves, step: int, *, dry_run: bool) -> int:
+    """`torchelastic checkpoint rewind`; returns the exit code.
+
+    Removes nothing: a small file beside the checkpoints says what does not count any more, in all places of the run.
+    The run must have ended.
+
+    Args:
+        saves: of the run, in a folder or at a URL.
+        step: the most committed steps of a checkpoint that counts.
+        dry_run: only say what would not count any more.
+
+    Raises:
+        CheckpointCommandError: no usable checkpoint has so few steps, something else than tiers has saved them, the
+            path is one itself, or a run is alive there.
+        CheckpointError: the place cannot be written.
+    """
+    found = _of_tiers(saves)
+    counting = [one for one in found if one.is_usable and not one.is_rewound]
+    chosen = next((one for one in counting if (one.step or 0) <= step), None)
+    if chosen is None:
+        steps = shortlist(sorted(one.step or 0 for one in counting), 8) if counting else "none"
+        raise CheckpointCommandError(
+            f"no checkpoint in {saves.path} has at most {step} steps, nothing is changed; those that count have {steps}"
+        )
+    newer = [one.name for one in counting if (one.step or 0) > step]
+    if not dry_run:
+        try:
+            undo = saves.rewind(step, f"torchelastic checkpoint rewind, process {os.getpid()}")
+        except OwnedError as error:
+            raise CheckpointCommandError(str(error)) from None
+    say(f"{chosen.name} {'would be' if dry_run else 'is'} the newest: the run goes on from step {chosen.step}")
+    if newer:
+        say(f"{'would not count' if dry_run else 'do not count'} any more: {shortlist(newer, 8)}")
+    if not dry_run:
+        say("what lies in memory of the hosts, or on their own disks, is treated alike, if the run uses this place too")
+        say(f"to undo it, remove {undo}; the next save removes what does not count")
+    return 0
+
+
+def _of_tiers(saves: StoredSaves) -> list[FoundCheckpoint]:
+    found = saves.find()
+    if any(one.path == saves.path for one in found):
+        raise CheckpointCommandError(
+            f"{saves.path} is a checkpoint itself: give the folder that holds it and the others"
+        )
+    for one in found:
+        kind = kind_at(one.path) if isinstance(one.format, FolderOfShards) else None
+        if kind in _OF_TIERS or (kind is None and one.damage is not None):
+            continue
+        raise CheckpointCommandError(
+            f"{one.name} in {saves.path} is of {kind.value if kind is not None else one.format.kind}: only runs that "
+            "restore from tiers (TieredCheckpointManager, BCPState) know of a rewind. Move away what is newer, on "
+            "every host"
+        )
+    return found
