@@ -50,17 +50,8 @@ def started(folder: Path, name: str, memory: Path, spoilt_at: int) -> subprocess
     """A life of the run, to its end."""
     script = folder / "train.py"
     script.write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "torchelastic",
-        "run",
-        "--standalone",
-        "--rdzv-id",
-        "spoilt",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = [sys.executable, "-m", "torchelastic", "run", "--standalone", "--rdzv-id", "spoilt"]
+    command = [*launcher, "--nproc-per-node", "2", "--max-restarts", "0"]
     arguments = [str(memory), str(folder / f"disk-{name}"), str(folder / f"{name}.pt"), str(spoilt_at)]
     return subprocess.run(
         [*command, str(script), *arguments], capture_output=True, text=True, timeout=240, cwd=folder, check=False

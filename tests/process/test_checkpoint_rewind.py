@@ -24,7 +24,7 @@ from torchelastic.checkpoint import (
     TieredCheckpointManager,
 )
 from torchelastic.checkpoint.api import load_latest
-from torchelastic.checkpoint.store import Tier
+from torchelastic.checkpoint.store import SaveId, Tier
 from torchelastic.group.peers import Alone
 
 ALL = KeepLast(100)
@@ -100,6 +100,42 @@ def test_what_does_not_count_goes_with_the_first_save_and_not_before(tmp_path: P
     assert [one["rewound"] for one in lines_of(capsys, "ls", tmp_path)] == [True, True, False]
     lives(DiskTier(tmp_path, KeepLast(2)), steps=[2])
     assert [(one["step"], one["rewound"]) for one in lines_of(capsys, "ls", tmp_path)] == [(2, False), (1, False)]
+
+
+def test_whoever_rewinds_again_before_the_run_has_saved_learns_what_the_first_one_left_out(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2, 3, 4])
+    run(capsys, "rewind", tmp_path, "--to", 1)
+    out = run(capsys, "rewind", tmp_path, "--to", 3)[1].splitlines()
+    assert "step-000000001" in out[0]
+    assert out[1].startswith("still do not count since an earlier rewind, whose file you may remove: step-000000003")
+    assert lives(DiskTier(tmp_path, ALL)) == 1
+    min(tmp_path.glob("rewound-*"), key=lambda file: file.name).unlink()
+    assert lives(DiskTier(tmp_path, ALL)) == 3
+
+
+def test_the_command_prunes_them_once_there_is_a_newer_one(tmp_path: Path, capsys: Capture) -> None:
+    class Unpruned(DiskTier):
+        def prune(self) -> list[SaveId]:
+            return []
+
+    lives(Unpruned(tmp_path), steps=[1, 2, 3])
+    run(capsys, "rewind", tmp_path, "--to", 1)
+    lives(Unpruned(tmp_path), steps=[2])
+    out = run(capsys, "prune", tmp_path, "--keep-last", 5)[1].splitlines()
+    states = {line.split(":")[0]: line.split(": ")[1].split(" (")[0] for line in out[:-1]}
+    assert sorted(states.values()) == ["kept", "kept", "removed", "removed"]
+    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path)] == [2, 1]
+
+
+def test_a_tier_removes_none_of_them_before_there_is_a_newer_one(tmp_path: Path, capsys: Capture) -> None:
+    for step in (1, 2, 3):
+        add_checkpoint(tmp_path, step)
+    run(capsys, "rewind", tmp_path, "--to", 1)
+    tier = DiskTier(tmp_path, KeepLast(1))
+    assert tier.prune() == []
+    tier.close()
 
 
 def test_without_its_file_everything_counts_again(tmp_path: Path, capsys: Capture) -> None:

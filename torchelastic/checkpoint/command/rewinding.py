@@ -48,6 +48,9 @@ def rewind(saves: StoredSaves, step: int, *, dry_run: bool) -> int:
         except OwnedError as error:
             raise CheckpointCommandError(str(error)) from None
     say(f"{chosen.name} {'would be' if dry_run else 'is'} the newest: the run goes on from step {chosen.step}")
+    out = [one.name for one in found if one.is_usable and one.is_rewound and (one.step or 0) <= step]
+    if out:
+        say(f"still do not count since an earlier rewind, whose file you may remove: {shortlist(out, 8)}")
     if newer:
         say(f"{'would not count' if dry_run else 'do not count'} any more: {shortlist(newer, 8)}")
     if not dry_run:

@@ -1,0 +1,32 @@
+"""Which saves count after a run was taken back to an older one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.store.rewinds import Rewind, counts
+from torchelastic.checkpoint.store.save_id import SaveId
+
+NUMBERS = st.integers(0, 10**12)
+REWINDS = st.builds(Rewind, epoch=NUMBERS, step=NUMBERS)
+
+
+@given(st.lists(REWINDS, unique=True))
+def test_their_names_say_all_of_it(rewinds: list[Rewind]) -> None:
+    names = [rewind.file_name for rewind in rewinds]
+    others = ["step-000000123.e1.r5.g7", ".fence.json", "rewound-to-12.e1", "rewound-to-000000012.e1.tmp"]
+    assert Rewind.all_in([*others, *names]) == sorted(rewinds, reverse=True)
+
+
+@given(st.lists(REWINDS), NUMBERS, NUMBERS)
+def test_a_save_counts_if_none_of_them_is_about_it(rewinds: list[Rewind], epoch: int, step: int) -> None:
+    about_it = [rewind for rewind in rewinds if epoch < rewind.epoch and step > rewind.step]
+    assert counts(SaveId(epoch, 0, 0, step), rewinds) == (not about_it)
+
+
+def test_what_the_run_saves_after_it_always_counts() -> None:
+    rewind = Rewind(4, 8000)
+    assert [counts(SaveId(epoch, 9, 9, 9000), [rewind]) for epoch in (3, 4, 5)] == [False, True, True]
+    assert "more than 8000 steps" in rewind.text
+    assert "e4 in" in rewind.text
