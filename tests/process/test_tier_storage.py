@@ -20,6 +20,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from tests.process.command_checkpoints import add_checkpoint
 from tests.process.s3_server import NEEDS_S3, bucket
 from tests.process.small_tmpfs import small_tmpfs
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
@@ -31,6 +32,7 @@ from torchelastic.checkpoint.replicas.receive import Destination
 from torchelastic.checkpoint.replicas.replica_client import Transferred
 from torchelastic.checkpoint.shards import read_tree
 from torchelastic.checkpoint.store import (
+    MANIFEST_NAME,
     DiskTier,
     DurableTier,
     Manifest,
@@ -38,6 +40,8 @@ from torchelastic.checkpoint.store import (
     Tier,
     TierContext,
     TierEntry,
+    list_checkpoints,
+    reading,
 )
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, candidates
@@ -356,3 +360,21 @@ def test_no_secret_of_a_url_is_shown() -> None:
     assert "to-ken" not in str(raised.value)
     with pytest.raises(ValueError, match="is empty"):
         DurableTier("")
+
+
+def test_a_checkpoint_that_is_published_while_somebody_looks_at_it_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = add_checkpoint(tmp_path, 1) / MANIFEST_NAME
+    content, look = manifest.read_bytes(), reading.sizes_in
+    manifest.unlink()
+
+    def after_it_was_published(folder: Path) -> dict[str, int | None]:
+        manifest.write_bytes(content)
+        return look(folder)
+
+    monkeypatch.setattr(reading, "sizes_in", after_it_was_published)
+    for whole in (False, True):
+        manifest.unlink(missing_ok=True)
+        (info,) = list_checkpoints(tmp_path, whole=whole)
+        assert (info.damage, info.manifest is None) == (None, False)

@@ -19,6 +19,10 @@ from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, Shar
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name
 
 
+class _NoManifestError(CorruptCheckpointError):
+    """A checkpoint is not complete; or was not, a moment ago."""
+
+
 def list_checkpoints(root: Path, *, kind: Kind | None = None, whole: bool = True) -> list[CheckpointInfo]:
     """All checkpoints in a folder, newest first; empty if there is no such folder.
 
@@ -58,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
             data = path.read_bytes()
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise CorruptCheckpointError(f"the checkpoint {folder} has no manifest: it is not complete") from error
+            raise _NoManifestError(f"the checkpoint {folder} has no manifest: it is not complete") from error
         raise
     try:
         manifest = decode_manifest(data)
@@ -303,14 +307,17 @@ def sizes_in(folder: Path) -> dict[str, int | None]:
     return sizes
 
 
-def _look_at(folder: Path, name: SaveId, *, whole: bool) -> CheckpointInfo:
+def _look_at(folder: Path, name: SaveId, *, whole: bool, may_come: bool = True) -> CheckpointInfo:
     if not folder.is_dir() and os.path.lexists(folder):
         return _unusable(folder, name, f"{folder} is no folder")
     try:  # errors are kept in no variable: they keep this frame and all below it
         manifest = read_manifest(folder)
     except CheckpointError as error:
         try:
-            return info_of(name, folder, error, _without_cut(folder, sizes_in(folder)), whole=whole)
+            sizes = sizes_in(folder)
+            if may_come and MANIFEST_NAME in sizes and isinstance(error, _NoManifestError):
+                return _look_at(folder, name, whole=whole, may_come=False)  # it was published at this moment
+            return info_of(name, folder, error, _without_cut(folder, sizes), whole=whole)
         except CheckpointError as unlisted:  # one folder that cannot be read hides no other
             return _unusable(folder, name, str(unlisted))
     try:
