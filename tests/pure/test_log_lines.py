@@ -22,14 +22,18 @@ from torchelastic.log_lines import (
 )
 from torchelastic.observe.ledger.counters import Counters
 from torchelastic.observe.ledger.ledger_events import (
+    ComputesWrong,
     Counted,
     End,
     Failure,
     Join,
     LedgerEvent,
+    MayHang,
     Save,
+    Skipped,
     Start,
     StoreOutage,
+    Straggler,
     to_dict,
 )
 from torchelastic.observe.ledger.meter import Meter
@@ -183,3 +187,23 @@ def test_for_programs_each_event_is_told_at_once_with_all_that_it_tells(records:
     ]
     assert [line["event"] for line in lines] == [to_dict(event) for event in told]
     assert lines[5]["text"] == "lost, signal 9: killed by SIGKILL"
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(
+    "event",
+    [
+        Skipped(at_ns=0, worker="a-1/0.0"),
+        Straggler(at_ns=0, worker="a-1/0.0", relative_percent=10.0),
+        MayHang(at_ns=0, worker="a-1/0.0", for_s=2.0, bound_s=3.0),
+        ComputesWrong(at_ns=0, worker="a-1/0.0", cause="the gradients differ"),
+    ],
+    ids=lambda event: event.kind,
+)
+def test_what_the_screens_mark_is_a_warning_in_the_log(
+    event: LedgerEvent, each: bool, records: list[logging.LogRecord]
+) -> None:
+    log = EventLog("a", each=each)
+    log.record(100.0, event)
+    log.flush()
+    assert [record.levelname for record in records] == ["WARNING"]

@@ -9,15 +9,7 @@ from __future__ import annotations
 import logging
 
 from torchelastic.log_lines import Position, fields
-from torchelastic.observe.ledger.ledger_events import (
-    End,
-    Failure,
-    LedgerEvent,
-    Save,
-    StoreOutage,
-    Straggler,
-    to_dict,
-)
+from torchelastic.observe.ledger.ledger_events import LedgerEvent, Save, to_dict
 from torchelastic.observe.status.event_lines import LoggedEvent, with_event
 from torchelastic.observe.status.host_view import parts_of
 from torchelastic.observe.status.run_status import EventLine
@@ -54,24 +46,21 @@ class EventLog:
             for at_s, event in pending:
                 for one in with_event((), event, at_s, most=1):
                     line = one.line(self._host)
-                    _log(line, level_of(event), at_s, fields(**_plain(line), event=to_dict(event)))
+                    _log(line, _level(event, line), at_s, fields(**_plain(line), event=to_dict(event)))
             return
         told: tuple[LoggedEvent, ...] = ()
         for at_s, event in pending:
             told = with_event(told, event, at_s, most=len(pending))
         for one in told:
-            _log(one.line(self._host), level_of(one.event), one.at_s)
+            line = one.line(self._host)
+            _log(line, _level(one.event, line), one.at_s)
 
 
-def level_of(event: LedgerEvent) -> int:
-    """How urgent an event is, as a level of `logging`."""
+def _level(event: LedgerEvent, line: EventLine) -> int:
+    """How urgent an event is, as a level of `logging`: what is marked on the screens is a warning here."""
     if isinstance(event, Save):
         return logging.DEBUG
-    if isinstance(event, End):
-        return logging.WARNING if event.is_loss else logging.INFO
-    if isinstance(event, StoreOutage):
-        return logging.INFO if event.is_over else logging.WARNING
-    return logging.WARNING if isinstance(event, (Failure, Straggler)) else logging.INFO
+    return logging.WARNING if line.grade else logging.INFO
 
 
 def for_people(line: EventLine) -> str:
