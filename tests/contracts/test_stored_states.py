@@ -362,6 +362,22 @@ def test_gradients_that_are_kept_over_steps_are_said_once_to_be_in_no_checkpoint
     assert saved_twice(PROGRAMS["accumulation_over_steps"](), 13, caplog) == 1
 
 
+def test_nor_is_it_said_of_what_an_optimizer_has_used_when_the_next_step_has_begun(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = torch.nn.Linear(4, 2)
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state.sync(1, 0)
+    state.snapshot()
+    state.model(torch.randn(3, 4)).square().mean().backward()
+    state.optimizer.step()
+    state.commit()
+    state.snapshot()
+    assert module.weight.grad is not None
+    state.checkpoint_tree()
+    assert "has left its gradients" not in caplog.text
+
+
 @pytest.mark.parametrize("until", [3, 12])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_nothing_is_said_of_gradients_that_the_next_step_drops(

@@ -78,7 +78,7 @@ class Rank1(Alone):
         super().__init__()
         self.clock, self.bounds = clock, list[float | None]()
 
-    def rank_0_says(self, value: bool) -> bool:
+    def rank_0_says(self, value: int) -> int:
         assert not value, "a rank that is not asked finds nothing due"
         return True
 

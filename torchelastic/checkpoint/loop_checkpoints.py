@@ -36,6 +36,9 @@ _RESTORED = ""
 #: Rank 0 is waited for so long, and so many times as long as the slowest save so far; the first one has no bound.
 MIN_BOUND_S, BOUND_FACTOR = 300.0, 10.0
 
+#: What rank 0 says after a step. `_DEFER`: to save as soon as a slot is free, or when the run ends.
+_GO_ON, _SAVE, _DEFER = range(3)
+
 _NOT_ASKED = SaveDecision(False, "rank 0 decides")
 
 
@@ -80,6 +83,7 @@ class LoopCheckpoints(LoopObserver):
         self._tried_step = -1
         self._was_loaded = self._synced_before = False
         self._owes_save = False  # of what the run has gone back to, which is to count as the newest
+        self._is_deferred = False  # whether a save of the step that was committed last is due and waits for a slot
         self._has_ended = False
         self._slowest_s: float | None = None
         self._failures = Failures()
@@ -189,13 +193,15 @@ class LoopCheckpoints(LoopObserver):
         if self._peers.world_size == 1 and self._rank != 0:
             return False  # the group is not known: rank 0 does it all
         rollback = state.rollback or Rollback()
-        said = self._peers.all_gather([self._step, self._synced_before, self._owes_save, *rollback.words])
+        own = [self._step, self._synced_before, self._owes_save, self._is_deferred, *rollback.words]
+        said = self._peers.all_gather(own)
         self._step, source_was_level, *_ = said[0]
         manager.enter_group(self._peers)
         self._begins = not source_was_level if is_wanted is None else is_wanted
-        goes_back = self._begins and rollback.agree([row[3:] for row in said])
+        goes_back = self._begins and rollback.agree([row[4:] for row in said])
         # also where the group broke before that was saved, and who is new does not know
         self._owes_save = goes_back or any(row[2] for row in said)
+        self._is_deferred = not self._begins and bool(said[0][3])
         if self._begins:
             restored = manager.restore(state, self._peers, at_most=rollback.at_most)
             if restored is not None:
@@ -299,7 +305,9 @@ class LoopCheckpoints(LoopObserver):
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
             log.info("step %d: saving: %s", self._step, decision.because)
-        if not self._rank_0_says(decision.save):
+        said = self._rank_0_says(_SAVE if decision.save else _DEFER if self._schedule.is_deferred else _GO_ON)
+        self._is_deferred = said == _DEFER
+        if said != _SAVE:
             return
         with self._coordinator.saving():
             if _is_tiered(manager):
@@ -346,6 +354,15 @@ class LoopCheckpoints(LoopObserver):
             self._take_over(manager)
             self._save_whole(manager, state)
 
+    def make_up(self, state: State) -> None:
+        """The run is over, and the save of its last step was due and deferred: take it now. Every rank calls it."""
+        manager = self.manager
+        if self._is_deferred and _is_tiered(manager) and not self._has_ended:
+            log.info("step %d: saving: it was due and deferred, and the run is over", self._step)
+            manager.wait(everywhere=False)
+            self._save_share(manager, state, self._peers, False)
+        self._is_deferred = False
+
     def over(self) -> None:
         """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
         manager = self.manager
@@ -375,15 +392,15 @@ class LoopCheckpoints(LoopObserver):
             self._failures_of(manager).add("asking the policy when to save", error)
             return SaveDecision(False, "the policy has failed")
 
-    def _rank_0_says(self, is_due: bool) -> bool:
-        """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
+    def _rank_0_says(self, what: int) -> int:
+        """What rank 0 has found due (`_SAVE`, say); rank 0 alone does it where the group is not known."""
         peers, manager = self._coordinator.peers(), self.manager
         if peers is None:
-            return is_due and self._rank == 0
+            return what if self._rank == 0 else _GO_ON
         try:
-            return peers.rank_0_says(is_due)
+            return peers.rank_0_says(what)
         except RuntimeError:
-            if is_due and self._rank == 0 and _is_tiered(manager):
+            if what == _SAVE and self._rank == 0 and _is_tiered(manager):
                 manager.abort_save(self._step, self._peers)
             raise
 

@@ -31,8 +31,8 @@ class Peers(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """What each rank says, by rank; JSON can hold it."""
 
-    def rank_0_says(self, value: bool) -> bool:
-        """What rank 0 has given."""
+    def rank_0_says(self, value: int) -> int:
+        """What rank 0 has given: a small number, or a bool as one."""
 
     def barrier(self) -> None:
         """Return when every rank has called it, however long one of them works before it does."""
@@ -76,7 +76,7 @@ class Alone:
         """See `Peers`."""
         return [json.loads(json.dumps(value))]
 
-    def rank_0_says(self, value: bool) -> bool:
+    def rank_0_says(self, value: int) -> int:
         """See `Peers`."""
         return value
 

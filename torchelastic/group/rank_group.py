@@ -219,9 +219,9 @@ class ProgramPeers:
         """See `Peers`."""
         return self._ranks.all_gather(_POINT, value)
 
-    def rank_0_says(self, value: bool) -> bool:
+    def rank_0_says(self, value: int) -> int:
         """See `Peers`."""
-        return bool(self.all_gather(value)[0])
+        return int(self.all_gather(int(value))[0])
 
     def barrier(self) -> None:
         """See `Peers`."""

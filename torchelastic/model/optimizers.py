@@ -112,6 +112,9 @@ class Optimizers:
         before_step: called before each step, or when its closure has computed gradients, with whether it is the train
             step's first: what it raises fails that.
 
+    Attributes:
+        has_stepped: whether any of them has stepped in the train step that was committed last.
+
     Raises:
         ValueError: something else was given.
     """
@@ -123,11 +126,10 @@ class Optimizers:
         self.objects: Sequence[torch.optim.Optimizer] = self._all.objects
         self.names: Sequence[str] = self._all.names
         self._copy_others, self._before_step = copy_others, before_step
-        size = len(self.objects)
-        self._begun, self._done, self._usual = [0] * size, [0] * size, [0] * size
+        self._begun, self._done, self._usual = ([0] * len(self.objects) for _ in range(3))
         self._copiers = [WeightCopier() for _ in self.objects]
         self._kept: dict[int, KeptWeights] = {}
-        self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = False
+        self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = self.has_stepped = False
         self._watched: list[torch.Tensor] = []
         self._in_own_memory: list[torch.Tensor] = []
         self._marks: list[int] = []
@@ -169,6 +171,7 @@ class Optimizers:
     def commit(self) -> None:
         """The train step has succeeded: what it did is what one can be expected to do."""
         self._usual = [expected_steps(*pair) for pair in zip(self._usual, self._done, strict=True)]
+        self.has_stepped = any(self._done)
 
     def begun(self) -> tuple[int, ...]:
         """How often each optimizer has begun in this train step."""

@@ -118,8 +118,8 @@ class StoredForm:
         }
 
     def _say_if_accumulating(self) -> None:
-        """The last step has ended with gradients, and no optimizer has stepped in it."""
-        if self._has_said_gradients or any(self._optimizers.counts.done):
+        """The last committed step has ended with gradients, and no optimizer has stepped in it."""
+        if self._has_said_gradients or self._optimizers.has_stepped:
             return
         if any(parameter.grad is not None for parameter in self._module.parameters()):
             self._has_said_gradients = True

@@ -65,11 +65,11 @@ class GroupPeers:
         """The value of each rank, by rank; as JSON."""
         return [json.loads(each) for each in all_gather_texts(self._group, json.dumps(value).encode(), _waited)]
 
-    def rank_0_says(self, value: bool) -> bool:
+    def rank_0_says(self, value: int) -> int:
         """The value of rank 0: one broadcast, which costs little compared to a step."""
         flag = torch.tensor([int(value)])
         dist.broadcast(flag, src=0, group=self._group)
-        return bool(flag[0])
+        return int(flag[0])
 
     def barrier(self) -> None:
         """Wait for all on a key of the store, not in a collective, whose time-out a slow disk would exceed."""

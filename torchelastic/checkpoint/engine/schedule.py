@@ -38,6 +38,7 @@ class SaveSchedule:
     Attributes:
         costs: what saves have cost so far, by tier.
         failures: how often something has failed.
+        is_deferred: whether the last decision was to save, and no slot was free.
     """
 
     def __init__(self, policy: SavePolicy | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +47,7 @@ class SaveSchedule:
         self._lock = threading.Lock()
         self._began = _Mark(0, clock())
         self._last: _Mark | None = None
-        self._is_deferred = False
+        self.is_deferred = False
         self._step_began_s: float | None = None
         self._step_s: float | None = None
         self._looked_s = self._began.at_s
@@ -101,10 +102,10 @@ class SaveSchedule:
         )
         decision = self._policy.decide(moment)
         is_deferred = decision.save and is_full and not stop_requested
-        if is_deferred and not self._is_deferred:
+        if is_deferred and not self.is_deferred:
             log.warning("step %d: the save is deferred, all slots are busy; save more rarely", step)
             publish_metric("torchelastic", "checkpoint.put_off", 1)
-        self._is_deferred = is_deferred
+        self.is_deferred = is_deferred
         if is_deferred:
             return SaveDecision(False, f"deferred, all slots are busy: {decision.because}", decision.numbers)
         return decision
