@@ -203,7 +203,7 @@ class TrainLoop:
                     if not step.has_committed() or step.is_last or self._must_leave_group(step):
                         break
                 self.observer.group_left()
-            self._checkpoints.make_up(self.state)
+            self._checkpoints.run_ended(self.state)
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
             self.has_left = isinstance(stop, DrainedException)
@@ -229,7 +229,7 @@ class TrainLoop:
             self.coordinator.signal_training_done()
             while self._next_group():
                 self.coordinator.signal_training_done()
-            self._checkpoints.make_up(self.state)
+            self._checkpoints.run_ended(self.state)
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
         self.coordinator.run_is_over = True

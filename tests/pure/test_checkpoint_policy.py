@@ -23,6 +23,7 @@ from torchelastic.checkpoint.policy import (
     EverySteps,
     FailureRate,
     Never,
+    OnEnd,
     OnSignal,
     SaveDecision,
     SaveMoment,
@@ -115,6 +116,15 @@ def test_on_signal_saves_when_a_stop_is_requested_unless_this_step_is_saved() ->
     assert (saved.save, saved.because) == (False, "step 101 is saved already")
 
 
+def test_on_end_saves_when_no_step_follows_unless_this_step_is_saved() -> None:
+    assert not OnEnd().decide(SAVED)
+    ends = replace(SAVED, run_ends=True)
+    assert OnEnd().decide(ends).save
+    assert not OnEnd().decide(replace(ends, last_saved_step=101, last_saved_s=60.0))
+    assert not (OnEnd() & Never()).decide(ends)
+    assert not (EverySteps(1000) | OnSignal()).decide(ends), "only what says so saves at the end"
+
+
 # --- what all of them share -------------------------------------------------------------------------------------------
 
 ALL = [
@@ -122,9 +132,10 @@ ALL = [
     AtSteps([101]),
     EverySeconds(5.0),
     OnSignal(),
+    OnEnd(),
     YoungDaly(min_s=0.0, max_s=5.0),
 ]
-DUE = replace(SAVED, stop_requested=True)
+DUE = replace(SAVED, stop_requested=True, run_ends=True)
 
 
 @pytest.mark.parametrize("policy", ALL, ids=repr)
@@ -150,6 +161,7 @@ MOMENTS = st.builds(
     began_s=st.floats(0.0, 1e4),
     saving=st.booleans(),
     stop_requested=st.booleans(),
+    run_ends=st.booleans(),
     failures=st.builds(FailureRate, seconds=st.floats(0.0, 1e6)),
     began_step=st.integers(0, 300),
 )
@@ -159,6 +171,7 @@ PLAIN: st.SearchStrategy[SavePolicy] = st.one_of(
     st.builds(EverySeconds, st.floats(0.1, 1e4)),
     st.builds(YoungDaly, max_s=st.floats(1.0, 1e4)),
     st.just(OnSignal()),
+    st.just(OnEnd()),
     st.just(Never()),
 )
 POLICIES = st.recursive(

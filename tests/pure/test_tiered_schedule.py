@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from torchelastic.checkpoint.engine.schedule import SaveSchedule, TierSchedules
-from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
+from torchelastic.checkpoint.policy import (
+    EverySeconds,
+    EverySteps,
+    OnEnd,
+    OnSignal,
+    SaveDecision,
+    SaveMoment,
+    SavePolicy,
+)
 from torchelastic.testing.clock import FakeClock
 
 
@@ -77,6 +85,22 @@ def test_a_policy_is_put_off_while_a_save_would_have_to_wait_and_heard_after() -
     assert decide(schedule, 11, is_full=True, wanted=True)
 
 
+def test_a_save_is_due_at_the_end_if_it_was_put_off_or_the_policy_says_so() -> None:
+    schedule = SaveSchedule(EverySteps(10), FakeClock())
+    assert (decide(schedule, 9).save, schedule.is_due_at_end) == (False, False)
+    assert (decide(schedule, 10, is_full=True).save, schedule.is_due_at_end) == (False, True)
+    assert (decide(schedule, 11).save, schedule.is_due_at_end) == (True, True)
+    schedule.began(11)
+    assert (decide(schedule, 11).save, schedule.is_due_at_end) == (False, False)
+    schedule = SaveSchedule(EverySteps(10) | OnEnd(), FakeClock())
+    assert (decide(schedule, 3).save, schedule.is_due_at_end) == (False, True)
+    assert (decide(schedule, 4).save, schedule.is_due_at_end) == (False, True)
+    assert decide(schedule, 10)
+    schedule.began(10)
+    assert not schedule.is_due_at_end
+    assert (decide(SaveSchedule(None, FakeClock()), 3).save, schedule.is_due_at_end) == (False, False)
+
+
 def test_each_tier_takes_part_as_often_as_its_own_policy_says() -> None:
     clock = FakeClock()
     schedules = TierSchedules({"memory": None, "disk": EverySteps(10), "durable": EverySeconds(60.0)}, clock)
@@ -121,6 +145,8 @@ def test_a_policy_decides_for_a_manager_of_0_1(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(checkpoint_manager, "_manager", manager)
     torchelastic.train(ScriptedCoordinator(), count_to(7), Quiet(), checkpoint=EverySteps(3))
     assert [checkpoint.stream.getvalue() for checkpoint in manager.saved] == [b"3", b"5", b"6"]
+    torchelastic.train(ScriptedCoordinator(), count_to(8), SavedCounter(), checkpoint=EverySteps(3) | OnEnd())
+    assert [checkpoint.stream.getvalue() for checkpoint in manager.saved[3:]] == [b"8"]
 
 
 def test_a_step_that_nobody_saw_begin_has_no_duration() -> None:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.schedules import EverySeconds as EverySeconds
     from torchelastic.checkpoint.policy.schedules import EverySteps as EverySteps
     from torchelastic.checkpoint.policy.schedules import Never as Never
+    from torchelastic.checkpoint.policy.schedules import OnEnd as OnEnd
     from torchelastic.checkpoint.policy.schedules import OnSignal as OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly as YoungDaly
     from torchelastic.checkpoint.store.disk_tier import DiskTier as DiskTier

@@ -36,8 +36,8 @@ _RESTORED = ""
 #: Rank 0 is waited for so long, and so many times as long as the slowest save so far; the first one has no bound.
 MIN_BOUND_S, BOUND_FACTOR = 300.0, 10.0
 
-#: What rank 0 says after a step. `_DEFER`: to save as soon as a slot is free, or when the run ends.
-_GO_ON, _SAVE, _DEFER = range(3)
+#: What rank 0 says after a step. `_AT_END`: to save it if the run ends with it.
+_GO_ON, _SAVE, _AT_END = range(3)
 
 _NOT_ASKED = SaveDecision(False, "rank 0 decides")
 
@@ -83,7 +83,7 @@ class LoopCheckpoints(LoopObserver):
         self._tried_step = -1
         self._was_loaded = self._synced_before = False
         self._owes_save = False  # of what the run has gone back to, which is to count as the newest
-        self._is_deferred = False  # whether a save of the step that was committed last is due and waits for a slot
+        self._saves_at_end = False  # the step that was committed last, if no other follows
         self._has_ended = False
         self._slowest_s: float | None = None
         self._failures = Failures()
@@ -193,7 +193,7 @@ class LoopCheckpoints(LoopObserver):
         if self._peers.world_size == 1 and self._rank != 0:
             return False  # the group is not known: rank 0 does it all
         rollback = state.rollback or Rollback()
-        own = [self._step, self._synced_before, self._owes_save, self._is_deferred, *rollback.words]
+        own = [self._step, self._synced_before, self._owes_save, self._saves_at_end, *rollback.words]
         said = self._peers.all_gather(own)
         self._step, source_was_level, *_ = said[0]
         manager.enter_group(self._peers)
@@ -201,7 +201,7 @@ class LoopCheckpoints(LoopObserver):
         goes_back = self._begins and rollback.agree([row[4:] for row in said])
         # also where the group broke before that was saved, and who is new does not know
         self._owes_save = goes_back or any(row[2] for row in said)
-        self._is_deferred = not self._begins and bool(said[0][3])
+        self._saves_at_end = not self._begins and bool(said[0][3])
         if self._begins:
             restored = manager.restore(state, self._peers, at_most=rollback.at_most)
             if restored is not None:
@@ -305,8 +305,8 @@ class LoopCheckpoints(LoopObserver):
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
             log.info("step %d: saving: %s", self._step, decision.because)
-        said = self._rank_0_says(_SAVE if decision.save else _DEFER if self._schedule.is_deferred else _GO_ON)
-        self._is_deferred = said == _DEFER
+        said = self._rank_0_says(_SAVE if decision.save else _AT_END if self._schedule.is_due_at_end else _GO_ON)
+        self._saves_at_end = said == _AT_END
         if said != _SAVE:
             return
         with self._coordinator.saving():
@@ -354,14 +354,21 @@ class LoopCheckpoints(LoopObserver):
             self._take_over(manager)
             self._save_whole(manager, state)
 
-    def make_up(self, state: State) -> None:
-        """The run is over, and the save of its last step was due and deferred: take it now. Every rank calls it."""
-        manager = self.manager
-        if self._is_deferred and _is_tiered(manager) and not self._has_ended:
-            log.info("step %d: saving: it was due and deferred, and the run is over", self._step)
+    def run_ended(self, state: State) -> None:
+        """No step follows: save the last one, to every tier, if that is due. Every rank calls it, in no group any more.
+
+        `over` waits for it.
+        """
+        manager, is_due = self.manager, self._saves_at_end and not self._has_ended
+        self._saves_at_end = False
+        if not is_due or manager is None:
+            return
+        log.info("step %d: saving: the run has ended", self._step)
+        if _is_tiered(manager):
             manager.wait(everywhere=False)
-            self._save_share(manager, state, self._peers, False)
-        self._is_deferred = False
+            self._save_share(manager, state, self._peers, True)
+        elif self._rank == 0:
+            self._save_whole(manager, state)
 
     def over(self) -> None:
         """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchelastic.checkpoint.policy import FailureRate, SaveCosts, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.metrics import publish_metric
@@ -38,7 +38,8 @@ class SaveSchedule:
     Attributes:
         costs: what saves have cost so far, by tier.
         failures: how often something has failed.
-        is_deferred: whether the last decision was to save, and no slot was free.
+        is_due_at_end: whether a save is due after the step that was decided on last if no other follows it: one that
+            was deferred, say. What was due at the end of a run stays so until something is saved.
     """
 
     def __init__(self, policy: SavePolicy | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +48,7 @@ class SaveSchedule:
         self._lock = threading.Lock()
         self._began = _Mark(0, clock())
         self._last: _Mark | None = None
-        self.is_deferred = False
+        self._is_deferred = self.is_due_at_end = False
         self._step_began_s: float | None = None
         self._step_s: float | None = None
         self._looked_s = self._began.at_s
@@ -99,13 +100,17 @@ class SaveSchedule:
             costs=self.costs,
             failures=self.failures,
             began_step=self._began.step,
+            run_ends=not self.is_due_at_end,
         )
         decision = self._policy.decide(moment)
+        if decision.save and moment.run_ends:
+            self.is_due_at_end = True
+            decision = self._policy.decide(replace(moment, run_ends=False))
         is_deferred = decision.save and is_full and not stop_requested
-        if is_deferred and not self.is_deferred:
+        if is_deferred and not self._is_deferred:
             log.warning("step %d: the save is deferred, all slots are busy; save more rarely", step)
             publish_metric("torchelastic", "checkpoint.put_off", 1)
-        self.is_deferred = is_deferred
+        self._is_deferred = is_deferred
         if is_deferred:
             return SaveDecision(False, f"deferred, all slots are busy: {decision.because}", decision.numbers)
         return decision
@@ -113,6 +118,7 @@ class SaveSchedule:
     def began(self, step: int) -> None:
         """A save of this step begins, or this step was restored."""
         self._last = _Mark(step, self._clock())
+        self.is_due_at_end = False
 
     def resumes(self) -> None:
         """Training goes on after a save: its time is not the step's."""

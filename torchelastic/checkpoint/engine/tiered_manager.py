@@ -37,7 +37,7 @@ from torchelastic.checkpoint.format.copying import PendingCopy
 from torchelastic.checkpoint.format.header import Header
 from torchelastic.checkpoint.format.layout import RecurringLayout
 from torchelastic.checkpoint.format.tree import flatten
-from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
+from torchelastic.checkpoint.policy import EverySeconds, OnEnd, OnSignal, SavePolicy
 from torchelastic.checkpoint.store.kinds import Kind
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
@@ -95,7 +95,7 @@ class TieredCheckpointManager(CheckpointManager):
         self,
         tiers: Sequence[Tier],
         *,
-        policy: SavePolicy | None = EverySeconds(60.0) | OnSignal(),  # noqa: B008 - a value
+        policy: SavePolicy | None = EverySeconds(60.0) | OnSignal() | OnEnd(),  # noqa: B008 - a value
         replicas: int = 0,
         host: str | None = None,
         run_id: str | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, ItemsView, Iterable, Iterator, Mapping
 from typing import SupportsIndex, TypeVar
 
 Value = TypeVar("Value", bound=Hashable)
@@ -80,6 +80,10 @@ class FrozenMapping(Mapping[str, Value]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
+
+    def items(self) -> ItemsView[str, Value]:
+        """As of a dict; that of `Mapping` takes ten times as long."""
+        return self._items.items()
 
     def __len__(self) -> int:
         return len(self._items)

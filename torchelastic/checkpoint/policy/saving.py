@@ -37,6 +37,8 @@ class SaveMoment:
         costs: what saves cost.
         failures: how often something fails.
         began_step: the step at which this process began to train; counts until something is saved or restored.
+        run_ends: whether no step follows this one in the run. Where a policy would save then and not now, that is done
+            if it turns out so.
 
     Raises:
         ValueError: `step` is negative, or a time is infinite or NaN.
@@ -53,6 +55,7 @@ class SaveMoment:
     costs: SaveCosts = field(default=SaveCosts())
     failures: FailureRate = field(default=FailureRate())
     began_step: int = 0
+    run_ends: bool = False
 
     def __post_init__(self) -> None:
         if self.step < 0:
@@ -95,7 +98,8 @@ class SaveDecision:
     parts: tuple[SaveDecision, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numbers", FrozenMapping(self.numbers))
+        if not isinstance(self.numbers, FrozenMapping):
+            object.__setattr__(self, "numbers", FrozenMapping(self.numbers))
 
     def __bool__(self) -> bool:
         return self.save
@@ -163,8 +167,8 @@ def _joined(save: bool, parts: tuple[SaveDecision, ...]) -> SaveDecision:
     """One decision from several: the reasons are those of the members that agree with it."""
     agreeing = [part for part in parts if part.save == save]
     numbers: dict[str, float] = {}
-    for part in sorted(parts, key=lambda part: part.save != save):
-        for name, number in part.numbers.items():
-            numbers.setdefault(name, number)
+    for part in (*agreeing, *(part for part in parts if part.save != save)):
+        if part.numbers:
+            numbers = {**part.numbers, **numbers}
     because = "; ".join(dict.fromkeys(part.because for part in agreeing))
     return SaveDecision(save, because, numbers, parts)

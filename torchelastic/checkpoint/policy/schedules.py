@@ -162,6 +162,17 @@ class OnSignal(SavePolicy):
 
 
 @dataclass(frozen=True)
+class OnEnd(SavePolicy):
+    """Saves what a run has trained last, when it ends, unless this very step is saved. Ignores everything else."""
+
+    def decide(self, moment: SaveMoment) -> SaveDecision:
+        """Due if no step follows."""
+        if not moment.run_ends:
+            return SaveDecision(False, "the run goes on")
+        return already_saved(moment) if moment.is_saved else SaveDecision(True, f"the run ends{running(moment)}")
+
+
+@dataclass(frozen=True)
 class Never(SavePolicy):
     """Saves at no time: `Never() | p` is p, and `Never() & p` never saves."""
 
