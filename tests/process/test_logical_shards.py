@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,12 +183,20 @@ def test_a_second_attempt_that_fails_between_two_optimizers_is_repeated_with_the
     assert all(torch.equal(one, other) for one, other in zip(undisturbed, found, strict=True))
 
 
-def test_random_numbers_belong_to_the_shard() -> None:
-    state, loader = make_state(4)
-    drawn = [float(torch.rand(())) for _ in state.shards(loader)]
-    torch.manual_seed(shard_seed(0, 0, 2))
-    assert drawn[2] == float(torch.rand(()))
-    assert len(set(drawn)) == 4
+def draw_from_all() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.beta(0.4, 0.4))
+
+
+def test_random_numbers_of_torch_python_and_numpy_belong_to_the_shard_and_behind_all_to_the_step() -> None:
+    drawn = []
+    for worker in range(2):  # each has drawn other numbers before
+        state, loader = make_state(4)
+        random.seed(worker)
+        np.random.seed(worker)
+        torch.manual_seed(worker)
+        drawn.append([*(draw_from_all() for _ in state.shards(loader)), draw_from_all()])
+    assert drawn[0] == drawn[1]
+    assert all(len(set(of_one)) == 5 for of_one in zip(*drawn[0], strict=True))
     assert len({shard_seed(seed, step, shard) for seed in range(5) for step in range(5) for shard in range(5)}) == 125
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchelastic.errors import UnfitError
 from torchelastic.group.step_course import FORWARD, REDUCTION, nowhere
+from torchelastic.inventory.generators import seed_generators
 from torchelastic.model import tree_sum
 from torchelastic.model.compute_check.shard_check import ShardCheck
 from torchelastic.model.digest import as_word, digest
@@ -146,10 +147,10 @@ class LogicalShards:
         if check is not None:
             yield from check.compare(partial(self._digested, of))
         self._sum_up(empty)
-        torch.manual_seed(shard_seed(of.seed, of.step, self.shards))  # for what else the step draws
+        seed_generators(shard_seed(of.seed, of.step, self.shards))  # for what else the step draws
 
     def _computed(self, shard: int, size: int, part: Any, of: OfStep) -> Generator[Any, None, Summand]:
-        torch.manual_seed(shard_seed(of.seed, of.step, shard))
+        seed_generators(shard_seed(of.seed, of.step, shard))
         self._module.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):

@@ -88,20 +88,6 @@ class StepCounts:
         return any(count < usual for count, usual in zip(following, self.usual, strict=True))
 
 
-def say_if_strange(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
-    """Warn of parameters that are not the model's: nobody averages them, sends them to a newcomer or saves them."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        held = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
-        strange = [parameter for parameter in held if id(parameter) not in own]
-        if strange:
-            log.warning(
-                "%d of the %d parameters of the %s are not the model's: they are not averaged over the workers, nor "
-                "sent to new ones, nor saved; make it of the parameters of the model that ModelState is given",
-                len(strange), len(held), type(optimizer).__name__,
-            )  # fmt: skip
-
-
 class Optimizers:
     """One optimizer, or many, as `ModelState` needs them.
 

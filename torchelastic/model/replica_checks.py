@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class ComparesReplicas:
     _optimizers: Optimizers
     _schedulers: OneOrMany
     _on_out_of_sync: str
-    _draws_alike: bool = False  # whether all ranks had the same random numbers when it was seen last
+    #: The generators from which all ranks drew the same when it was seen last.
+    _drawn_alike: Collection[str] = frozenset()
     _gradients: StepGradients
     _status: StateStatus
     rollback: Rollback | None
@@ -65,14 +66,14 @@ class ComparesReplicas:
         weights = [parameter for parameter in self.module.parameters() if not is_lazy(parameter)]
         return digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
 
-    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
+    def end_replica_comparison(self, *, are_equal: bool, draw_alike: Collection[str]) -> None:
         """See `State`.
 
         Raises:
             NonRetryableException: they have parted, and `on_out_of_sync` is "raise"; or see `ComputeCheck`.
             RetryableException: the state of another rank has parted, and it leaves the run.
         """
-        self._draws_alike = draw_alike
+        self._drawn_alike = draw_alike
         if not are_equal:
             when = "ranks have parted since the last sync"
             self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)

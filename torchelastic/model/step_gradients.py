@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from torchelastic.model.tree_sum import leaves_of
 from torchelastic.torch_internals.gradients import is_in_backward
 
 log = logging.getLogger(__name__)
+_Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -229,14 +231,15 @@ class StepGradients:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def course(self, batches: Callable[[], int], optimizer_steps: Callable[[], tuple[int, ...]]) -> StepCourse:
+    def course(self, batches: Callable[[], int], steps: Callable[[], tuple[int, ...]], check: _Check) -> StepCourse:
         """What the steps do with these gradients, from now on; called once."""
-        course = StepCourse(batches, self._reductions, optimizer_steps, self._check_end)
+        course = StepCourse(batches, self._reductions, steps, partial(self._check_end, check))
         self._source.at = course.pass_
         return course
 
-    def _check_end(self) -> None:
+    def _check_end(self, check_others: _Check) -> None:
         self._source.check_end()
+        check_others()
         if self.checks is not None:
             self.checks.before_optimizer()  # where there was none
 

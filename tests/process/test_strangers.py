@@ -1,0 +1,157 @@
+"""Optimizers and schedulers that a train step steps and its state was not given: refused by name, or said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+
+import torchelastic
+from tests.contracts.ordinary_programs import Wrapping
+from torchelastic.errors import UnfitError
+
+STEPS = 5
+
+
+def trained(
+    state: torchelastic.ModelState, *after: Callable[[torchelastic.ModelState], Any], steps: int = STEPS
+) -> int:
+    """Train, and call these behind the optimizer in each step; returns the steps that have counted."""
+
+    def step(state: torchelastic.ModelState) -> None:
+        if state.step == steps:
+            raise StopIteration
+        state.optimizer.zero_grad()
+        state.model(torch.ones(4, 3)).square().mean().backward()
+        state.optimizer.step()
+        for each in after:
+            each(state)
+
+    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), step, state)
+    return state.step
+
+
+def made(**more: Any) -> torchelastic.ModelState:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    return torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1), **more)
+
+
+def test_an_optimizer_of_the_model_that_was_not_given_is_refused_in_its_second_step() -> None:
+    state = made()
+    forgotten = torch.optim.Adam(state.module[1].parameters())  # type: ignore[index]  # a Sequential
+    with pytest.raises(UnfitError, match=r"of the type Adam, that ModelState was not given.*Give ModelState all"):
+        trained(state, lambda _: forgotten.step())
+    assert state.step == 1
+
+
+def test_an_optimizer_around_the_one_that_was_given_is_refused_and_the_other_way_round_is_right() -> None:
+    state = made()
+    outer = Wrapping(state.optimizer)
+    with pytest.raises(UnfitError, match="of the type Wrapping"):
+        trained(state, lambda _: outer.step())
+    module = torch.nn.Linear(3, 1)
+    assert trained(torchelastic.ModelState(module, Wrapping(torch.optim.Adam(module.parameters())))) == STEPS
+
+
+def test_optimizers_that_live_for_one_step_or_keep_nothing_are_nobodys_business(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def inner_steps(state: torchelastic.ModelState) -> None:  # Reptile, an attack on the inputs, MAML
+        inputs = torch.ones(2, 3, requires_grad=True)
+        for held in (list(state.module.parameters()), list(copy.deepcopy(state.module).parameters()), [inputs]):
+            inner = torch.optim.Adam(held)
+            for _ in range(2):
+                inner.step()
+
+    state = made()
+    without_state = torch.optim.SGD(state.module.parameters(), lr=0.0)
+    assert trained(state, inner_steps, lambda _: without_state.step()) == STEPS
+    assert "was not given" not in caplog.text
+
+
+def test_an_optimizer_of_something_else_than_the_model_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    temperature = torch.zeros((), requires_grad=True)
+    of_temperature = torch.optim.Adam([temperature])
+    assert trained(made(), lambda _: of_temperature.step()) == STEPS
+    (said,) = [one.getMessage() for one in caplog.records if "was not given" in one.getMessage()]
+    assert "of the type Adam" in said
+    assert "parameters that are not the model's" in said
+
+
+def test_a_scheduler_that_was_not_given_is_named_at_the_start_and_refused_when_it_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = made()
+    forgotten = StepLR(state.optimizer, 2)
+    trained(state)  # it is not stepped
+    assert "there is a StepLR of the optimizer that ModelState was not given" in caplog.text
+    with pytest.raises(UnfitError, match=r"StepLR.*ModelState\(.., scheduler=scheduler\)"):
+        trained(state, lambda _: forgotten.step(), steps=2 * STEPS)
+    assert state.step == STEPS
+
+
+class Warming:
+    """A scheduler of the user's own, around another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.parts = {"inner": [inner]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.parts["inner"][0].state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts["inner"][0].load_state_dict(state)
+
+    def step(self) -> None:
+        self.parts["inner"][0].step()
+
+
+def in_turn(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, 2)], [2])
+
+
+@pytest.mark.parametrize("name", ["scheduler", "extra"])
+@pytest.mark.parametrize(
+    "make", [in_turn, lambda one: Warming(ConstantLR(one)), lambda one: StepLR(one, 2)], ids=["chain", "own", "plain"]
+)
+def test_schedulers_that_were_given_in_whatever_form_are_no_strangers(
+    make: Callable[[torch.optim.Optimizer], Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = make(optimizer)
+    given = {"scheduler": scheduler} if name == "scheduler" else {"extra": {"schedule": scheduler}}
+    state = torchelastic.ModelState(module, optimizer, **given)
+    assert trained(state, lambda _: scheduler.step()) == STEPS
+    assert "was not given" not in caplog.text
+
+
+def test_one_of_two_schedulers_is_missed_and_one_that_nobody_holds_any_more_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    dropped = StepLR(optimizer, 2)
+    dropped.itself = dropped  # type: ignore[attr-defined]  # so that only a collection frees it
+    del dropped
+    given, forgotten = ConstantLR(optimizer), ReduceLROnPlateau(optimizer)
+    with caplog.at_level(logging.WARNING), pytest.raises(UnfitError, match="a ReduceLROnPlateau"):
+        trained(
+            torchelastic.ModelState(module, optimizer, scheduler=given),
+            lambda _: given.step(),
+            lambda _: forgotten.step(1.0),
+        )
+    assert "StepLR" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_what_the_state_was_given_cannot_be_replaced_and_the_error_says_how_phases_are_written(name: str) -> None:
+    state = made()
+    setattr(state, name, getattr(state, name))
+    with pytest.raises(UnfitError, match=rf"state.{name} cannot be replaced.*Give ModelState every {name}"):
+        setattr(state, name, torch.optim.Adam(state.module.parameters()))

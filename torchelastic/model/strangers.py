@@ -1,0 +1,201 @@
+"""What a train step steps, and the state was not given: optimizers and schedulers that nobody undoes, sends or saves.
+
+A worker that joins has them as its script has built them, and goes on with other weights than an undisturbed run would
+have; nothing else shows that.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchelastic.errors import UnfitError
+from torchelastic.inventory.inner_optimizers import with_inner
+
+log = logging.getLogger(__name__)
+
+#: How deep a scheduler may lie in what the state was given (in a chain of schedulers, in a wrapper of the user's own).
+_DEPTH = 4
+#: What is this process's own.
+_OF_PROCESS = ("_first", "_again", "_said", "_schedulers")
+_NOT_KEPT = "what it keeps is neither undone with a failed step, nor sent to a worker that joins, nor saved"
+
+
+class Strangers:
+    """Watches the train steps of one state; on the training thread.
+
+    Args:
+        model: the user's module.
+        optimizers: that the state was given.
+        schedulers: the same.
+        others: what else it was given, by name, that may be, or hold, schedulers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+        others: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._model, self._optimizers, self._kept, self._others = model, optimizers, schedulers, others
+        self._step = -1
+        self._forget()
+        _say_if_strange(optimizers, model)
+
+    def _forget(self) -> None:
+        """Nothing was seen yet."""
+        self._first: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._again: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._said: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
+        _present.watch()
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, after so many committed ones."""
+        self._step = step
+        _present.strangers = weakref.ref(self)
+        if self._schedulers is None:
+            self._look_for_schedulers()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps, of any kind. One that is there for one train step only keeps nothing for the next."""
+        if any(optimizer is one for one in self._optimizers):
+            return
+        if any(optimizer is one for one in with_inner(self._optimizers)):
+            return
+        if self._first.setdefault(optimizer, self._step) < self._step:
+            self._again.add(optimizer)
+
+    def check_end(self) -> None:
+        """Asked at the end of each train step.
+
+        Raises:
+            UnfitError: an optimizer of the model that the state was not given has stepped for several steps, or a
+                scheduler of one of its optimizers has.
+        """
+        for optimizer in self._again:
+            self._judge(optimizer)
+        for found, epoch in self._schedulers or ():
+            scheduler = found()
+            if scheduler is not None and scheduler.last_epoch != epoch:
+                raise UnfitError(_of_scheduler(scheduler))
+
+    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        own = set(map(id, self._model.parameters()))
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        kind, known = type(optimizer).__name__, with_inner(self._optimizers)
+        if own.issuperset(held):
+            if optimizer.state and not any(optimizer.state is one.state for one in known):
+                raise UnfitError(
+                    f"the train step steps an optimizer, of the type {kind}, that ModelState was not given: "
+                    f"{_NOT_KEPT}. Give ModelState all optimizers, as a list or a dict (docs/state.md); an optimizer "
+                    "that wraps another one in place of that"
+                )
+        elif optimizer not in self._said:
+            self._said.add(optimizer)
+            log.warning(
+                "the train step steps an optimizer, of the type %s, that ModelState was not given, of parameters that "
+                "are not the model's: they are not averaged over the workers, and %s. Make them parameters of the "
+                "model, and give ModelState all optimizers, as a list or a dict (docs/state.md)", kind, _NOT_KEPT,
+            )  # fmt: skip
+
+    def _look_for_schedulers(self) -> None:
+        """What there is before the first step; some tens of milliseconds."""
+        known: list[LRScheduler] = []
+        for one in (*self._kept, *self._others().values()):
+            found = list(_schedulers_in(one, _DEPTH))
+            known += found
+            if not found and any(one is scheduler for scheduler in self._kept):
+                self._schedulers = []  # of a kind of the user's own: what it steps is not known
+                return
+        strange = self._unknown(known)
+        if strange:
+            strange.clear()
+            gc.collect()  # one that nobody holds any more may have waited for this
+            strange = self._unknown(known)
+        self._schedulers = [(weakref.ref(one), one.last_epoch) for one in strange]
+        for one in strange:
+            log.warning("%s", _of_scheduler(one))
+
+    def _unknown(self, known: Sequence[LRScheduler]) -> list[LRScheduler]:
+        """Schedulers of the optimizers of this state that are not among these, nor in others that are not."""
+        return [
+            one
+            for one in gc.get_objects()
+            if issubclass(type(one), LRScheduler)  # an object may say of itself that it is of any class
+            and not any(one is other for other in known)
+            and any(getattr(one, "optimizer", None) is optimizer for optimizer in self._optimizers)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def _schedulers_in(value: Any, depth: int) -> Iterator[LRScheduler]:
+    """The schedulers that something is, or holds."""
+    if isinstance(value, LRScheduler):
+        yield value
+    if depth == 0 or isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, str, bytes)):
+        return
+    inside: Iterable[Any] = getattr(value, "__dict__", {}).values()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    for one in inside:
+        yield from _schedulers_in(one, depth - 1)
+
+
+def _of_scheduler(scheduler: LRScheduler) -> str:
+    return (
+        f"there is a {type(scheduler).__name__} of the optimizer that ModelState was not given: {_NOT_KEPT}, and a "
+        "train step may not step it. Give it with the others: ModelState(.., scheduler=scheduler)"
+    )
+
+
+def _say_if_strange(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+    """Warn of parameters that are not the model's: nobody averages them, sends them to a newcomer or saves them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+        strange = [parameter for parameter in held if id(parameter) not in own]
+        if strange:
+            log.warning(
+                "%d of the %d parameters of the %s are not the model's: they are not averaged over the workers, nor "
+                "sent to new ones, nor saved; make it of the parameters of the model that ModelState is given",
+                len(strange), len(held), type(optimizer).__name__,
+            )  # fmt: skip
+
+
+class _Present:
+    """The state of this process whose train step is under way, or was last: torch has hooks for all optimizers."""
+
+    def __init__(self) -> None:
+        self.strangers: Callable[[], Strangers | None] = lambda: None
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Have it told of each step of each optimizer from now on."""
+        if not self._is_watching:
+            self._is_watching = True
+            register_optimizer_step_pre_hook(self._steps)
+
+    def _steps(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        strangers = self.strangers()
+        if strangers is not None:
+            strangers.stepped(optimizer)
+
+
+_present = _Present()
