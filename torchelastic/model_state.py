@@ -139,11 +139,12 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters, ddp, check)
         self._backward, self.rollback = self._gradients.backward, self._gradients.rollback
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
-        self._strangers = Strangers(model, self._optimizers.objects, self._schedulers.objects, self._own.extras.objects)
+        self._structure = ModuleStructure(model)
+        given = (self._optimizers.objects, self._schedulers.objects, self._own.extras.objects)
+        self._strangers = Strangers(model, self._structure, *given, is_averaged_by_ddp=logical_shards is None)
         self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun, self._strangers.check_end)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
-        self._structure = ModuleStructure(model)
         are_salvaged, extras = self._gradients.are_salvaged, self._own.extras
         self._undo = WeightUndo(snapshot, model, self._structure, self._optimizers, extras, are_watched=are_salvaged)
         self._status = StateStatus.INITIAL
@@ -212,7 +213,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self.step_course.begin(self.step)
         snapshot = self._capture(self._undo.copy if copies else lambda: None)
         self._gradients.begin_step(self.step)
-        self._strangers.begin_step(self.step)
+        self._strangers.begin_step(self.step, is_first=self.step_course.before is None)
         self._earlier_numbers.keep(snapshot.step, snapshot.random)
         return snapshot
 
@@ -397,10 +398,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
     ) -> tuple[list[StateProgress], list[int], list[int], Needs]:
-        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed.
-
-        And what any rank needs of all.
-        """
+        """By rank: how complete and recent its state is, what it has kept of a failed step; what any rank needs."""
         gradients, random = self._gradients, digests_of_generators()
         needs, kind, course = gradients.needs, gradients.kind, digest_of_usual(self.step_course.usual)
         offer, thaws, withdrawn = gradients.offer(self.step), gradients.thaws, self.step_course.withdrawn
@@ -435,12 +433,12 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._own.restore(self._ahead, self._trained)
 
     def begin_replica_comparison(self) -> Callable[[], ReplicaDigests] | None:
-        """Of the weights, which part wherever anything else has parted. See `State`."""
+        """Of the weights, which part where anything else has, and of where optimizers keep state. See `State`."""
         if self.replica_comparison is not None and not self.replica_comparison.is_in_sync:
             return None  # that was said
-        of_weights = self._begun_digest_of_weights()
+        of_state = self._begun_digest()
         of_random = digests_of_generators()
-        return lambda: ReplicaDigests(of_weights() >> 2, *of_random)
+        return lambda: ReplicaDigests(of_state() >> 2, *of_random)
 
     # --- saving -----------------------------------------------------------------------------------
 

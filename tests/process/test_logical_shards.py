@@ -12,6 +12,7 @@ import torch
 
 import torchelastic
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.errors import UnfitError
 from torchelastic.model.logical_shards import shard_seed, split_batch
 
 #: What `grad_dtype` of a bfloat16 parameter may be: anything since torch 2.10.
@@ -91,6 +92,24 @@ def test_a_buffer_that_no_shard_changes_keeps_its_bits(constant: torch.Tensor) -
         one_step(state, loader)
     assert torch.equal(dict(state.module.named_buffers())["constant"], constant)
     assert norm_of(state).num_batches_tracked == torch.tensor(3)
+
+
+@pytest.mark.parametrize("change", ["another size", "another type", "one more", "one less"])
+def test_buffers_that_become_others_in_a_forward_pass_are_refused_by_name(change: str) -> None:
+    state, loader = make_state(4)
+    norm = norm_of(state)
+
+    def go_through() -> None:
+        for _ in state.shards(loader):
+            if change == "one more":
+                norm.register_buffer("extremes", torch.zeros(2))
+            elif change == "one less":
+                del norm.num_batches_tracked
+            else:
+                norm.running_mean = torch.zeros(9) if change == "another size" else torch.zeros(4, dtype=torch.int32)
+
+    with pytest.raises(UnfitError, match=r"with logical_shards buffers keep .* forward pass before ModelState is made"):
+        go_through()
 
 
 def test_a_parameter_that_no_shard_uses_is_left_alone_and_one_that_a_single_shard_uses_is_not() -> None:

@@ -74,7 +74,9 @@ def test_a_state_that_compares_nothing_is_asked_once() -> None:
     assert {state.begun for state in states} == {1}
 
 
-def train_and_part(at: int, mode: str, per_rank_seed: bool) -> tuple[list[int], str, frozenset[str]]:
+def train_and_part(
+    at: int, mode: str, per_rank_seed: bool, what: str = "weight"
+) -> tuple[list[int], str, frozenset[str]]:
     """The steps after which this rank knew that they are apart, what it was told, and from what they draw alike."""
     step_agreement.interval_steps = lambda *_: 1  # else it depends on how fast this machine is
     replica_watch.FIRST_AFTER, replica_watch.exchanges_between = 2, lambda *_: 2
@@ -94,7 +96,11 @@ def train_and_part(at: int, mode: str, per_rank_seed: bool) -> tuple[list[int], 
         state.model(torch.randn(3, 4)).square().mean().backward()
         state.optimizer.step()
         if rank == 1 and step == at:
-            module.get_parameter("1.weight").data[0, 250] += 1e-4
+            weight = module.get_parameter("1.weight")
+            if what == "weight":
+                weight.data[0, 250] += 1e-4
+            else:  # as of a Muon that has the momentum of its own parameters only
+                state.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3)
         state.commit()
         try:
             agreement.leave(False, state)
@@ -123,6 +129,16 @@ def test_ranks_that_part_ways_are_named_a_few_steps_later(mode: str) -> None:
         assert "torch" in alike
     if mode == "raise":
         assert "ranks have parted since the last sync" in found[0][1]
+
+
+def test_an_optimizer_that_keeps_other_state_on_another_rank_is_named_though_all_weights_are_equal() -> None:
+    with crew_of(2) as crew:
+        found = succeeded(crew.run(train_and_part, 12, "raise", False, "state", ranks=2))
+    for known, told, _ in found:
+        assert 12 <= known[0] <= 20
+        assert "optimizer differs on rank 1" in told
+        assert "module" not in told
+        assert "divides its state among the ranks" in told
 
 
 def test_ranks_that_stay_together_are_never_said_to_have_parted_and_know_that_they_draw_otherwise() -> None:

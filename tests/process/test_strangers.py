@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.prune import l1_unstructured
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 import torchelastic
 from tests.contracts.ordinary_programs import Wrapping
+from tests.process.local_ranks import crew_of, form_ours, succeeded
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.errors import UnfitError
 
 STEPS = 5
@@ -155,3 +158,57 @@ def test_what_the_state_was_given_cannot_be_replaced_and_the_error_says_how_phas
     setattr(state, name, getattr(state, name))
     with pytest.raises(UnfitError, match=rf"state.{name} cannot be replaced.*Give ModelState every {name}"):
         setattr(state, name, torch.optim.Adam(state.module.parameters()))
+
+
+def test_parameters_that_a_step_makes_or_renames_are_said_once_where_a_worker_trains_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = made()
+
+    def prune(state: torchelastic.ModelState) -> None:
+        if state.step == 1:
+            l1_unstructured(state.module[0], "weight", amount=1)  # type: ignore[index,no-untyped-call]  # a Sequential
+
+    assert trained(state, prune) == STEPS
+    (said,) = [one.getMessage() for one in caplog.records if "renamed" in one.getMessage()]
+    assert said.startswith("step 2 has made, or renamed, the parameters 0.weight_orig: a worker that joins")
+    assert "torch.nn.utils.prune.identity" in said
+
+
+def grown(shards: int | None) -> tuple[str, int]:
+    """What a run ends with whose model grows in its second step, and after how many steps."""
+    _, _ = form_ours()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    dataset = torch.utils.data.TensorDataset(torch.randn(16, 3))
+    sampler = ElasticBatchSampler(dataset, 4)
+    loader = ElasticLoader(dataset, sampler)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = torchelastic.ModelState(module, optimizer, sampler=sampler, logical_shards=shards)
+    state.sync()
+    for _ in range(4):
+        state.snapshot()
+        if state.step == 1:
+            module.append(torch.nn.Linear(1, 1))
+            optimizer.add_param_group({"params": list(module[2].parameters())})
+        for (inputs,) in state.shards(loader):
+            state.model(inputs).square().mean().backward()
+        optimizer.step()
+        try:
+            state.step_course.end()
+        except UnfitError as error:
+            return str(error), state.step
+        state.commit()
+    return "", state.step
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_parameters_that_are_made_in_a_group_are_refused_where_nobody_averages_them(shards: int | None) -> None:
+    with crew_of(2) as crew:
+        (told, steps), other = succeeded(crew.run(grown, shards, ranks=2))
+    assert other == (told, steps)
+    if shards is None:
+        assert steps == 1
+        assert "the optimizer trains 2.weight, 2.bias, which the model did not have when this group was formed" in told
+    else:
+        assert (told, steps) == ("", 4), "logical shards are summed by what is there"

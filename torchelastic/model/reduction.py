@@ -223,8 +223,10 @@ class Reduction:
         if not self._has_complained:
             self._has_complained = True
             log.error(
-                "rank %d steps its optimizer with gradients that were not averaged over the workers, so their weights "
-                "drift apart: in the step call `state.model`, not the module that it was made of",
+                "rank %d steps its optimizer with gradients that no backward pass through `state.model` has averaged "
+                "over the workers, so their weights drift apart: in the step call `state.model`, not the module that "
+                "it was made of (nor a part of it). Gradients of torch.autograd.grad or torch.func, or set by hand, "
+                "the step has to average itself, as in docs/cookbook.md; where it does, all is well",
                 rank,
             )
 

@@ -1,7 +1,7 @@
-"""What a train step steps, and the state was not given: optimizers and schedulers that nobody undoes, sends or saves.
+"""What a train step trains, and the state was not given: optimizers, schedulers, parameters of the model made later.
 
-A worker that joins has them as its script has built them, and goes on with other weights than an undisturbed run would
-have; nothing else shows that.
+Nobody undoes, sends or saves those: a worker that joins has them as its script has built them, and goes on with other
+weights than an undisturbed run would have; nothing else shows that.
 """
 
 from __future__ import annotations
@@ -9,22 +9,29 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchelastic.errors import UnfitError
 from torchelastic.inventory.inner_optimizers import with_inner
+from torchelastic.inventory.module_structure import ModuleStructure
+from torchelastic.text import shortlist
 
 log = logging.getLogger(__name__)
 
 #: How deep a scheduler may lie in what the state was given (in a chain of schedulers, in a wrapper of the user's own).
 _DEPTH = 4
+_MADE_BEFORE = (
+    "Make parameters before ModelState is made, and until they are trained leave them out of the forward pass, with "
+    "ModelState(.., find_unused_parameters=True); for masks call torch.nn.utils.prune.identity(module, name) there"
+)
 #: What is this process's own.
-_OF_PROCESS = ("_first", "_again", "_said", "_schedulers")
+_OF_PROCESS = ("_first", "_again", "_said", "_schedulers", "_in_group")
 _NOT_KEPT = "what it keeps is neither undone with a failed step, nor sent to a worker that joins, nor saved"
 
 
@@ -33,20 +40,28 @@ class Strangers:
 
     Args:
         model: the user's module.
+        structure: of it; copied before each step begins.
         optimizers: that the state was given.
         schedulers: the same.
         others: what else it was given, by name, that may be, or hold, schedulers.
+        is_averaged_by_ddp: whether gradients are those of the parameters that were there when the group was formed.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
+        structure: ModuleStructure,
         optimizers: Sequence[torch.optim.Optimizer],
         schedulers: Sequence[Any],
         others: Callable[[], Mapping[str, Any]],
+        *,
+        is_averaged_by_ddp: bool,
     ) -> None:
-        self._model, self._optimizers, self._kept, self._others = model, optimizers, schedulers, others
-        self._step = -1
+        self._model, self._structure = model, structure
+        self._optimizers, self._kept, self._others = optimizers, schedulers, others
+        self._is_averaged_by_ddp = is_averaged_by_ddp
+        self._names: Collection[str] = ()
+        self._walks, self._step = 0, -1
         self._forget()
         _say_if_strange(optimizers, model)
 
@@ -56,12 +71,23 @@ class Strangers:
         self._again: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._said: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
+        self._in_group: dict[int, torch.Tensor] = {}
         _present.watch()
 
-    def begin_step(self, step: int) -> None:
-        """A step begins, after so many committed ones."""
+    def begin_step(self, step: int, *, is_first: bool) -> None:
+        """A step begins.
+
+        Args:
+            step: committed steps.
+            is_first: none was committed in this group.
+        """
         self._step = step
         _present.strangers = weakref.ref(self)
+        if is_first:
+            self._in_group = {id(one): one for one in (*self._structure.parameters(), *self._trained())}
+        if self._structure.walks != self._walks:
+            self._walks = self._structure.walks
+            self._look_for_names()
         if self._schedulers is None:
             self._look_for_schedulers()
 
@@ -79,8 +105,10 @@ class Strangers:
 
         Raises:
             UnfitError: an optimizer of the model that the state was not given has stepped for several steps, or a
-                scheduler of one of its optimizers has.
+                scheduler of one of its optimizers has; or gradients of new parameters are averaged by nobody.
         """
+        if any(id(parameter) not in self._in_group for parameter in self._trained()):
+            self._judge_new()
         for optimizer in self._again:
             self._judge(optimizer)
         for found, epoch in self._schedulers or ():
@@ -105,6 +133,31 @@ class Strangers:
                 "the train step steps an optimizer, of the type %s, that ModelState was not given, of parameters that "
                 "are not the model's: they are not averaged over the workers, and %s. Make them parameters of the "
                 "model, and give ModelState all optimizers, as a list or a dict (docs/state.md)", kind, _NOT_KEPT,
+            )  # fmt: skip
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        return (each for one in self._optimizers for group in one.param_groups for each in group["params"])
+
+    def _judge_new(self) -> None:
+        new = {id(one): one for one in self._trained() if id(one) not in self._in_group}
+        names = [name for name, one in self._model.named_parameters() if id(one) in new and one.requires_grad]
+        is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        if names and self._is_averaged_by_ddp and not is_alone:
+            raise UnfitError(
+                f"the optimizer trains {shortlist(names)}, which the model did not have when this group was formed, so "
+                f"that nobody averages their gradients over the workers. {_MADE_BEFORE}"
+            )
+        self._in_group |= new
+
+    def _look_for_names(self) -> None:
+        """Of parameters; those that were there before the first step are as the script has built them."""
+        names = [name for name, _ in self._model.named_parameters()]
+        made = [name for name in names if name not in self._names] if self._names else []
+        self._names = {*self._names, *names}
+        if made:
+            log.warning(
+                "step %d has made, or renamed, the parameters %s: a worker that joins, and a run that resumes, build a "
+                "model without them, and end with an error. %s", self._step, shortlist(made), _MADE_BEFORE,
             )  # fmt: skip
 
     def _look_for_schedulers(self) -> None:
