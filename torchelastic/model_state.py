@@ -167,7 +167,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         return self._gradients.model
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around all backward passes of a step but the last: gradients add up here and are not exchanged yet."""
+        """Around forward and backward passes of all micro batches but the last: gradients add up and stay here."""
         return self._gradients.no_sync()
 
     def shards(self, loader: Iterator[Any]) -> Iterator[Any]:

@@ -178,12 +178,12 @@ class StepGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around all backward passes of a step but the last. Raises UnfitError: the graph is static."""
+        """Around all micro batches but the last, forward and backward. Raises UnfitError: the graph is static."""
         if self._ddp["static_graph"]:
             raise static_without_sync()
         was_accumulating, self._is_accumulating = self._is_accumulating, True
         try:
-            with nullcontext() if self._wrapped is None else self._wrapped.no_sync():
+            with self._source.accumulating(self._wrapped) if isinstance(self._source, Reduction) else nullcontext():
                 yield
         finally:
             self._is_accumulating = was_accumulating
