@@ -114,6 +114,32 @@ class Warming:
         self.parts["inner"][0].step()
 
 
+class Odd:
+    """An object that does not like to be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"asked for {name}")
+
+
+class Circle:
+    """One of the user's own, with a state, in a circle, and with much in it."""
+
+    def __init__(self) -> None:
+        self.itself, self.odd, self.many = self, Odd(), [[number] for number in range(10**5)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nothing": 1}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None: ...
+
+
+def test_objects_of_any_kind_are_looked_through_without_being_asked_anything() -> None:
+    state = made(extra={"circle": Circle()})
+    forgotten = StepLR(state.optimizer, 2)
+    with pytest.raises(UnfitError, match="a StepLR"):
+        trained(state, lambda _: forgotten.step())
+
+
 def in_turn(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, 2)], [2])
 

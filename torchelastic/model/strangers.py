@@ -10,7 +10,9 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,9 @@ from torchelastic.text import shortlist
 log = logging.getLogger(__name__)
 
 #: How deep a scheduler may lie in what the state was given (in a chain of schedulers, in a wrapper of the user's own).
-_DEPTH = 4
+_DEPTH = 5
+#: So many objects of each depth are looked at.
+_MOST = 2000
 _MADE_BEFORE = (
     "Make parameters before ModelState is made, and until they are trained leave them out of the forward pass, with "
     "ModelState(.., find_unused_parameters=True); for masks call torch.nn.utils.prune.identity(module, name) there"
@@ -164,7 +168,7 @@ class Strangers:
         """What there is before the first step; some tens of milliseconds."""
         known: list[LRScheduler] = []
         for one in (*self._kept, *self._others().values()):
-            found = list(_schedulers_in(one, _DEPTH))
+            found = _schedulers_in(one)
             known += found
             if not found and any(one is scheduler for scheduler in self._kept):
                 self._schedulers = []  # of a kind of the user's own: what it steps is not known
@@ -196,19 +200,29 @@ class Strangers:
         self._forget()
 
 
-def _schedulers_in(value: Any, depth: int) -> Iterator[LRScheduler]:
-    """The schedulers that something is, or holds."""
-    if isinstance(value, LRScheduler):
-        yield value
-    if depth == 0 or isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, str, bytes)):
-        return
-    inside: Iterable[Any] = getattr(value, "__dict__", {}).values()
-    if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, (list, tuple)):
-        inside = value
-    for one in inside:
-        yield from _schedulers_in(one, depth - 1)
+def _schedulers_in(root: Any) -> list[LRScheduler]:
+    """The schedulers that something is, or holds; of a large object only what is near."""
+    found, seen, level = [], {id(root)}, [root]
+    for _ in range(_DEPTH):
+        found += [one for one in level if issubclass(type(one), LRScheduler)]
+        inside = (one for value in level for one in islice(_inside(value), _MOST) if id(one) not in seen)
+        level = list({id(one): one for one in islice(inside, _MOST)}.values())
+        seen.update(map(id, level))
+    return found
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    kind = type(value)
+    if issubclass(kind, Mapping):
+        return cast("Mapping[Any, Any]", value).values()
+    if issubclass(kind, (list, tuple)):
+        return cast("Sequence[Any]", value)
+    if issubclass(kind, (torch.nn.Module, torch.optim.Optimizer, type, ModuleType)):
+        return ()
+    try:
+        return tuple(cast("dict[str, Any]", object.__getattribute__(value, "__dict__")).values())
+    except AttributeError:
+        return ()
 
 
 def _of_scheduler(scheduler: LRScheduler) -> str:
