@@ -16,11 +16,12 @@ from torchelastic.errors import NonRetryableException, UnfitError
 from torchelastic.group.step_course import StepCourse, digest_of_usual
 from torchelastic.inventory.generators import (
     Generators,
-    digest_of_drawing_torch,
-    drawing_torch,
+    digests_of_generators,
+    drawn_alike,
     generators,
-    put_drawing_torch,
+    put_row_of_generators,
     put_rows_of_generators,
+    row_of_generators,
     rows_draw_alike,
 )
 from torchelastic.inventory.module_structure import ModuleStructure
@@ -28,12 +29,13 @@ from torchelastic.inventory.names import named_parameters
 from torchelastic.model import newcomers, wrapping
 from torchelastic.model.companions import Companions, Large, Snapshot, Trained, WithCompanions
 from torchelastic.model.compute_check.options import ComputeCheck
-from torchelastic.model.one_or_many import OneOrMany
-from torchelastic.model.optimizers import OptimizerProgress, Optimizers, say_if_strange
+from torchelastic.model.one_or_many import GivenOnce, OneOrMany
+from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.replica_checks import ComparesReplicas
 from torchelastic.model.step_gradients import Needs, Salvaged, StepGradients
 from torchelastic.model.step_kind import kind_text
 from torchelastic.model.stored_form import OF_EACH_RANK, StoredForm
+from torchelastic.model.strangers import Strangers
 from torchelastic.model.transfer import (
     check_sendable,
     gathered_numbers,
@@ -102,6 +104,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
             an option of DDP that would break a promise.
     """
 
+    optimizer, scheduler = GivenOnce(), GivenOnce()
     step_course: StepCourse
     _ahead: Snapshot | None = None  # what is rolled forward to, where every survivor had completed a step that failed
     _random_when_failed: tuple[int, Generators] | None = None
@@ -130,18 +133,18 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         check_unsharded(model)
         self._own = Companions(sampler, extra)
         self.module = model
-        self.optimizer: Any = optimizer
-        self.scheduler = scheduler
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.replica_comparison = None
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, self._own, logical_shards, salvage, find_unused_parameters, ddp, check)
         self._backward, self.rollback = self._gradients.backward, self._gradients.rollback
         self._optimizers = Optimizers(optimizer, self._own.extras.keep_large, self._gradients.check_reduced)
-        self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun)
-        say_if_strange(self._optimizers.objects, model)
+        self._structure = ModuleStructure(model)
+        given = (self._optimizers.objects, self._schedulers.objects, self._own.extras.objects)
+        self._strangers = Strangers(model, self._structure, *given, is_averaged_by_ddp=logical_shards is None)
+        self.step_course = self._gradients.course(self._own.batches, self._optimizers.begun, self._strangers.check_end)
         self._world = WorldWatch()
         self._on_out_of_sync = on_out_of_sync
-        self._structure = ModuleStructure(model)
         are_salvaged, extras = self._gradients.are_salvaged, self._own.extras
         self._undo = WeightUndo(snapshot, model, self._structure, self._optimizers, extras, are_watched=are_salvaged)
         self._status = StateStatus.INITIAL
@@ -164,7 +167,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         return self._gradients.model
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around all backward passes of a step but the last: gradients add up here and are not exchanged yet."""
+        """Around forward and backward passes of all micro batches but the last: gradients add up and stay here."""
         return self._gradients.no_sync()
 
     def shards(self, loader: Iterator[Any]) -> Iterator[Any]:
@@ -210,6 +213,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self.step_course.begin(self.step)
         snapshot = self._capture(self._undo.copy if copies else lambda: None)
         self._gradients.begin_step(self.step)
+        self._strangers.begin_step(self.step, is_first=self.step_course.before is None)
         self._earlier_numbers.keep(snapshot.step, snapshot.random)
         return snapshot
 
@@ -348,16 +352,16 @@ class ModelState(WithCompanions, ComparesReplicas, State):
                     received, self.module, self._own, self._trained, was_in_sync=was_in_sync, source=source
                 )
                 self._status = StateStatus.COMPLETE
-                self._draws_alike = received["draws_alike"]
+                self._drawn_alike = received["drawn_alike"]
                 self._replaced += 1
                 if self.step_course.goes_back and self._earlier_numbers.put(self.step):
                     pass  # as this rank has drawn them
                 elif received["random_rows"] is not None:
                     put_rows_of_generators(received["random_rows"], rank)
-                elif received["draws_alike"]:
-                    put_drawing_torch(received["drawing"])
-                elif self._random_when_failed is not None and self._random_when_failed[0] == self.step:
-                    self._random_when_failed[1].put()  # of after the step, which others have committed
+                else:
+                    if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
+                        self._random_when_failed[1].put()  # of after the step, which others have committed
+                    put_row_of_generators(received["drawing"], self._drawn_alike)
         if best.state_status is StateStatus.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and all_progress[other] == best]
             self._own.synchronize(self._trained, equals, move)
@@ -366,8 +370,8 @@ class ModelState(WithCompanions, ComparesReplicas, State):
 
     def _sent(self) -> dict[str, Any]:
         tree = newcomers.sent(self.module, self._own, self._trained, self._stored.changed_attributes())
-        random = {"draws_alike": self._draws_alike, "drawing": drawing_torch(), "random_rows": self._random_rows}
-        return {**tree, **random}
+        drawing = {"drawn_alike": sorted(self._drawn_alike), "drawing": row_of_generators()}
+        return {**tree, **drawing, "random_rows": self._random_rows}
 
     def _kind_of_content(self) -> list[int]:
         """Changes when the state gets content of a new kind; computed after each step, so it looks at no value."""
@@ -394,28 +398,25 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     def _gather_progress(
         self, world_size: int, rank: int, device: torch.device
     ) -> tuple[list[StateProgress], list[int], list[int], Needs]:
-        """By rank: how complete and how recent its state is, and what it has kept and knows of the step that failed.
-
-        And what any rank needs of all.
-        """
-        gradients, random = self._gradients, digest_of_drawing_torch()
+        """By rank: how complete and recent its state is, what it has kept of a failed step; what any rank needs."""
+        gradients, random = self._gradients, digests_of_generators()
         needs, kind, course = gradients.needs, gradients.kind, digest_of_usual(self.step_course.usual)
         offer, thaws, withdrawn = gradients.offer(self.step), gradients.thaws, self.step_course.withdrawn
-        mine = [int(self._status), self.step, offer, thaws, random, course, withdrawn, *needs, *kind]
+        mine = [int(self._status), self.step, offer, thaws, course, withdrawn, *random, *needs, *kind]
         rows = gathered_numbers(mine, world_size, device)
         said = [StateProgress.of(StateStatus(status), step) for status, step, *_ in rows]
-        everyones = [Needs(*row[7 : -len(kind)]) for row in rows]
+        everyones = [Needs(*row[6 + len(random) : -len(kind)]) for row in rows]
         progress = self._standing(said, [one.gone_back for one in everyones], rank)
-        progress = standing(progress, [row[6] for row in rows])
+        progress = standing(progress, [row[5] for row in rows])
         self.step_course.goes_back = progress != said or self._is_to_go_back
         if self.step_course.goes_back and self.step_course.withdrawn:
             log.warning("%s", text_of(self.step_course.withdrawn))
         best = max(progress)
         source = progress.index(best)
-        drawing = [row[4] for row, one in zip(rows, progress, strict=True) if one == best]
+        drawing = [row[6 : 6 + len(random)] for row, one in zip(rows, progress, strict=True) if one == best]
         if len(drawing) > 1:
-            self._draws_alike = len(set(drawing)) == 1
-        self.step_course.is_common = len({row[5] for row in rows}) == 1
+            self._drawn_alike = drawn_alike(drawing)
+        self.step_course.is_common = len({row[4] for row in rows}) == 1
         here, there = rows[rank][-len(kind) :], rows[source][-len(kind) :]
         if here != there:
             raise UnfitError(
@@ -432,12 +433,12 @@ class ModelState(WithCompanions, ComparesReplicas, State):
         self._own.restore(self._ahead, self._trained)
 
     def begin_replica_comparison(self) -> Callable[[], ReplicaDigests] | None:
-        """Of the weights, which part wherever anything else has parted. See `State`."""
+        """Of the weights, which part where anything else has, and of where optimizers keep state. See `State`."""
         if self.replica_comparison is not None and not self.replica_comparison.is_in_sync:
             return None  # that was said
-        of_weights = self._begun_digest_of_weights()
-        of_random = digest_of_drawing_torch()
-        return lambda: ReplicaDigests(of_weights() >> 2, of_random)
+        of_state = self._begun_digest()
+        of_random = digests_of_generators()
+        return lambda: ReplicaDigests(of_state() >> 2, *of_random)
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -453,7 +454,7 @@ class ModelState(WithCompanions, ComparesReplicas, State):
             tree, self._trained, with_random=with_random, was_trained=was_trained, is_all_known=is_all_known
         )
         if self._random_rows is not None:
-            self._draws_alike = rows_draw_alike(self._random_rows)
+            self._drawn_alike = rows_draw_alike(self._random_rows)
         self._status = StateStatus.COMPLETE
         self._replaced += 1
 

@@ -22,11 +22,15 @@ class ReplicaDigests(NamedTuple):
 
     Attributes:
         state: of what has to be equal on all ranks.
-        random: of this rank's random numbers.
+        torch: of what this rank draws from torch's generators.
+        python: the same of Python's.
+        numpy: the same of numpy's.
     """
 
     state: int
-    random: int
+    torch: int
+    python: int
+    numpy: int
 
 
 class State(ABC):
@@ -96,12 +100,12 @@ class State(ABC):
         """
         return None
 
-    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:  # noqa: B027 - as above
+    def end_replica_comparison(self, *, are_equal: bool, draw_alike: Collection[str]) -> None:  # noqa: B027 - as above
         """Called when all digests are known; on every rank after the same committed step, inside the group.
 
         Args:
             are_equal: whether the digests of the states are.
-            draw_alike: whether those of the random numbers are.
+            draw_alike: the generators of random numbers whose digests are: of "torch", "python" and "numpy".
         """
 
     def capture_snapshot(self) -> Any:

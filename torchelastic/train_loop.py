@@ -26,7 +26,6 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.ended_iterators import ended_by, is_of_iterator
 from torchelastic.error_text import in_one_line
 from torchelastic.errors import (
-    ComputeCheckError,
     DrainedException,
     NonRetryableException,
     RetryableException,
@@ -322,7 +321,7 @@ class TrainLoop:
                 raise RetryableException("the step must not count: another group may be training by now")
         except SkippedError:
             return self.skip(snapshot)
-        except (RuntimeError, ComputeCheckError) as error:
+        except (RuntimeError, NonRetryableException) as error:
             self._undo_or_raise(error, snapshot)
             return False
         self._say_if_not_copied()

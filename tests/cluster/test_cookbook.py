@@ -162,6 +162,12 @@ def test_skip_a_bad_batch_with_a_kill_between_two(jobs: MakeJob, tmp_path: Path)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("recipe", ["contrastive", "own_gradients"])
+def test_contrastive_and_own_gradients_with_a_kill(jobs: MakeJob, tmp_path: Path, recipe: str) -> None:
+    Ran(jobs, tmp_path, recipe, "--min-workers=2", call="optimizer", times=15, victim=0).check_both()
+
+
+@pytest.mark.long
 def test_hugging_face(jobs: MakeJob, tmp_path: Path) -> None:
     needs("transformers")
     kill = {"call": "optimizer", "times": 15, "victim": 1}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,6 +124,40 @@ def test_what_an_optimizer_keeps_inside_another_one_is_sent() -> None:
     found = {path for path in apart(source, newcomer) if ".defaults." not in path}  # torch adds to these
     assert found == set()
     assert is_shared, "a scheduler that changes the one's learning rate changes the other's"
+
+
+def joined_drawing(alike: frozenset[str]) -> dict[str, float]:
+    """What each rank draws in the end: two train, one of them is lost, and comes back as its script has seeded it."""
+    rank = dist.get_rank()
+
+    def begun() -> torchelastic.ModelState:
+        torch.manual_seed(0 if "torch" in alike else rank)
+        random.seed(0 if "python" in alike else rank)
+        np.random.seed(0 if "numpy" in alike else rank)
+        module = torch.nn.Linear(3, 2)
+        return torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def drawn() -> dict[str, float]:
+        return {"torch": float(torch.rand(())), "python": random.random(), "numpy": float(np.random.rand())}
+
+    state = begun()
+    state.sync()
+    state.snapshot()
+    drawn()
+    state.commit()
+    if rank == 1:
+        state = begun()
+    state.sync()
+    return drawn()
+
+
+@pytest.mark.parametrize("kinds", ["torch python numpy", "python", "numpy torch"])
+def test_a_worker_that_joins_draws_on_with_the_others_from_each_generator_from_which_they_drew_alike(
+    kinds: str,
+) -> None:
+    alike = frozenset(kinds.split())
+    source, newcomer = values(run_ranks(joined_drawing, alike, ranks=2))
+    assert {kind for kind in source if source[kind] == newcomer[kind]} == alike
 
 
 #: What is sent, and a change that only this part brings.

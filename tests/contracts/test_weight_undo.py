@@ -399,3 +399,38 @@ def test_a_large_average_in_extra_is_undone_with_the_weights() -> None:
         assert differences(before, census_of(average=average, model=model)) == {}
         assert state.snapshot().large is None, "no step comes before the sync"
         state.sync(1, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_large_average_that_is_updated_before_the_optimizer_is_copied_from_then_on_and_one_behind_it_is_not(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(200, 200)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torchelastic.ModelState(model, optimizer, extra={"average": average}, snapshot="commit")
+    state.sync(1, 0)
+
+    def one_step() -> None:
+        if when == "before":
+            average.update_parameters(model)
+        state.optimizer.zero_grad()
+        state.model(torch.randn(3, 200)).square().mean().backward()
+        state.optimizer.step()
+        if when == "after":
+            average.update_parameters(model)
+
+    for _ in range(2):
+        snapshot = state.snapshot()
+        one_step()
+        state.commit()
+    assert (snapshot.large is not None) is (when == "before"), "from the second step on"
+    assert ("a large object of `extra` before it" in caplog.text) is (when == "before")
+    if when == "before":
+        before = census_of(average=average, model=model)
+        snapshot = state.snapshot()
+        average.update_parameters(model)
+        assert differences(before, census_of(average=average, model=model))
+        state.apply(snapshot)
+        assert differences(before, census_of(average=average, model=model)) == {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import torchelastic
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.errors import UnfitError
 from torchelastic.model.logical_shards import shard_seed, split_batch
 
 #: What `grad_dtype` of a bfloat16 parameter may be: anything since torch 2.10.
@@ -89,6 +92,24 @@ def test_a_buffer_that_no_shard_changes_keeps_its_bits(constant: torch.Tensor) -
         one_step(state, loader)
     assert torch.equal(dict(state.module.named_buffers())["constant"], constant)
     assert norm_of(state).num_batches_tracked == torch.tensor(3)
+
+
+@pytest.mark.parametrize("change", ["another size", "another type", "one more", "one less"])
+def test_buffers_that_become_others_in_a_forward_pass_are_refused_by_name(change: str) -> None:
+    state, loader = make_state(4)
+    norm = norm_of(state)
+
+    def go_through() -> None:
+        for _ in state.shards(loader):
+            if change == "one more":
+                norm.register_buffer("extremes", torch.zeros(2))
+            elif change == "one less":
+                del norm.num_batches_tracked
+            else:
+                norm.running_mean = torch.zeros(9) if change == "another size" else torch.zeros(4, dtype=torch.int32)
+
+    with pytest.raises(UnfitError, match=r"with logical_shards buffers keep .* forward pass before ModelState is made"):
+        go_through()
 
 
 def test_a_parameter_that_no_shard_uses_is_left_alone_and_one_that_a_single_shard_uses_is_not() -> None:
@@ -181,12 +202,20 @@ def test_a_second_attempt_that_fails_between_two_optimizers_is_repeated_with_the
     assert all(torch.equal(one, other) for one, other in zip(undisturbed, found, strict=True))
 
 
-def test_random_numbers_belong_to_the_shard() -> None:
-    state, loader = make_state(4)
-    drawn = [float(torch.rand(())) for _ in state.shards(loader)]
-    torch.manual_seed(shard_seed(0, 0, 2))
-    assert drawn[2] == float(torch.rand(()))
-    assert len(set(drawn)) == 4
+def draw_from_all() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.beta(0.4, 0.4))
+
+
+def test_random_numbers_of_torch_python_and_numpy_belong_to_the_shard_and_behind_all_to_the_step() -> None:
+    drawn = []
+    for worker in range(2):  # each has drawn other numbers before
+        state, loader = make_state(4)
+        random.seed(worker)
+        np.random.seed(worker)
+        torch.manual_seed(worker)
+        drawn.append([*(draw_from_all() for _ in state.shards(loader)), draw_from_all()])
+    assert drawn[0] == drawn[1]
+    assert all(len(set(of_one)) == 5 for of_one in zip(*drawn[0], strict=True))
     assert len({shard_seed(seed, step, shard) for seed in range(5) for step in range(5) for shard in range(5)}) == 125
 
 

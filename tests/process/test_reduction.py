@@ -208,6 +208,7 @@ def test_a_step_that_evaluates_and_one_that_reduces_by_itself_go_on(caplog: pyte
         wrapped(torch.ones(2, 4), "left").sum().backward()
     reduction.check_reduced(rank=1)
     assert "not averaged" in caplog.text
+    assert "Gradients of torch.autograd.grad" in caplog.text
 
 
 class Bucket:

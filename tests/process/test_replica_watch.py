@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,9 +31,9 @@ def test_digests_cost_their_share_at_most(cost_s: float, exchange_s: float) -> N
 class Compared(Counter):
     """Has the digests that it is given."""
 
-    def __init__(self, state: int = 1, random: int = 1) -> None:
+    def __init__(self, state: int = 1, **random: int) -> None:
         super().__init__()
-        self.digests = ReplicaDigests(state, random)
+        self.digests = ReplicaDigests(state, **{"torch": 1, "python": 1, "numpy": 1, **random})
         self.begun = 0
 
     def begin_replica_comparison(self) -> Any:
@@ -51,16 +53,15 @@ def exchanged(states: list[Compared], exchanges: int) -> list[set[Any]]:
 
 
 @pytest.mark.parametrize(("digests", "is_equal"), [((5, 5, 5), True), ((5, 5, 6), False), ((4, 5, 5), False)])
-@pytest.mark.parametrize("are_random", [False, True])
-def test_all_ranks_read_the_same_in_the_same_exchange(
-    digests: tuple[int, ...], is_equal: bool, are_random: bool
-) -> None:
-    states = [Compared(random=each) if are_random else Compared(state=each) for each in digests]
+@pytest.mark.parametrize("of", ["state", "torch", "python", "numpy"])
+def test_all_ranks_read_the_same_in_the_same_exchange(digests: tuple[int, ...], is_equal: bool, of: str) -> None:
+    states = [Compared(**{of: each}) for each in digests]
     found = exchanged(states, 3 * FIRST_AFTER)
     assert all(len(each) == 1 for each in found)
     verdicts = [verdict for each in found for verdict in each if verdict is not None]
     assert len(verdicts) > 2
-    assert set(verdicts) == {(True, is_equal) if are_random else (is_equal, True)}
+    alike = {"torch", "python", "numpy"} - ({of} if not is_equal else set())
+    assert set(verdicts) == {(is_equal or of != "state", frozenset(alike))}
 
 
 def test_a_state_that_compares_nothing_is_asked_once() -> None:
@@ -73,12 +74,16 @@ def test_a_state_that_compares_nothing_is_asked_once() -> None:
     assert {state.begun for state in states} == {1}
 
 
-def train_and_part(at: int, mode: str, per_rank_seed: bool) -> tuple[list[int], str, bool]:
-    """The steps after which this rank knew that they are apart, what it was told, and whether they draw alike."""
+def train_and_part(
+    at: int, mode: str, per_rank_seed: bool, what: str = "weight"
+) -> tuple[list[int], str, frozenset[str]]:
+    """The steps after which this rank knew that they are apart, what it was told, and from what they draw alike."""
     step_agreement.interval_steps = lambda *_: 1  # else it depends on how fast this machine is
     replica_watch.FIRST_AFTER, replica_watch.exchanges_between = 2, lambda *_: 2
     rank, (groups, _) = dist.get_rank(), form_ours()
     torch.manual_seed(rank if per_rank_seed else 0)
+    random.seed(0)
+    np.random.seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Linear(300, 1))
     state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.001), on_out_of_sync=mode)
     state.sync()
@@ -91,7 +96,11 @@ def train_and_part(at: int, mode: str, per_rank_seed: bool) -> tuple[list[int], 
         state.model(torch.randn(3, 4)).square().mean().backward()
         state.optimizer.step()
         if rank == 1 and step == at:
-            module.get_parameter("1.weight").data[0, 250] += 1e-4
+            weight = module.get_parameter("1.weight")
+            if what == "weight":
+                weight.data[0, 250] += 1e-4
+            else:  # as of a Muon that has the momentum of its own parameters only
+                state.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3)
         state.commit()
         try:
             agreement.leave(False, state)
@@ -104,7 +113,7 @@ def train_and_part(at: int, mode: str, per_rank_seed: bool) -> tuple[list[int], 
             known.append(step)
             told = str(comparison)
     groups.destroy()
-    return known, told, state._draws_alike
+    return known, told, frozenset(state._drawn_alike)
 
 
 @pytest.mark.parametrize("mode", ["log", "raise"])
@@ -117,11 +126,21 @@ def test_ranks_that_part_ways_are_named_a_few_steps_later(mode: str) -> None:
     assert 12 <= known[0] <= 20
     for _, told, alike in found:
         assert "module differs on rank 1 (1.weight)" in told
-        assert alike
+        assert "torch" in alike
     if mode == "raise":
         assert "ranks have parted since the last sync" in found[0][1]
 
 
+def test_an_optimizer_that_keeps_other_state_on_another_rank_is_named_though_all_weights_are_equal() -> None:
+    with crew_of(2) as crew:
+        found = succeeded(crew.run(train_and_part, 12, "raise", False, "state", ranks=2))
+    for known, told, _ in found:
+        assert 12 <= known[0] <= 20
+        assert "optimizer differs on rank 1" in told
+        assert "module" not in told
+        assert "divides its state among the ranks" in told
+
+
 def test_ranks_that_stay_together_are_never_said_to_have_parted_and_know_that_they_draw_otherwise() -> None:
     with crew_of(2) as crew:
-        assert succeeded(crew.run(train_and_part, -1, "raise", True, ranks=2)) == [([], "", False)] * 2
+        assert succeeded(crew.run(train_and_part, -1, "raise", True, ranks=2)) == [([], "", {"python", "numpy"})] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from typing import Any
 
@@ -16,6 +17,15 @@ import torchelastic
 from tests.process.local_ranks import crew_of, form_ours, succeeded
 
 REGISTRY: dict[str, type] = {}
+
+
+def log_of(name: str) -> list[str]:
+    """What is logged there from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    return said
 
 
 class Net(nn.Module):
@@ -154,6 +164,23 @@ def no_sync_adds_up() -> list[float]:
 def test_gradients_add_up_where_they_are_not_to_be_exchanged_yet() -> None:
     with crew_of(2) as crew:
         assert succeeded(crew.run(no_sync_adds_up, ranks=2)) == [[0.0, 1.0], [1.0, 1.0]]
+
+
+def no_sync_around_the_backward_pass_alone() -> list[str]:
+    module = nn.Linear(1, 1, bias=False)
+    state, said = state_of(module), log_of("torchelastic.model.reduction")
+    for _ in range(2):
+        outputs = state.model(torch.ones(1, 1))
+        with state.no_sync():
+            outputs.sum().backward()
+    return said
+
+
+def test_no_sync_around_a_backward_pass_alone_is_said_once_to_exchange_gradients_all_the_same() -> None:
+    with crew_of(2) as crew:
+        for said in succeeded(crew.run(no_sync_around_the_backward_pass_alone, ranks=2)):
+            (line,) = said
+            assert "because its forward pass was outside: put both inside" in line
 
 
 def calls_of(kind: str) -> list[str]:

@@ -8,6 +8,8 @@ import pytest
 
 import torchelastic
 from tests.pure.test_train_loop import Counter, ScriptedCoordinator, count_to
+from torchelastic.errors import UnfitError
+from torchelastic.group.step_course import StepCourse
 from torchelastic.join_rules import Dismissal, GroupChange
 from torchelastic.train_loop import train
 
@@ -173,6 +175,17 @@ def test_a_newcomer_that_the_others_go_on_without_ends_with_its_own_error(is_for
     with pytest.raises(ValueError, match=r"^mine$"):
         train(coordinator, count_to(3, {1: ValueError("mine")}), Counter())
     assert ("fails_for_good" in coordinator.calls) is is_for_good
+
+
+def test_what_is_found_unfit_at_the_end_of_a_step_ends_this_worker_and_it_is_not_started_again() -> None:
+    def check_end() -> None:
+        raise UnfitError("the step trains what nobody keeps")
+
+    coordinator, state = Changing(), Counter()
+    state.step_course = StepCourse(lambda: 0, lambda: 0, lambda: (), check_end)
+    with pytest.raises(UnfitError, match="the step trains what nobody keeps"):
+        train(coordinator, count_to(3), state)
+    assert coordinator.asked() == ["on_error", "fails_for_good"]
 
 
 def test_a_newcomer_without_an_error_of_its_own_ends_with_theirs() -> None:

@@ -201,7 +201,7 @@ def differ_error(step: int, what: str, *, is_own: bool, is_in_parts: bool = Fals
     undone = ", so it is undone on all of them and repeated; "
     remedy = "to leave a batch out on purpose call state.skip_step(reason) before backward()"
     if is_in_parts:
-        remedy = "put all backward passes of a step but the last under state.no_sync()"
+        remedy = "put forward and backward passes of all micro batches but the last under state.no_sync()"
     text = f"step {step + 1}: {what}. A step has to do the same on every rank{undone}{remedy}"
     return StepsDifferError(text) if is_own else OthersDifferError(text)
 

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ import torch
 
 from torchelastic.errors import UnfitStateError
 
+#: The generators, as a script seeds them; torch's is that of the CPU, and of the GPU that a process uses, if it does.
+KINDS = ("torch", "python", "numpy")
 #: Of a Mersenne Twister in numpy's memory: 624 words and the position among them.
 _TWISTER_BYTES = 624 * 4 + 4
 
@@ -39,24 +41,27 @@ def generators() -> Generators:
     return Generators(*_torchs(), random.getstate(), _numpys.state())
 
 
-def drawing_torch() -> list[torch.Tensor]:
-    """The states of those of torch's that a rank draws from: of the CPU, and of the GPU that it uses, if it does."""
-    uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if uses_gpu else [])]
+def digests_of_generators() -> tuple[int, ...]:
+    """For each of `KINDS` 62 bits that stand for what this process draws from it."""
+    cpu, cuda, *others = _parts()
+    digests = (hashlib.blake2b(part, digest_size=8).digest() for part in (cpu + cuda, *others))
+    return tuple(int.from_bytes(one, "little") >> 2 for one in digests)
 
 
-def put_drawing_torch(states: Sequence[torch.Tensor]) -> None:
-    """Draw what another rank draws, whose `drawing_torch` this was."""
-    cpu, *of_gpu = states
-    torch.set_rng_state(cpu.cpu())
-    if of_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as above
-        torch.cuda.set_rng_state(of_gpu[0].cpu())
+def drawn_alike(digests: Iterable[Sequence[int]]) -> frozenset[str]:
+    """Those of `KINDS` from which all ranks draw the same, by the `digests_of_generators` of each. Pure.
+
+    >>> sorted(drawn_alike([(1, 2, 3), (1, 5, 3)]))
+    ['numpy', 'torch']
+    """
+    return frozenset(kind for kind, of in zip(KINDS, zip(*digests, strict=True), strict=True) if len(set(of)) == 1)
 
 
-def digest_of_drawing_torch() -> int:
-    """62 bits that stand for these states."""
-    content = b"".join(state.numpy().tobytes() for state in drawing_torch())
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 2
+def seed_generators(seed: int) -> None:
+    """Draw from this seed, 0 to 2**64 - 1, from all of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager
@@ -92,9 +97,7 @@ _NUMPY = struct.Struct("<624II?d")
 
 def row_of_generators() -> torch.Tensor:
     """This rank's, as they are now, as one tensor of `ROW_BYTES` bytes."""
-    cpu, *cuda = (state.numpy().tobytes() for state in drawing_torch())
-    _, words, waiting = random.getstate()
-    parts = [cpu, *(cuda or [b""]), _PYTHON.pack(*words, waiting is not None, waiting or 0.0), _numpy_bytes()]
+    parts = _parts()
     row = _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
     return torch.frombuffer(bytearray(row.ljust(ROW_BYTES, b"\0")), dtype=torch.uint8)
 
@@ -102,7 +105,7 @@ def row_of_generators() -> torch.Tensor:
 def put_rows_of_generators(rows: torch.Tensor, rank: int) -> None:
     """Draw what this rank drew that was saved; one that was not saved draws from what was, and from its number.
 
-    Where all that were saved drew alike from torch's, so does this one.
+    Where all that were saved drew alike from a generator, so does this one.
 
     Args:
         rows: of every rank that was saved, by rank, as `row_of_generators` gave them.
@@ -111,16 +114,30 @@ def put_rows_of_generators(rows: torch.Tensor, rank: int) -> None:
     Raises:
         UnfitStateError: these are no such rows; nothing has changed.
     """
-    saved = [_parts_of(row.cpu().numpy().tobytes()) for row in rows]
-    if not saved:
+    if not len(rows):
         return
-    if rank < len(saved):
-        _put_parts(saved[rank])
+    if rank < len(rows):
+        put_row_of_generators(rows[rank], KINDS)
         return
-    draw_from(b"".join(map(b"".join, saved)), rank)
-    if rows_draw_alike(rows):
-        cpu, cuda, *_ = saved[0]
-        _put_parts((cpu, cuda, b"", b""))
+    draw_from(b"".join(b"".join(_parts_of(row)) for row in rows), rank)
+    put_row_of_generators(rows[0], rows_draw_alike(rows))
+
+
+def put_row_of_generators(row: torch.Tensor, kinds: Collection[str]) -> None:
+    """Draw what another rank draws from these of `KINDS`, whose `row_of_generators` this was.
+
+    Raises:
+        UnfitStateError: it is no such row; nothing has changed.
+    """
+    cpu, cuda, python, numpy = _parts_of(row)
+    if "torch" in kinds:
+        _put_drawing(cpu, cuda)
+    if "python" in kinds and python:
+        *words, is_waiting, waiting = _PYTHON.unpack(python)
+        random.setstate((3, tuple(words), waiting if is_waiting else None))
+    if "numpy" in kinds and numpy:
+        *key, position, has_waiting, waiting = _NUMPY.unpack(numpy)
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(has_waiting), waiting))
 
 
 def draw_from(content: bytes, rank: int) -> None:
@@ -131,18 +148,29 @@ def draw_from(content: bytes, rank: int) -> None:
         rank: of this process.
     """
     seed = int.from_bytes(hashlib.blake2b(content + str(rank).encode(), digest_size=8).digest(), "little")
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_generators(seed)
 
 
-def rows_draw_alike(rows: torch.Tensor) -> bool:
-    """Whether all ranks that were saved drew the same numbers from torch's; where one was saved, nobody knows."""
-    of_torch = {_parts_of(row.cpu().numpy().tobytes())[:2] for row in rows}
-    return len(rows) > 1 and len(of_torch) == 1
+def rows_draw_alike(rows: torch.Tensor) -> frozenset[str]:
+    """Those of `KINDS` from which all ranks that were saved drew the same; where one was saved, nobody knows."""
+    if len(rows) < 2:
+        return frozenset()
+    first, *others = (_parts_of(row) for row in rows)
+    of = {"torch": slice(0, 2), "python": slice(2, 3), "numpy": slice(3, 4)}
+    return frozenset(kind for kind in KINDS if all(one[of[kind]] == first[of[kind]] for one in others))
 
 
-def _parts_of(row: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+def _parts() -> tuple[bytes, bytes, bytes, bytes]:
+    """Of torch's on the CPU, of that on this process's GPU, of Python's and of numpy's, as they are now."""
+    uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if uses_gpu else b""
+    _, words, waiting = random.getstate()
+    python = _PYTHON.pack(*words, waiting is not None, waiting or 0.0)
+    return torch.get_rng_state().numpy().tobytes(), cuda, python, _numpy_bytes()
+
+
+def _parts_of(stored: torch.Tensor) -> tuple[bytes, bytes, bytes, bytes]:
+    row = stored.cpu().numpy().tobytes()
     lengths = _LENGTHS.unpack_from(row) if len(row) >= _LENGTHS.size else ()
     if not lengths or _LENGTHS.size + sum(lengths) > len(row) or lengths[3] not in (0, _NUMPY.size):
         raise UnfitStateError("the random numbers in the state that is loaded are not in the form that is known here")
@@ -151,16 +179,11 @@ def _parts_of(row: bytes) -> tuple[bytes, bytes, bytes, bytes]:
     return cpu, cuda, python, numpy
 
 
-def _put_parts(parts: tuple[bytes, bytes, bytes, bytes]) -> None:
-    """Those that are there."""
-    cpu, cuda, python, numpy = parts
-    put_drawing_torch([torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (cpu, cuda) if part])
-    if python:
-        *words, is_waiting, waiting = _PYTHON.unpack(python)
-        random.setstate((3, tuple(words), waiting if is_waiting else None))
-    if numpy:
-        *key, position, has_waiting, waiting = _NUMPY.unpack(numpy)
-        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(has_waiting), waiting))
+def _put_drawing(cpu: bytes, cuda: bytes) -> None:
+    if cpu:
+        torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
+    if cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as above
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda), dtype=torch.uint8))
 
 
 def _numpy_bytes() -> bytes:

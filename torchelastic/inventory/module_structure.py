@@ -87,9 +87,13 @@ class ModuleStructure:
     Args:
         module: modules in it whose parameters are made by their first forward pass are left alone until then.
         name: how a message calls it.
+
+    Attributes:
+        walks: how often it was gone through, since it had other modules or attributes than before.
     """
 
     def __init__(self, module: torch.nn.Module, name: str = "model") -> None:
+        self.walks = 0
         self._module, self._name = module, name
         self._copied = CopyMemory()
         self._unbind()
@@ -149,6 +153,7 @@ class ModuleStructure:
 
     def _bind(self) -> None:
         self._unbind()
+        self.walks += 1
         self._is_whole = True
         for path, module in self._module.named_modules(prefix=self._name):
             values, slots = vars(module), slots_of(module)

@@ -162,6 +162,11 @@ class Extras:
         large = (value for value in self.objects().values() if id(value) in self._large) if self._large else ()
         return sum(tensor_bytes(value.state_dict()) for value in large)
 
+    def large_tensors(self) -> list[torch.Tensor]:
+        """Those in the states of large objects; of an object that gives copies, these say nothing of it."""
+        large = (value for value in self.objects().values() if id(value) in self._large) if self._large else ()
+        return [tensor for value in large for tensor in _tensors(value.state_dict())]
+
     def keep_large(self) -> None:
         """Copy the large states: an optimizer is going to step, and another one later in the same train step."""
         self._kept = None  # its memory is used again

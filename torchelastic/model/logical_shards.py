@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from torchelastic.errors import UnfitError
 from torchelastic.group.step_course import FORWARD, REDUCTION, nowhere
+from torchelastic.inventory.generators import seed_generators
 from torchelastic.model import tree_sum
 from torchelastic.model.compute_check.shard_check import ShardCheck
 from torchelastic.model.digest import as_word, digest
 from torchelastic.model.loss_counts import LossCounts, Tally
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
+from torchelastic.text import shortlist
 
 #: Elements of each node that travel in one message: bounds the memory that the exchange takes.
 CHUNK_ELEMENTS = 1 << 20
@@ -146,19 +148,36 @@ class LogicalShards:
         if check is not None:
             yield from check.compare(partial(self._digested, of))
         self._sum_up(empty)
-        torch.manual_seed(shard_seed(of.seed, of.step, self.shards))  # for what else the step draws
+        seed_generators(shard_seed(of.seed, of.step, self.shards))  # for what else the step draws
 
     def _computed(self, shard: int, size: int, part: Any, of: OfStep) -> Generator[Any, None, Summand]:
-        torch.manual_seed(shard_seed(of.seed, of.step, shard))
+        seed_generators(shard_seed(of.seed, of.step, shard))
         self._module.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
                 buffer.copy_(value)
         self._counts.begin_window()
         yield part
+        self._check_buffers()
         tally = self._counts.tally_of_shard()
         factor = size / of.samples if tally.plain else self._counts.scale if tally.count else 0.0
         return Summand(self._flat(size / of.samples, factor), tally)
+
+    def _check_buffers(self) -> None:
+        """Each shard begins with the buffers of before the step, and their changes are averaged: by place and size."""
+        now = dict(self._module.named_buffers())
+        other = [
+            name for name, before in zip(now, self._buffers, strict=False)
+            if now[name].shape != before.shape or now[name].dtype != before.dtype
+        ]  # fmt: skip
+        other += list(now)[len(self._buffers) :]
+        if other or len(now) < len(self._buffers):
+            raise UnfitError(
+                f"with logical_shards buffers keep number, type and size in a forward pass, and these are others now: "
+                f"{shortlist(other) or 'some are gone'}. Run one forward pass before ModelState is made, on every "
+                "worker, if the first one makes them (observers of quantization); what grows needs logical_shards left "
+                "out"
+            )
 
     def _digested(self, of: OfStep, shard: int, size: int, part: Any) -> Generator[Any, None, int]:
         return (yield from self._computed(shard, size, part, of)).digest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchelastic.errors import UnfitStateError
+from torchelastic.errors import UnfitError, UnfitStateError
 
 
 class OneOrMany:
@@ -67,6 +67,26 @@ class OneOrMany:
                 f"the state of {self._what}s {', '.join(self.names)} was expected, and this one has {held}"
             )
         return [state[name] for name in self.names]
+
+
+class GivenOnce:
+    """An attribute for the objects of a `OneOrMany`: as they were given, and never others."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, of: Any, owner: type | None = None) -> Any:
+        return self if of is None else vars(of)[self._name]
+
+    def __set__(self, of: Any, value: Any) -> None:
+        """Raises UnfitError: it is another one than was given."""
+        if vars(of).setdefault(self._name, value) is not value:
+            raise UnfitError(
+                f"state.{self._name} cannot be replaced in a run: what the new one keeps would neither be undone "
+                f"with a failed step, nor sent to a worker that joins, nor saved. Give ModelState every {self._name} "
+                f"that the run uses (`{{'warm up': .., 'main': ..}}`) and step the one whose turn it is; an optimizer "
+                "begins anew with `optimizer.state.clear()`"
+            )
 
 
 def is_stateful(value: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,20 +89,6 @@ class StepCounts:
         return any(count < usual for count, usual in zip(following, self.usual, strict=True))
 
 
-def say_if_strange(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
-    """Warn of parameters that are not the model's: nobody averages them, sends them to a newcomer or saves them."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        held = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
-        strange = [parameter for parameter in held if id(parameter) not in own]
-        if strange:
-            log.warning(
-                "%d of the %d parameters of the %s are not the model's: they are not averaged over the workers, nor "
-                "sent to new ones, nor saved; make it of the parameters of the model that ModelState is given",
-                len(strange), len(held), type(optimizer).__name__,
-            )  # fmt: skip
-
-
 class Optimizers:
     """One optimizer, or many, as `ModelState` needs them.
 
@@ -130,24 +117,25 @@ class Optimizers:
         self._copiers = [WeightCopier() for _ in self.objects]
         self._kept: dict[int, KeptWeights] = {}
         self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = self.has_stepped = False
-        self._watched: list[torch.Tensor] = []
-        self._in_own_memory: list[torch.Tensor] = []
-        self._marks: list[int] = []
-        self._looks_at_bytes = False
+        self.watch(())
         self._watch()
 
-    def watch(self, weights: Iterable[torch.Tensor], *, by_bytes: bool = False) -> None:
+    def watch(
+        self, weights: Iterable[torch.Tensor], followers: Iterable[torch.Tensor] = (), *, by_bytes: bool = False
+    ) -> None:
         """See from now on whether something else changes these.
 
         Args:
             weights: none: nothing is watched.
+            followers: what may change behind the first optimizer of a step only (an average of the weights).
             by_bytes: look at a sample of their bytes, too, which shows changes through `.data`; takes milliseconds.
         """
         self._looks_at_bytes = by_bytes
         self._watched = [weight for weight in weights if not (is_lazy(weight) or weight.is_inference())]
         # a DTensor's is another one from the first forward pass of FSDP2 on
         self._in_own_memory = [weight for weight in self._watched if not hasattr(weight, "device_mesh")]
-        self._marks = self._marked()
+        self._followers = [one for one in followers if not one.is_inference()]
+        self._marks, self._marks_of_followers = self._marked(), self._marked_followers()
 
     # --- a train step -----------------------------------------------------------------------------
 
@@ -162,7 +150,7 @@ class Optimizers:
         self._kept = {}
         self._is_copied_whole = is_copied_whole
         self._is_uncovered = self._has_more = self._has_strayed = False
-        self._marks = self._marked()
+        self._marks, self._marks_of_followers = self._marked(), self._marked_followers()
 
     def goes_on(self) -> None:
         """The train step has not ended with the optimizers: what it has done since is to be undone with them."""
@@ -185,7 +173,8 @@ class Optimizers:
     @property
     def has_strayed(self) -> bool:
         """Whether this train step has changed weights itself, before its first optimizer step or after its last one."""
-        return self._has_strayed or self._marks != self._marked()
+        is_before = not any(self._begun) and self._marks_of_followers != self._marked_followers()
+        return self._has_strayed or is_before or self._marks != self._marked()
 
     @property
     def progress(self) -> OptimizerProgress:
@@ -277,6 +266,14 @@ class Optimizers:
         """Drop the parameter groups that were added since `settings` returned these: their step is undone."""
         for optimizer, groups in zip(self.objects, settings, strict=True):
             del optimizer.param_groups[len(groups) :]
+
+    def digest_of_form(self) -> int:
+        """A number that is equal where these keep something of the same kind for the same parameters; 32 bits."""
+        form = [
+            [[sorted(map(str, one.state.get(parameter, ()))) for parameter in group["params"]]
+            for group in one.param_groups] for one in with_inner(self.objects)
+        ]  # fmt: skip
+        return zlib.crc32(repr(form).encode())
 
     def state_dict(self) -> Any:
         """That of the single optimizer, or a dict by name; the tensors are not copied."""
@@ -427,6 +424,9 @@ class Optimizers:
         if self._looks_at_bytes:
             marks.append(sample_digest(self._in_own_memory))
         return marks
+
+    def _marked_followers(self) -> list[int]:
+        return [version_of(one) for one in self._followers]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}

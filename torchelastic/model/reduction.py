@@ -8,7 +8,8 @@ taken back: the results are handed out by the last bucket, after it has waited f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ class Reduction:
         self._usual: int | None = None
         self._skipped: Exception | None = None  # in this step nothing is reduced any more
         self._most = 0  # reductions in any step
-        self._has_complained = False
+        self._has_complained = self._has_said_where = False
 
     @property
     def weight(self) -> float:
@@ -158,6 +159,20 @@ class Reduction:
             self._is_expected = True
             if self._has_buffers:  # which are sent; else nothing is, and one rank may evaluate by itself
                 self.at(FORWARD)
+
+    @contextmanager
+    def accumulating(self, wrapped: DistributedDataParallel | None) -> Iterator[None]:
+        """Within it DDP reduces nothing, of a forward pass that is within it, too."""
+        begun = self._begun
+        with nullcontext() if wrapped is None else wrapped.no_sync():
+            yield
+        if self._begun > begun and not self._has_said_where:
+            self._has_said_where = True
+            log.warning(
+                "a backward pass inside of no_sync() has averaged gradients over the workers, because its forward pass "
+                "was outside: put both inside. Else each micro batch costs a message, and all ranks have to have "
+                "equally many"
+            )
 
     def bring(self, kept: KeptSums | None) -> None:
         """Add these to what this rank contributes, until the next call."""
@@ -224,7 +239,9 @@ class Reduction:
             self._has_complained = True
             log.error(
                 "rank %d steps its optimizer with gradients that were not averaged over the workers, so their weights "
-                "drift apart: in the step call `state.model`, not the module that it was made of",
+                "drift apart: in the step call `state.model`, not the module that it was made of, nor a part of it. "
+                "Gradients of torch.autograd.grad or torch.func, or set by hand, the step has to average itself, as "
+                "own_gradients.py in docs/cookbook.md; where it does, all is well",
                 rank,
             )
 

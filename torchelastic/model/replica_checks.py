@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ from torchelastic.rendezvous.records import StateProgress, StateStatus
 
 log = logging.getLogger("torchelastic.model_state")  # a part of it for those who filter the log
 
+#: Of ranks whose weights are equal.
+_DIVIDED = (
+    ". If the optimizer divides its state among the ranks (ZeroRedundancyOptimizer, a Muon that gathers what others "
+    "have made), a lost rank takes its part along: take one that keeps all on every rank (torch.optim.Muon), or a "
+    "ShardedState (docs/sharded.md)"
+)
+
 
 class ComparesReplicas:
     """A part of `ModelState`.
@@ -41,7 +48,8 @@ class ComparesReplicas:
     _optimizers: Optimizers
     _schedulers: OneOrMany
     _on_out_of_sync: str
-    _draws_alike: bool = False  # whether all ranks had the same random numbers when it was seen last
+    #: The generators from which all ranks drew the same when it was seen last.
+    _drawn_alike: Collection[str] = frozenset()
     _gradients: StepGradients
     _status: StateStatus
     rollback: Rollback | None
@@ -57,22 +65,27 @@ class ComparesReplicas:
         publish_metric("torchelastic", "sync.out_of_sync.parts", len(self.replica_comparison.wrong))
         if self.replica_comparison.is_in_sync:
             return
-        log.error("step %d, %s: %s", self._own.step, when, self.replica_comparison)
+        found = f"step {self._own.step}, {when}: {self.replica_comparison}"
+        if set(self.replica_comparison.wrong) == {"optimizer"}:
+            found += _DIVIDED
+        log.error("%s", found)
         if self._on_out_of_sync == "raise":
-            raise NonRetryableException(f"step {self._own.step}, {when}: {self.replica_comparison}")
+            raise NonRetryableException(found)
 
-    def _begun_digest_of_weights(self) -> Callable[[], int]:
+    def _begun_digest(self) -> Callable[[], int]:
         weights = [parameter for parameter in self.module.parameters() if not is_lazy(parameter)]
-        return digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
+        begun = digest.begun_digest(list(digest.leaves_of(weights)), digest.PIECE_BYTES)
+        of_form = self._optimizers.digest_of_form()
+        return lambda: begun() ^ of_form
 
-    def end_replica_comparison(self, *, are_equal: bool, draw_alike: bool) -> None:
+    def end_replica_comparison(self, *, are_equal: bool, draw_alike: Collection[str]) -> None:
         """See `State`.
 
         Raises:
             NonRetryableException: they have parted, and `on_out_of_sync` is "raise"; or see `ComputeCheck`.
             RetryableException: the state of another rank has parted, and it leaves the run.
         """
-        self._draws_alike = draw_alike
+        self._drawn_alike = draw_alike
         if not are_equal:
             when = "ranks have parted since the last sync"
             self._compare(dist.get_world_size(), message_device(), thorough=True, when=when)

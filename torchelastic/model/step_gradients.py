@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from torchelastic.model.tree_sum import leaves_of
 from torchelastic.torch_internals.gradients import is_in_backward
 
 log = logging.getLogger(__name__)
+_Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,12 @@ class StepGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around all backward passes of a step but the last. Raises UnfitError: the graph is static."""
+        """Around all micro batches but the last, forward and backward. Raises UnfitError: the graph is static."""
         if self._ddp["static_graph"]:
             raise static_without_sync()
         was_accumulating, self._is_accumulating = self._is_accumulating, True
         try:
-            with nullcontext() if self._wrapped is None else self._wrapped.no_sync():
+            with self._source.accumulating(self._wrapped) if isinstance(self._source, Reduction) else nullcontext():
                 yield
         finally:
             self._is_accumulating = was_accumulating
@@ -229,14 +231,15 @@ class StepGradients:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def course(self, batches: Callable[[], int], optimizer_steps: Callable[[], tuple[int, ...]]) -> StepCourse:
+    def course(self, batches: Callable[[], int], steps: Callable[[], tuple[int, ...]], check: _Check) -> StepCourse:
         """What the steps do with these gradients, from now on; called once."""
-        course = StepCourse(batches, self._reductions, optimizer_steps, self._check_end)
+        course = StepCourse(batches, self._reductions, steps, partial(self._check_end, check))
         self._source.at = course.pass_
         return course
 
-    def _check_end(self) -> None:
+    def _check_end(self, check_others: _Check) -> None:
         self._source.check_end()
+        check_others()
         if self.checks is not None:
             self.checks.before_optimizer()  # where there was none
 

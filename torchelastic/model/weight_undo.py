@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 SNAPSHOT_MODES = {"auto": Undo.TRIAL, "commit": Undo.RULE, "full": Undo.COPIES}
 
 _STRAYS = (
-    "the train step changes weights itself, beside the optimizer: so that a step can be undone, weights and optimizer "
-    "are copied before each one from now on. Say ModelState(..., snapshot='full') to have that from the first step on"
+    "the train step changes weights itself, beside the optimizer, or a large object of `extra` before it: so that a "
+    "step can be undone, weights, optimizer and such objects are copied before each one from now on. Say "
+    "ModelState(..., snapshot='full') to have that from the first step on"
 )
 
 
@@ -72,7 +73,8 @@ class WeightUndo:
         """Watch the weights that there are now for changes beside the optimizer, if these count for anything."""
         is_needed = self._are_watched or self._undo is not Undo.COPIES
         watched = self._module.parameters() if is_needed else ()
-        self._optimizers.watch(watched, by_bytes=self._undo is Undo.TRIAL)
+        followers = self._extras.large_tensors() if is_needed else ()
+        self._optimizers.watch(watched, followers, by_bytes=self._undo is Undo.TRIAL)
 
     def copy(self) -> Large | None:
         """All that is large, as it is before a step; None: nothing is copied."""

@@ -43,7 +43,7 @@ def text_of(step: int) -> str:
     """What a rank says whose step is taken back, of that number. Pure."""
     return (
         f"step {step} is taken back on all ranks and repeated: others had committed it with a part of this rank's "
-        "gradients; put all backward passes of a step but the last under state.no_sync()"
+        "gradients; put forward and backward passes of all micro batches but the last under state.no_sync()"
     )
 
 

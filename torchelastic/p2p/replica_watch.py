@@ -17,7 +17,7 @@ MAX_SHARE = 0.001
 #: Exchanges of a group before its first digest: what they cost is known then, and the sync has just compared all.
 FIRST_AFTER = 10
 #: int64 words in an exchange, of which the ranks take the maximum.
-WORDS = 5
+WORDS = 2 * len(ReplicaDigests._fields) + 1
 
 
 class ReplicaVerdict(NamedTuple):
@@ -25,11 +25,11 @@ class ReplicaVerdict(NamedTuple):
 
     Attributes:
         are_equal: whether all have the same state, as far as a sample shows.
-        draw_alike: whether their random numbers are the same, too.
+        draw_alike: the generators of random numbers from which all draw the same.
     """
 
     are_equal: bool
-    draw_alike: bool
+    draw_alike: frozenset[str]
 
 
 def exchanges_between(cost_s: float, exchange_s: float) -> int:
@@ -71,7 +71,7 @@ class ReplicaWatch:
         if self._running is not None:
             digests, self._running, self._is_sent = self._running(), None, True
             wanted = exchanges_between(self._cost_s + self._clock() - began_s, exchange_s)
-            return [digests.state, -digests.state, digests.random, -digests.random, wanted]
+            return [wanted, *digests, *(-each for each in digests)]
         if self._exchanges == self._next_at:
             self._running = state.begin_replica_comparison()
             self._cost_s = self._clock() - began_s
@@ -83,5 +83,8 @@ class ReplicaWatch:
         if not self._is_sent:
             return None
         self._is_sent = False
-        self._next_at = self._exchanges + words[4]
-        return ReplicaVerdict(words[0] == -words[1], words[2] == -words[3])
+        wanted, *digests = words
+        self._next_at = self._exchanges + wanted
+        most, least = digests[: len(digests) // 2], digests[len(digests) // 2 :]
+        equal = {name for name, *pair in zip(ReplicaDigests._fields, most, least, strict=True) if sum(pair) == 0}
+        return ReplicaVerdict("state" in equal, frozenset(equal - {"state"}))
