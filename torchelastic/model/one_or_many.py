@@ -76,7 +76,12 @@ class GivenOnce:
         self._name = name
 
     def __get__(self, of: Any, owner: type | None = None) -> Any:
-        return self if of is None else vars(of)[self._name]
+        if of is None:
+            return self
+        try:
+            return vars(of)[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(of).__name__} has no {self._name} yet") from None
 
     def __set__(self, of: Any, value: Any) -> None:
         """Raises UnfitError: it is another one than was given."""
