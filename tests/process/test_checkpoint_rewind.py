@@ -330,6 +330,15 @@ def test_a_manager_that_has_loaded_before_a_rewind_saves_nothing(tmp_path: Path,
     manager.close()
 
 
+def test_who_names_a_place_with_more_steps_than_there_are_learns_that_nothing_here_is_left_out(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2])
+    out = run(capsys, "rewind", tmp_path, "--to", 8)[1].splitlines()
+    assert out[0].endswith("goes on from step 2, or a newer one of at most 8 that lies elsewhere")
+    assert out[1] == "none here has more than 8, so none here is left out"
+
+
 def test_a_damaged_one_that_was_taken_back_to_does_not_hide_how_to_undo_it(tmp_path: Path, capsys: Capture) -> None:
     lives(DiskTier(tmp_path, ALL), steps=[1, 2])
     run(capsys, "rewind", tmp_path, "--to", 1)

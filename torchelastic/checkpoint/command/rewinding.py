@@ -50,7 +50,9 @@ def rewind(saves: StoredSaves, step: int, *, dry_run: bool) -> int:
             undo = saves.rewind(step, f"torchelastic checkpoint rewind, process {os.getpid()}")
         except OwnedError as error:
             raise CheckpointCommandError(str(error)) from None
-    say(f"{chosen.name} {'would be' if dry_run else 'is'} the newest here: the run goes on from step {chosen.step}")
+    or_newer = "" if chosen.step == step else f", or a newer one of at most {step} that lies elsewhere"
+    is_now = "would be" if dry_run else "is"
+    say(f"{chosen.name} {is_now} the newest here: the run goes on from step {chosen.step}{or_newer}")
     if out:
         say(f"still do not count since an earlier rewind, whose file you may remove: {shortlist(out, 8)}")
     if newer:
