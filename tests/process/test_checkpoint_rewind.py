@@ -38,6 +38,7 @@ from torchelastic.checkpoint.api import load_latest, save
 from torchelastic.checkpoint.errors import FencedError
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.store import SaveId, Tier
+from torchelastic.checkpoint.store.rewinds import Rewind
 from torchelastic.group.peers import Alone
 
 ALL = KeepLast(100)
@@ -288,6 +289,21 @@ def test_every_place_of_the_run_keeps_what_counts_and_removes_what_does_not(tmp_
             (3, False),
         ]
         assert list((tmp_path / name).glob("rewound-*")), "the place that was rewound may be lost"
+
+
+def test_a_place_without_room_for_the_file_removes_what_does_not_count_all_the_same(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives(DiskTier(tmp_path / "disk", ALL), own_disk(tmp_path, ALL), steps=[1, 2, 3])
+    run(capsys, "rewind", tmp_path / "disk", "--to", 1)
+
+    def full(rewind: Rewind) -> None:
+        raise CheckpointError(f"there is no room for {rewind.file_name}")
+
+    own = own_disk(tmp_path, ALL)
+    monkeypatch.setattr(own, "keep_rewind", full)
+    lives(DiskTier(tmp_path / "disk", ALL), own, steps=[2])
+    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path / "own")] == [2, 1]
 
 
 @pytest.mark.parametrize("private", [False, True])

@@ -233,7 +233,9 @@ class DurableTier(Tier):
         committed = {info.name for info in infos if info.manifest is not None or info.damage is not None}
         without = [name for name in self._own_names() if name not in committed]
         unwanted = [info.name for info in prunable_checkpoints(self.keep, infos, self.all_rewinds())]
-        return self._removals.run([*unwanted, *left_overs(without, committed)], self._remove)
+        removed = self._removals.run([*unwanted, *left_overs(without, committed)], self._remove)
+        self.keep_rewinds()
+        return removed
 
     def close(self) -> None:
         """See `Tier`; there is nothing to give back."""

@@ -214,6 +214,7 @@ class FolderTier(Tier):
         self._delete(unwanted)
         before = committed[0].name if self.is_shared else None  # elsewhere none is written so
         remove_left_overs(self._root, disk=self._disk, before=before)
+        self.keep_rewinds()
         return sorted(unwanted)
 
     def _delete(self, names: Iterable[SaveId]) -> None:

@@ -261,16 +261,13 @@ class Tier(ABC):
         """Stores that a run was rewound. Raises: CheckpointError: it cannot be written."""
 
     def all_rewinds(self) -> list[Rewind]:
-        """Those of this place and of the others, which are stored here too: what does not count is removed everywhere.
+        """Those of this place and of the others: what does not count is removed everywhere. Raises as `rewinds`."""
+        return sorted({*self.rewinds(), *(self.seen_rewinds or ())})
 
-        Raises:
-            CheckpointError: the place cannot be read or written.
-        """
-        here = self.rewinds()
-        others = sorted(set(self.seen_rewinds or ()).difference(here))
-        for rewind in others:
+    def keep_rewinds(self) -> None:
+        """Stores here those of other places, which may be lost; when `prune` has made room. Raises: CheckpointError."""
+        for rewind in sorted(set(self.seen_rewinds or ()).difference(self.rewinds())):
             self.keep_rewind(rewind)
-        return [*here, *others]
 
     def require_not_rewound(self) -> None:
         """Refuses a job that has looked for checkpoints before the run was rewound: it may go on from what is out.
