@@ -83,6 +83,8 @@ class LoopFailures:
             return AfterError.RAISED
         if after is AfterError.RAISED:
             self._say_that_it_ends(error)
+            if in_user_code:
+                self._say_how_to_go_back()
         elif change is None or after is AfterError.AGAIN:
             more = "" if is_undone else "; what the step had changed was not undone"
             log.warning("failure %d in a row: %s%s", self._repeated.count, in_one_line(error), more)
@@ -126,6 +128,17 @@ class LoopFailures:
             self._coordinator.fails_for_good()
         if isinstance(error, ComputesWrongError):
             self._coordinator.computes_wrong(error.step, in_one_line(error))
+
+    def _say_how_to_go_back(self) -> None:
+        """Bytes that are intact may be those of a loss that had become NaN before: then each start ends alike."""
+        step = self._checkpoints.restored_step
+        if step:
+            log.error(
+                "it came in the first step after the checkpoint of step %d was restored: if that may be the cause (a "
+                "loss that is NaN), go on from an older one with `torchelastic checkpoint rewind FOLDER --to %d`",
+                step,
+                step - 1,
+            )
 
     def _is_dismissed(self, error: Exception, rank: int, *, is_own: bool, is_over: bool) -> bool:
         """Whether the others of the group, who had the state before, go on without this worker: it ends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 STEPS, SPOILT_AT, KEPT_STEP = 20, 13, 10
+AT_ONCE = -2
 
 PROGRAM = f"""
 import os, sys
@@ -29,12 +31,13 @@ manager = TieredCheckpointManager(tiers, policy=EverySteps(1))
 
 
 def train_step(state):
+    manager.wait()  # on a busy host, saves would be deferred else
     total = 0.0
     for inputs, targets in state.shards(loader):
         loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
         (loss * float("nan") if state.step == int(spoilt_at) else loss).backward()
         total += float(loss)
-    if total != total:
+    if total != total or int(spoilt_at) == {AT_ONCE}:
         raise FloatingPointError(f"the loss is NaN in step {{state.step}}")
     state.optimizer.step()
     print("trained", state.step, flush=True)
@@ -63,6 +66,12 @@ def test_a_run_that_was_spoilt_is_taken_back_and_ends_as_if_nothing_had_been(tmp
     spoilt = started(tmp_path, "run", tmpfs / "run", SPOILT_AT)
     assert spoilt.returncode != 0
     assert "the loss is NaN in step" in spoilt.stdout + spoilt.stderr
+    assert "checkpoint rewind" not in spoilt.stdout + spoilt.stderr
+    once_more = started(tmp_path, "run", tmpfs / "run", AT_ONCE)
+    assert once_more.returncode != 0
+    said = re.search(r"after the checkpoint of step (\d+) was restored.*rewind FOLDER --to (\d+)`", once_more.stderr)
+    assert said is not None, once_more.stderr
+    assert int(said[1]) == int(said[2]) + 1
     disk = tmp_path / "disk-run"
     rewound = subprocess.run(
         [sys.executable, "-m", "torchelastic", "checkpoint", "rewind", str(disk), "--to", str(KEPT_STEP)],

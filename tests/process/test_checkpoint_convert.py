@@ -137,6 +137,17 @@ def test_safetensors_of_a_nested_state_joins_names_and_notes_the_tied_one(stored
         assert file.metadata()["tied too"] == "tied"
 
 
+def test_a_tied_tensor_of_a_file_of_safetensors_itself_has_both_its_names(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(3, 3), "tied": torch.nn.Linear(3, 3)})
+    model["tied"].weight = model["head"].weight
+    safetensors.torch.save_model(model, str(tmp_path / "theirs.safetensors"), {"made by": "us"})
+    convert(tmp_path / "theirs.safetensors", tmp_path / "s", "torch")
+    loaded = torch.load(tmp_path / "s", weights_only=True)
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    assert loaded["tied.weight"].data_ptr() == loaded["head.weight"].data_ptr()
+
+
 def test_a_checkpoint_of_dcp_itself_is_read(tmp_path: Path) -> None:
     dcp_save({"a": torch.randn(3), "n": {"x": 1}}, checkpoint_id=tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "s", "shard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,9 +13,19 @@ import pytest
 import torch
 
 import torchelastic
-from tests.contracts.facades import Streamed, weights_at
-from tests.process.command_checkpoints import Capture, add_checkpoint, add_local, add_streams, lines_of, names, run
+from tests.contracts.facades import Model, Streamed, weights_at
+from tests.process.command_checkpoints import (
+    Capture,
+    add_checkpoint,
+    add_local,
+    add_streams,
+    flip,
+    lines_of,
+    names,
+    run,
+)
 from torchelastic.checkpoint import (
+    BCPState,
     CheckpointError,
     DiskTier,
     DurableTier,
@@ -23,8 +34,11 @@ from torchelastic.checkpoint import (
     MemoryTier,
     TieredCheckpointManager,
 )
-from torchelastic.checkpoint.api import load_latest
+from torchelastic.checkpoint.api import load_latest, save
+from torchelastic.checkpoint.errors import FencedError
+from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.store import SaveId, Tier
+from torchelastic.checkpoint.store.rewinds import Rewind
 from torchelastic.group.peers import Alone
 
 ALL = KeepLast(100)
@@ -65,6 +79,11 @@ class Life:
 
     def end(self) -> None:
         self.manager.close()
+
+
+def own_disk(folder: Path, keep: KeepPolicy) -> DiskTier:
+    """Of this host alone."""
+    return DiskTier(folder / "own", keep, shared=False, name="own")
 
 
 def lives(*tiers: Tier, steps: Sequence[int] = ()) -> int | None:
@@ -167,8 +186,15 @@ def test_where_nothing_that_counts_is_left_nobody_starts_afresh(tmp_path: Path, 
     run(capsys, "rewind", tmp_path / "disk", "--to", 1)
     for folder in (tmp_path / "disk").glob("step-000000001*"):
         folder.rename(tmp_path / folder.name)
-    with pytest.raises(CheckpointError, match=r"do not count: the run was rewound .*none of at most 1 steps"):
+    said = r"do not count: the run was rewound, and there is no older one in .*: remove rewound-to-000000001.e2"
+    with pytest.raises(CheckpointError, match=said):
         lives(DiskTier(tmp_path / "disk", ALL), MemoryTier(tmpfs / "run"))
+    code, _, err = run(capsys, "show", tmp_path / "disk")
+    assert code == 2
+    assert "rewound: remove the files rewound-to-" in err
+    code, _, err = run(capsys, "rewind", tmp_path / "disk", "--to", 2)
+    assert code == 2
+    assert "since an earlier rewind, whose file you may remove, these do not: step-000000002" in err
 
 
 def test_managers_of_0_1_and_the_other_commands_take_the_same_one(tmp_path: Path, capsys: Capture) -> None:
@@ -232,6 +258,112 @@ sys.stdin.read()
     assert run(capsys, "rewind", tmp_path, "--to", 1)[0] == 0
 
 
+@pytest.mark.parametrize("place", ["folder", "url"])
+def test_a_copy_without_hidden_files_counts_what_is_saved_there(tmp_path: Path, place: str, capsys: Capture) -> None:
+    def tier(name: str) -> Tier:
+        folder = tmp_path / name
+        return DiskTier(folder, KeepLast(3)) if place == "folder" else DurableTier(folder.as_uri(), KeepLast(3))
+
+    lives(tier("first"), steps=[1, 2, 3])
+    for _ in range(3):
+        lives(tier("first"))  # starts that saved nothing, of which no name tells
+    assert run(capsys, "rewind", tmp_path / "first", "--to", 2)[0] == 0
+    (tmp_path / "copy").mkdir()
+    for one in (tmp_path / "first").glob("[!.]*"):
+        (shutil.copytree if one.is_dir() else shutil.copy)(one, tmp_path / "copy" / one.name)
+    assert lives(tier("copy"), steps=[3, 4, 5]) == 2
+    assert lives(tier("copy")) == 5
+
+
+def test_every_place_of_the_run_keeps_what_counts_and_removes_what_does_not(tmp_path: Path, capsys: Capture) -> None:
+    def tiers() -> list[Tier]:
+        url = (tmp_path / "durable").as_uri()
+        return [DiskTier(tmp_path / "disk", ALL), DurableTier(url, KeepLast(2)), own_disk(tmp_path, KeepLast(2))]
+
+    lives(*tiers(), steps=[1, 2, 3, 4])
+    run(capsys, "rewind", tmp_path / "disk", "--to", 3)
+    lives(*tiers(), steps=[4])
+    for name in ("durable", "own"):
+        assert [(one["step"], one["rewound"]) for one in lines_of(capsys, "ls", tmp_path / name)] == [
+            (4, False),
+            (3, False),
+        ]
+        assert list((tmp_path / name).glob("rewound-*")), "the place that was rewound may be lost"
+
+
+def test_a_place_without_room_for_the_file_removes_what_does_not_count_all_the_same(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives(DiskTier(tmp_path / "disk", ALL), own_disk(tmp_path, ALL), steps=[1, 2, 3])
+    run(capsys, "rewind", tmp_path / "disk", "--to", 1)
+
+    def full(rewind: Rewind) -> None:
+        raise CheckpointError(f"there is no room for {rewind.file_name}")
+
+    own = own_disk(tmp_path, ALL)
+    monkeypatch.setattr(own, "keep_rewind", full)
+    lives(DiskTier(tmp_path / "disk", ALL), own, steps=[2])
+    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path / "own")] == [2, 1]
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_run_that_has_resumed_and_not_saved_yet_saves_nothing_after_a_rewind(
+    tmp_path: Path, private: bool, capsys: Capture
+) -> None:
+    def job() -> tuple[Model, BCPState]:
+        model = Model(weights_at(0))
+        tier = own_disk(tmp_path, ALL) if private else DiskTier(tmp_path / "own", ALL)
+        return model, BCPState(model, None, tiers=[tier], run_id="job7")
+
+    model, state = job()
+    for step in (1, 2, 3):
+        model.weights.data.copy_(weights_at(step))
+        state.save()
+    state.close()
+    model, state = job()
+    assert state.maybe_resume_from_ckpt() is not None
+    out = run(capsys, "rewind", tmp_path / "own", "--to", 2)[1]
+    assert "a BCPState counts its saves" in out
+    with pytest.raises(FencedError, match=r"was rewound \(rewound-to-000000002\S+ after this job had resumed"):
+        state.save()
+    state.close()
+    for step in (2, 4):
+        model, state = job()
+        assert state.maybe_resume_from_ckpt() is not None
+        assert torch.equal(model.weights.data, weights_at(step))
+        model.weights.data.copy_(weights_at(4))
+        state.save()
+        state.close()
+
+
+def test_a_manager_that_has_loaded_before_a_rewind_saves_nothing(tmp_path: Path, capsys: Capture) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2])
+    manager = TieredCheckpointManager([DiskTier(tmp_path, ALL)], run_id="job7")
+    load_latest(manager, Streamed())
+    run(capsys, "rewind", tmp_path, "--to", 1)
+    with pytest.raises(CheckpointError, match="after this job had resumed"):
+        save(manager, Streamed())
+    manager.close()
+
+
+def test_who_names_a_place_with_more_steps_than_there_are_learns_that_nothing_here_is_left_out(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2])
+    out = run(capsys, "rewind", tmp_path, "--to", 8)[1].splitlines()
+    assert out[0].endswith("goes on from step 2, or a newer one of at most 8 that lies elsewhere")
+    assert out[1] == "none here has more than 8, so none here is left out"
+
+
+def test_a_damaged_one_that_was_taken_back_to_does_not_hide_how_to_undo_it(tmp_path: Path, capsys: Capture) -> None:
+    lives(DiskTier(tmp_path, ALL), steps=[1, 2])
+    run(capsys, "rewind", tmp_path, "--to", 1)
+    (shard,) = tmp_path.glob("step-000000001*/*.shard")
+    flip(shard, shard.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=r"or remove rewound-to-000000001.e2, wherever it lies, to have newer"):
+        lives(DiskTier(tmp_path, ALL))
+
+
 def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
     add_checkpoint(tmp_path, 1)
     add_checkpoint(tmp_path, 2)
@@ -239,7 +371,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
     code, out, _ = run(capsys, "rewind", tmp_path, "--to", 1, "--dry-run")
     assert code == 0
     assert out.splitlines() == [
-        "step-000000001.e1.r2.g1 would be the newest: the run goes on from step 1",
+        "step-000000001.e1.r2.g1 would be the newest here: the run goes on from step 1",
         "would not count any more: step-000000002.e1.r2.g2",
     ]
     assert sorted(tmp_path.rglob("*")) == before

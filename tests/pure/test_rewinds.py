@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.store.rewinds import Rewind, counts
+from torchelastic.checkpoint.store.rewinds import Rewind, counts, highest_epoch, how_to_undo
 from torchelastic.checkpoint.store.save_id import SaveId
 
 NUMBERS = st.integers(0, 10**12)
@@ -30,3 +30,14 @@ def test_what_the_run_saves_after_it_always_counts() -> None:
     assert [counts(SaveId(epoch, 9, 9, 9000), [rewind]) for epoch in (3, 4, 5)] == [False, True, True]
     assert "more than 8000 steps" in rewind.text
     assert "e4 in" in rewind.text
+
+
+def test_a_place_that_was_copied_knows_by_names_of_all_jobs_that_were_there() -> None:
+    rewind, saves = Rewind(4, 8000).file_name, ["step-000008000.e1.r0.g2", ".tmp-step-000008000.e3.r0.g2"]
+    assert [highest_epoch(names) for names in ([], saves, [rewind], [rewind, *saves])] == [0, 3, 4, 4]
+
+
+def test_what_to_remove_is_what_leaves_something_out() -> None:
+    rewinds, saves = [Rewind(4, 8000), Rewind(3, 7000), Rewind(2, 10)], [SaveId(2, 0, 0, 8500)]
+    assert how_to_undo(rewinds, saves).startswith("remove rewound-to-000008000.e4 and rewound-to-000007000.e3, where")
+    assert how_to_undo(rewinds, []) == ""

@@ -116,6 +116,11 @@ class LoopCheckpoints(LoopObserver):
         return self._step
 
     @property
+    def restored_step(self) -> int | None:
+        """That of the checkpoint in tiers that the state is from, as long as no step has been committed since."""
+        return self._step if _is_tiered(self.manager) and self._durable.get(_RESTORED) == self._step else None
+
+    @property
     def saved_step(self) -> int | None:
         """The newest step that is durable somewhere, as far as this rank knows; None: none."""
         return max(self._durable.values(), default=None)

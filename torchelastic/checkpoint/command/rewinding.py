@@ -36,10 +36,13 @@ def rewind(saves: StoredSaves, step: int, *, dry_run: bool) -> int:
     found = _of_tiers(saves)
     counting = [one for one in found if one.is_usable and not one.is_rewound]
     chosen = next((one for one in counting if (one.step or 0) <= step), None)
+    out = [one.name for one in found if one.is_usable and one.is_rewound and (one.step or 0) <= step]
     if chosen is None:
         steps = shortlist(sorted(one.step or 0 for one in counting), 8) if counting else "none"
+        before = f"; since an earlier rewind, whose file you may remove, these do not: {shortlist(out, 8)}"
         raise CheckpointCommandError(
-            f"no checkpoint in {saves.path} has at most {step} steps, nothing is changed; those that count have {steps}"
+            f"no checkpoint in {saves.path} has at most {step} steps, nothing is changed; those that count have "
+            f"{steps}{before if out else ''}"
         )
     newer = [one.name for one in counting if (one.step or 0) > step]
     if not dry_run:
@@ -47,12 +50,17 @@ def rewind(saves: StoredSaves, step: int, *, dry_run: bool) -> int:
             undo = saves.rewind(step, f"torchelastic checkpoint rewind, process {os.getpid()}")
         except OwnedError as error:
             raise CheckpointCommandError(str(error)) from None
-    say(f"{chosen.name} {'would be' if dry_run else 'is'} the newest: the run goes on from step {chosen.step}")
-    out = [one.name for one in found if one.is_usable and one.is_rewound and (one.step or 0) <= step]
+    or_newer = "" if chosen.step == step else f", or a newer one of at most {step} that lies elsewhere"
+    is_now = "would be" if dry_run else "is"
+    say(f"{chosen.name} {is_now} the newest here: the run goes on from step {chosen.step}{or_newer}")
     if out:
         say(f"still do not count since an earlier rewind, whose file you may remove: {shortlist(out, 8)}")
     if newer:
         say(f"{'would not count' if dry_run else 'do not count'} any more: {shortlist(newer, 8)}")
+    else:
+        say(f"none here has more than {step}, so none here {'would be' if dry_run else 'is'} left out")
+    if kind_at(chosen.path) is Kind.TRAINING_STATE:
+        say("a BCPState counts its saves, and not the steps of the training: `show` says what each one holds")
     if not dry_run:
         say("what lies in memory of the hosts, or on their own disks, is treated alike, if the run uses this place too")
         say(f"to undo it, remove {undo}; the next save removes what does not count")

@@ -28,6 +28,9 @@ FOREIGN = (
     ("a file of torch.save", torch_file.is_one, torch_file.read),
 )
 
+#: Of a checkpoint that is complete, and does not count.
+_REWOUND = "rewound: remove the files rewound-to-... beside it to have it count again"
+
 
 @dataclass(frozen=True)
 class StoredSaves:
@@ -107,7 +110,7 @@ class StoredSaves:
 
     def none_usable(self, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
         """The error for a place without a usable checkpoint."""
-        why = f"damaged: {found[0].damage}" if found[0].damage is not None else str(found[0].partial)
+        why = f"damaged: {found[0].damage}" if found[0].damage is not None else found[0].partial or _REWOUND
         if len(found) == 1:
             return CheckpointCommandError(f"{self.path} is {why}; use another copy of it, or an older checkpoint")
         many = f"all {len(found)} checkpoints in {self.path} are of no use"

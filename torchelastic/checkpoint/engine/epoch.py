@@ -31,6 +31,7 @@ def agree_on_epoch(
 
     Raises:
         ForeignCheckpointsError: a place holds only what something else has saved; on the ranks that see it.
+        FencedError: the run was rewound after this job had resumed; on every rank.
         CheckpointError: another rank sees such a place, or a place cannot be taken, or another run that is alive has
             it; on every rank. In a group that saves already, only a rank that has joined and cannot use a place raises
             it.
@@ -67,6 +68,9 @@ def agree_on_epoch(
         for tier in tiers if peers.rank == 0 else ():
             if tier.is_shared:
                 claimed = max(claimed, tier.claim(run_id, f"{tier.kind.value} on {socket.gethostname()}", claimed))
+        for tier in tiers:
+            if peers.rank == 0 or not tier.is_shared:
+                tier.require_not_rewound()
         return claimed
 
     if current is None:

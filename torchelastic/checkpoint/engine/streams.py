@@ -17,7 +17,7 @@ from torchelastic.checkpoint.engine.tiered_restore import Restored, TieredRestor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.format import torch_stream
 from torchelastic.checkpoint.store.restore_plan import Candidate, candidates, lacks
-from torchelastic.checkpoint.store.rewinds import counts
+from torchelastic.checkpoint.store.rewinds import Rewind, counts
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.group.peers import Alone
 
@@ -105,6 +105,7 @@ class StoredCheckpoint(Checkpoint):
         self,
         candidate: Candidate,
         tiers: Sequence[Tier],
+        rewinds: Sequence[Rewind],
         *,
         allow_pickles: bool,
         damage: str | None = None,
@@ -115,7 +116,7 @@ class StoredCheckpoint(Checkpoint):
         self.damage = damage
         self._remarks = tuple(remarks)
         self._candidate = candidate
-        self._tiers = tiers
+        self._tiers, self._rewinds = tiers, rewinds
         self._allow_pickles = allow_pickles
 
     def open_input_stream(self, key: str) -> BinaryIO:
@@ -135,6 +136,8 @@ class StoredCheckpoint(Checkpoint):
             raise CorruptCheckpointError(f"the checkpoint {self.name} is damaged: {error}") from error
         for text in self._remarks:
             log.warning("%s", text)
+        for tier in self._tiers:
+            tier.seen_rewinds = self._rewinds
         if restored.kind == STREAMS and key in restored.content:
             return io.BytesIO(restored.content[key])
         if restored.kind == TREE and key == DEFAULT_KEY:
@@ -178,5 +181,6 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
         damage = None if found.is_complete else "; ".join(found.damages)
         if damage != "":  # else the rest of it is on other hosts, or it was never committed
             remarks = [*found.remarks, *lacks(found, here, private, 0, 1)]
-            stored.append(StoredCheckpoint(found, tiers, allow_pickles=allow_pickles, damage=damage, remarks=remarks))
+            one = StoredCheckpoint(found, tiers, rewinds, allow_pickles=allow_pickles, damage=damage, remarks=remarks)
+            stored.append(one)
     return stored

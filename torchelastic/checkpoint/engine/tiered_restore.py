@@ -27,7 +27,7 @@ from torchelastic.checkpoint.replicas.replica_server import ReplicaServer
 from torchelastic.checkpoint.replicas.replication_errors import CorruptReplicaError, NoReplicasAvailableError
 from torchelastic.checkpoint.store.folder_tier import FolderTier
 from torchelastic.checkpoint.store.restore_plan import Candidate, ShardSource, candidates, lacks, plan_reads
-from torchelastic.checkpoint.store.rewinds import Rewind, counts
+from torchelastic.checkpoint.store.rewinds import Rewind, counts, how_to_undo
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.group.peers import Peers
@@ -102,16 +102,18 @@ class TieredRestore:
             inventories, rewinds, unreadable = self._exchange(serving)
             for text in unreadable:
                 self._on_damage(f"a newer checkpoint may lie where nothing can be read: {text}")
-            found = self._counting(candidates(inventories), rewinds)
-            restored = self._restorer.newest(found, self.restore_one, self._on_damage)
+            found = candidates(inventories)
+            restored = self._restorer.newest(self._counting(found, rewinds), self.restore_one, self._on_damage)
             if restored is not None:
                 self._make_whole(restored[0], inventories[self._peers.rank])
         if restored is not None:
             return restored[1]
         if self._restorer.faults:
+            undo = how_to_undo(rewinds, [one.save for one in found])
             raise CorruptCheckpointError(
                 f"no checkpoint can be loaded, and nothing was changed: {self._restorer.because()}. "
-                f"Restore one of them from a copy; to start from scratch, move away what lies in {self._places()}"
+                f"Restore one of them from a copy{f', or {undo}' if undo else ''}; to start from scratch, move away "
+                f"what lies in {self._places()}"
             )
         if unreadable:
             raise CheckpointError(f"cannot list checkpoints: {'; '.join(unreadable)}")
@@ -120,16 +122,15 @@ class TieredRestore:
     def _counting(self, found: Sequence[Candidate], rewinds: Sequence[Rewind]) -> list[Candidate]:
         """Those of which this restore may be. Raises: CheckpointError if there are some, and none counts any more."""
         counting = [one for one in found if counts(one.save, rewinds)]
-        if len(counting) < len(found):
-            told = (
-                f"{len(found) - len(counting)} checkpoint(s) do not count: the run was rewound ({rewinds[0].file_name})"
-            )
+        if undo := how_to_undo(rewinds, [one.save for one in found]):
+            told = f"{len(found) - len(counting)} checkpoint(s) do not count: the run was rewound"
             if not any(one.is_committed for one in counting):
                 raise CheckpointError(
-                    f"{told}, and there is none of at most {rewinds[0].step} steps in {self._places()}"
+                    f"{told}, and there is no older one in {self._places()}: {undo}; to start from scratch, move away "
+                    "what lies there"
                 )
             if self._peers.rank == 0:
-                log.info("%s", told)
+                log.info("%s (%s)", told, rewinds[0].file_name)
         at_most = self._reading.at_most
         return [one for one in counting if at_most is None or one.save.step <= at_most]
 
@@ -154,6 +155,8 @@ class TieredRestore:
             shared = [entry for entry in inventories[0] if self._tiers[entry.place].is_shared]
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
         rewinds = Rewind.all_in({name for *_, names in told for name in names})
+        for tier in self._tiers.values():
+            tier.seen_rewinds = rewinds
         return inventories, rewinds, [text for texts, *_ in told for text in texts]
 
     def _serve(self, serving: ExitStack) -> list[Any] | None:

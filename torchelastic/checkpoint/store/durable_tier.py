@@ -36,7 +36,7 @@ from torchelastic.checkpoint.store.manifest import (
 from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.reading import recorded
 from torchelastic.checkpoint.store.removing import Removals, left_overs, remove_objects
-from torchelastic.checkpoint.store.rewinds import Rewind
+from torchelastic.checkpoint.store.rewinds import Rewind, highest_epoch
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 from torchelastic.text import without_credentials, without_secrets
@@ -118,7 +118,7 @@ class DurableTier(Tier):
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
         state = self._read_fence()
-        epoch = max([state.epoch, *(name.epoch for name in self._names())])
+        epoch = max(state.epoch, highest_epoch(self._sizes(self._root)))
         return epoch + 1 if epoch and state.run_id != run_id else epoch
 
     def prepare(self, context: TierContext) -> None:
@@ -179,12 +179,17 @@ class DurableTier(Tier):
     def rewind(self, step: int, owner: str) -> Rewind:
         """See `Tier`; nobody can tell here whether a run is alive."""
         state = self._read_fence()
-        rewind = Rewind(max([state.epoch, *(name.epoch for name in self._names())]) + 1, step)
+        rewind = Rewind(max(state.epoch, highest_epoch(self._sizes(self._root))) + 1, step)
         raised = FenceState(rewind.epoch, 0, state.run_id, owner, socket.gethostname(), os.getpid())
         with self._explained("rewind the run"):
             self._files.pipe_file(f"{self._root}/{FENCE_NAME}", encode_fence(raised))
-            self._files.pipe_file(f"{self._root}/{rewind.file_name}", rewind.text.encode())
+        self.keep_rewind(rewind)
         return rewind
+
+    def keep_rewind(self, rewind: Rewind) -> None:
+        """See `Tier`."""
+        with self._explained("write that the run was rewound"):
+            self._files.pipe_file(f"{self._root}/{rewind.file_name}", rewind.data)
 
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """What is read of the shard is downloaded, into a temporary file without a name. See `Tier`."""
@@ -227,8 +232,10 @@ class DurableTier(Tier):
         infos = self._infos()
         committed = {info.name for info in infos if info.manifest is not None or info.damage is not None}
         without = [name for name in self._own_names() if name not in committed]
-        unwanted = [info.name for info in prunable_checkpoints(self.keep, infos, self.rewinds())]
-        return self._removals.run([*unwanted, *left_overs(without, committed)], self._remove)
+        unwanted = [info.name for info in prunable_checkpoints(self.keep, infos, self.all_rewinds())]
+        removed = self._removals.run([*unwanted, *left_overs(without, committed)], self._remove)
+        self.keep_rewinds()
+        return removed
 
     def close(self) -> None:
         """See `Tier`; there is nothing to give back."""

@@ -35,7 +35,8 @@ from torchelastic.checkpoint.store.owner import (
     read_fence,
 )
 from torchelastic.checkpoint.store.reading import names_in
-from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
+from torchelastic.checkpoint.store.rewinds import highest_epoch
+from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.writing import remove_left_overs
 
 log = logging.getLogger(__name__)
@@ -370,9 +371,7 @@ class Fence:
             return FenceState()  # the names of what is stored tell the epoch as well
 
     def _highest_epoch_in_names(self) -> int:
-        """A folder that was copied without its hidden files, or whose fence was removed, has no other memory."""
-        names = [SaveId.find(name.removeprefix(STAGING_PREFIX)) for name in names_in(self.root)]
-        return max((name.epoch for name in names if name is not None), default=0)
+        return highest_epoch(names_in(self.root))
 
     def _write_anew(self, epoch: int, run_id: str, owner: str) -> None:
         self._write(FenceState(epoch, 0, run_id, owner, socket.gethostname(), os.getpid()))

@@ -180,8 +180,12 @@ class FolderTier(Tier):
     def rewind(self, step: int, owner: str) -> Rewind:
         """See `Tier`."""
         rewind = Rewind(self._fence.raise_alone(owner), step)
-        write_whole(self._root / rewind.file_name, [memoryview(rewind.text.encode())], self._disk)
+        self.keep_rewind(rewind)
         return rewind
+
+    def keep_rewind(self, rewind: Rewind) -> None:
+        """See `Tier`."""
+        write_whole(self._root / rewind.file_name, [memoryview(rewind.data)], self._disk)
 
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """See `Tier`."""
@@ -203,13 +207,14 @@ class FolderTier(Tier):
         committed = [info for info in infos if info.manifest is not None and info.damage is None]
         if not committed:
             return []
-        unwanted = {info.name for info in prunable_checkpoints(self.keep, infos, self.rewinds())}
+        unwanted = {info.name for info in prunable_checkpoints(self.keep, infos, self.all_rewinds())}
         if not self.is_shared:
             uncommitted = (info for info in infos if info.manifest is None and info.name < committed[0].name)
             unwanted |= {info.name for info in uncommitted if is_usable(info.folder)}
         self._delete(unwanted)
         before = committed[0].name if self.is_shared else None  # elsewhere none is written so
         remove_left_overs(self._root, disk=self._disk, before=before)
+        self.keep_rewinds()
         return sorted(unwanted)
 
     def _delete(self, names: Iterable[SaveId]) -> None:

@@ -60,9 +60,11 @@ class FenceState:
 
     def fenced(self, epoch: int, round_number: int, where: object) -> FencedError:
         """The error of a writer that was replaced."""
+        is_here = (self.host, self.pid) == (socket.gethostname(), os.getpid())
+        remedy = ". This process has begun to save there twice: give each state a place of its own" if is_here else ""
         return FencedError(
             f"this writer of epoch {epoch}, round {round_number} in {where} was replaced by {self}: its checkpoint "
-            "is not published, and it must end"
+            f"is not published, and it must end{remedy}"
         )
 
     def __str__(self) -> str:

@@ -11,10 +11,10 @@ counts again that is still there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
 _NAME = re.compile(r"rewound-to-(?P<step>\d{9,19})\.e(?P<epoch>\d{1,19})")
 
@@ -52,12 +52,31 @@ class Rewind:
         """Whether a save does not count any more."""
         return save.epoch < self.epoch and save.step > self.step
 
+    @property
+    def data(self) -> bytes:
+        """The content of its file."""
+        return self.text.encode()
+
     @classmethod
     def all_in(cls, names: Iterable[str]) -> list[Rewind]:
         """Those whose files are among these, the newest first."""
         found = (_NAME.fullmatch(name) for name in names)
         rewinds = (cls(int(match["epoch"]), int(match["step"])) for match in found if match is not None)
         return sorted(rewinds, reverse=True)
+
+
+def highest_epoch(names: Iterable[str]) -> int:
+    """The highest epoch that the names in a place tell of, of saves and of rewinds; 0: of none.
+
+    A place that was copied without its hidden files has no other memory of the jobs that were there.
+
+    >>> highest_epoch(["step-000008000.e1.r0.g2", "rewound-to-000008000.e4", ".fence.json"])
+    4
+    """
+    there = list(names)
+    saves = (SaveId.find(name.removeprefix(STAGING_PREFIX)) for name in there)
+    epochs = [*(save.epoch for save in saves if save is not None), *(one.epoch for one in Rewind.all_in(there))]
+    return max(epochs, default=0)
 
 
 def counts(save: SaveId, rewinds: Iterable[Rewind]) -> bool:
@@ -67,3 +86,14 @@ def counts(save: SaveId, rewinds: Iterable[Rewind]) -> bool:
     [True, False, True]
     """
     return not any(rewind.excludes(save) for rewind in rewinds)
+
+
+def how_to_undo(rewinds: Iterable[Rewind], saves: Collection[SaveId]) -> str:
+    """What to do so that all saves count again, in words; "" where they do.
+
+    >>> how_to_undo([Rewind(4, 8000), Rewind(2, 90000)], [SaveId(1, 0, 0, 9000)])
+    'remove rewound-to-000008000.e4, wherever it lies, to have newer checkpoints count again'
+    """
+    files = [rewind.file_name for rewind in rewinds if any(map(rewind.excludes, saves))]
+    where = "wherever it lies" if len(files) == 1 else "wherever they lie"
+    return f"remove {' and '.join(files)}, {where}, to have newer checkpoints count again" if files else ""

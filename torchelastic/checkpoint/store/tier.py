@@ -11,13 +11,13 @@ ranks; then rank 0 calls `claim` on each shared tier, and what comes back (never
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, FencedError
 from torchelastic.checkpoint.format.shard_reader import ShardReader
 from torchelastic.checkpoint.format.stage import Stage
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
@@ -128,6 +128,7 @@ class Tier(ABC):
         every: how rarely this tier takes part; None: in each save.
         where: the place, for people; without credentials.
         kind: of the checkpoints that are saved here; others are neither loaded nor removed. Its manager sets it.
+        seen_rewinds: of all places of the run, when this process looked for checkpoints; None: it has not.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Tier(ABC):
     every: SavePolicy | None
     where: str
     kind: Kind = Kind.TIERED
+    seen_rewinds: Sequence[Rewind] | None = None
 
     def require_own(self) -> None:  # noqa: B027 - a tier of another package may have no way to tell
         """Refuses a place that holds only what something else than tiers has saved; a warning names it beside own ones.
@@ -254,6 +256,34 @@ class Tier(ABC):
             CheckpointError: the place cannot be read.
         """
         return []  # a tier of another package may not know of it
+
+    def keep_rewind(self, rewind: Rewind) -> None:  # noqa: B027 - a tier of another package may not know of it
+        """Stores that a run was rewound. Raises: CheckpointError: it cannot be written."""
+
+    def all_rewinds(self) -> list[Rewind]:
+        """Those of this place and of the others: what does not count is removed everywhere. Raises as `rewinds`."""
+        return sorted({*self.rewinds(), *(self.seen_rewinds or ())})
+
+    def keep_rewinds(self) -> None:
+        """Stores here those of other places, which may be lost; when `prune` has made room. Raises: CheckpointError."""
+        for rewind in sorted(set(self.seen_rewinds or ()).difference(self.rewinds())):
+            self.keep_rewind(rewind)
+
+    def require_not_rewound(self) -> None:
+        """Refuses a job that has looked for checkpoints before the run was rewound: it may go on from what is out.
+
+        Called when the place is taken, from where on no run is rewound.
+
+        Raises:
+            FencedError: it was rewound meanwhile.
+            CheckpointError: the place cannot be read.
+        """
+        new = sorted(set(self.rewinds()).difference(self.seen_rewinds)) if self.seen_rewinds is not None else []
+        if new:
+            raise FencedError(
+                f"{self.where} was rewound ({new[-1].file_name}) after this job had resumed: nothing of it is saved. "
+                "End it, and start it again"
+            )
 
     def rewind(self, step: int, owner: str) -> Rewind:
         """What is saved by now and has more steps does not count any more; called while no job of the run lives.

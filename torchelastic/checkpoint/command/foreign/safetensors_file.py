@@ -46,6 +46,7 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
         CheckpointCommandError: two files have a tensor of the same name, or safetensors is not installed.
     """
     tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}  # as `save_model` of safetensors notes a tensor that has two names
     structure = None
     files = files_of(path) if path.is_dir() else [path]
     if path.is_dir():
@@ -59,7 +60,10 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
             )
         tensors |= found
         structure = text.get(STRUCTURE_KEY, structure)
-    return tensors if structure is None else _exact(path, structure, tensors, allow_pickles)
+        aliases |= text
+    if structure is not None:
+        return _exact(path, structure, tensors, allow_pickles)
+    return tensors | {name: tensors[kept] for name, kept in aliases.items() if name not in tensors and kept in tensors}
 
 
 def check(flat: Flat) -> None:
