@@ -266,8 +266,9 @@ class Tier(ABC):
 
     def keep_rewinds(self) -> None:
         """Stores here those of other places, which may be lost; when `prune` has made room. Raises: CheckpointError."""
-        for rewind in sorted(set(self.seen_rewinds or ()).difference(self.rewinds())):
-            self.keep_rewind(rewind)
+        if self.seen_rewinds:
+            for rewind in sorted(set(self.seen_rewinds).difference(self.rewinds())):
+                self.keep_rewind(rewind)
 
     def require_not_rewound(self) -> None:
         """Refuses a job that has looked for checkpoints before the run was rewound: it may go on from what is out.
