@@ -35,7 +35,7 @@ _MADE_BEFORE = (
     "ModelState(.., find_unused_parameters=True); for masks call torch.nn.utils.prune.identity(module, name) there"
 )
 #: What is this process's own.
-_OF_PROCESS = ("_first", "_again", "_said", "_schedulers", "_in_group")
+_OF_PROCESS = ("_first", "_again", "_said", "_schedulers", "_in_group", "_form")
 _NOT_KEPT = "what it keeps is neither undone with a failed step, nor sent to a worker that joins, nor saved"
 
 
@@ -76,6 +76,7 @@ class Strangers:
         self._said: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
         self._in_group: dict[int, torch.Tensor] = {}
+        self._form: tuple[int, ...] = ()
         _present.watch()
 
     def begin_step(self, step: int, *, is_first: bool) -> None:
@@ -89,6 +90,7 @@ class Strangers:
         _present.strangers = weakref.ref(self)
         if is_first:
             self._in_group = {id(one): one for one in (*self._structure.parameters(), *self._trained())}
+            self._form = self._form_now()
         if self._structure.walks != self._walks:
             self._walks = self._structure.walks
             self._look_for_names()
@@ -111,9 +113,12 @@ class Strangers:
             UnfitError: an optimizer of the model that the state was not given has stepped for several steps, or a
                 scheduler of one of its optimizers has; or gradients of new parameters are averaged by nobody.
         """
-        if any(id(parameter) not in self._in_group for parameter in self._trained()):
-            self._judge_new()
-        for optimizer in self._again:
+        form = self._form_now()
+        if form != self._form:  # else each step would cost by the number of parameters
+            self._form = form
+            if any(id(parameter) not in self._in_group for parameter in self._trained()):
+                self._judge_new()
+        for optimizer in self._again if len(self._again) else ():  # to go through an empty one costs more than to ask
             self._judge(optimizer)
         for found, epoch in self._schedulers or ():
             scheduler = found()
@@ -141,6 +146,11 @@ class Strangers:
 
     def _trained(self) -> Iterator[torch.Tensor]:
         return (each for one in self._optimizers for group in one.param_groups for each in group["params"])
+
+    def _form_now(self) -> tuple[int, ...]:
+        """Changes where parameters may be others than before."""
+        lengths = (len(group["params"]) for one in self._optimizers for group in one.param_groups)
+        return (self._structure.walks, *lengths)
 
     def _judge_new(self) -> None:
         new = {id(one): one for one in self._trained() if id(one) not in self._in_group}
