@@ -35,7 +35,7 @@ _MADE_BEFORE = (
     "ModelState(.., find_unused_parameters=True); for masks call torch.nn.utils.prune.identity(module, name) there"
 )
 #: What is this process's own.
-_OF_PROCESS = ("_first", "_again", "_said", "_schedulers", "_in_group", "_form")
+_OF_PROCESS = ("_first", "_again", "_judged", "_schedulers", "_in_group", "_form")
 _NOT_KEPT = "what it keeps is neither undone with a failed step, nor sent to a worker that joins, nor saved"
 
 
@@ -73,7 +73,7 @@ class Strangers:
         """Nothing was seen yet."""
         self._first: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._again: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._said: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._judged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._schedulers: list[tuple[weakref.ref[LRScheduler], int]] | None = None
         self._in_group: dict[int, torch.Tensor] = {}
         self._form: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Strangers:
         """An optimizer steps, of any kind. One that is there for one train step only keeps nothing for the next."""
         if any(optimizer is one for one in self._optimizers):
             return
-        if any(optimizer is one for one in with_inner(self._optimizers)):
+        if optimizer in self._judged or any(optimizer is one for one in with_inner(self._optimizers)):
             return
         if self._first.setdefault(optimizer, self._step) < self._step:
             self._again.add(optimizer)
@@ -118,8 +118,11 @@ class Strangers:
             self._form = form
             if any(id(parameter) not in self._in_group for parameter in self._trained()):
                 self._judge_new()
-        for optimizer in self._again if len(self._again) else ():  # to go through an empty one costs more than to ask
-            self._judge(optimizer)
+        if len(self._again):
+            for optimizer in tuple(self._again):
+                self._judge(optimizer)
+                self._judged.add(optimizer)
+            self._again.clear()
         for found, epoch in self._schedulers or ():
             scheduler = found()
             if scheduler is not None and scheduler.last_epoch != epoch:
@@ -136,8 +139,7 @@ class Strangers:
                     f"{_NOT_KEPT}. Give ModelState all optimizers, as a list or a dict (docs/state.md); an optimizer "
                     "that wraps another one in place of that"
                 )
-        elif optimizer not in self._said:
-            self._said.add(optimizer)
+        else:
             log.warning(
                 "the train step steps an optimizer, of the type %s, that ModelState was not given, of parameters that "
                 "are not the model's: they are not averaged over the workers, and %s. Make them parameters of the "
