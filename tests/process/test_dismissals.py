@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from torchelastic.join_rules import Dismissal
-from torchelastic.p2p.dismissals import dismiss, find_dismissal
+from torchelastic.p2p.dismissals import ANSWER_S, dismiss, find_dismissal
 from torchelastic.rendezvous.records import Round
 from torchelastic.torch_internals.c10d_types import TCPStore
 
@@ -54,6 +55,24 @@ def test_nobody_waits_for_a_rank_0_that_is_gone(rank_0: str, may_wait: bool) -> 
         assert find_dismissal(round_at(port), 1, may_wait=may_wait) is None
         dismiss(round_at(port), (1,), BAD)
         assert time.monotonic() - began_s < BOUND_S
+
+
+def test_a_rank_0_that_is_known_to_be_lost_or_is_so_in_a_moment_is_not_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ending:  # as of a killed process, whose memory is not gone yet
+        joined = round_at(int(ending.getsockname()[1]))
+        news = [joined]
+        threading.Timer(0.03, news.append, [replace(joined, departed=("a",))]).start()
+        for now in (lambda: news[-1], lambda: replace(joined, number=3, lost=("a",))):
+            began_s = time.monotonic()
+            assert find_dismissal(joined, 1, may_wait=False, now=now) is None
+            assert time.monotonic() - began_s < ANSWER_S
+
+
+def test_where_another_one_is_lost_rank_0_is_asked_at_once(store: TCPStore) -> None:
+    joined = round_at(store.port)
+    dismiss(joined, (1,), BAD)
+    assert find_dismissal(joined, 1, may_wait=False, now=lambda: replace(joined, departed=("c",))) == BAD
+    assert find_dismissal(joined, 1, may_wait=False, now=lambda: joined) == BAD, "nobody is lost"
 
 
 def _take_one_and_close(listening: socket.socket) -> None:

@@ -393,9 +393,7 @@ class CoordinatorP2P(Coordinator):
         joined = self.rendezvous.joined
         if self._joined_round == 0 or not may_be_dismissed(self._last_trained, joined, self.rank):
             return None
-        if joined.roster[0] in self.rendezvous.round.departed:
-            return None  # rank 0, which has the store
-        return find_dismissal(joined, self.rank, may_wait=may_wait)
+        return find_dismissal(joined, self.rank, may_wait=may_wait, now=lambda: self.rendezvous.round)
 
     def wait_for_as_many(self, change: GroupChange) -> None:
         """Ask for no smaller group the next time; see `Coordinator`."""

@@ -12,7 +12,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import timedelta
@@ -36,6 +36,9 @@ LOOK_EVERY_S = 0.02
 ANSWER_S = 0.5
 #: A process that is ending may still take a connection; then it is closed within so long.
 ENDING_S = 0.02
+#: A killed process takes connections until its memory is gone, and torch tries for a second or two whether somebody is
+#: there. That it was killed is known sooner: within so long, if anybody is lost.
+NEWS_S = 0.15
 
 
 def dismiss(round_: Round, ranks: Sequence[int], dismissal: Dismissal) -> None:
@@ -52,14 +55,24 @@ def dismiss(round_: Round, ranks: Sequence[int], dismissal: Dismissal) -> None:
         log.info("the newcomers could not be notified: %s", error)
 
 
-def find_dismissal(round_: Round, rank: int, *, may_wait: bool) -> Dismissal | None:
+def find_dismissal(
+    round_: Round, rank: int, *, may_wait: bool, now: Callable[[], Round] | None = None
+) -> Dismissal | None:
     """The note for this rank; None: there is none, or rank 0 is gone.
 
     Args:
         round_: that the group was of.
         rank: of this worker in it.
         may_wait: for up to `WAIT_S`.
+        now: the newest round, or edition of this one, that is known: who is lost by it is waited for up to `NEWS_S`.
     """
+    until_s = time.monotonic() + (NEWS_S if now is not None else 0.0)
+    lost = _lost(round_, now)
+    while not lost and time.monotonic() < until_s:
+        time.sleep(LOOK_EVERY_S / 4)
+        lost = _lost(round_, now)
+    if lost and round_.roster[0] in lost:
+        return None
     key, until_s = _key(round_, rank), time.monotonic() + (WAIT_S if may_wait else 0.0)
 
     def read(store: TCPStore) -> bytes | None:
@@ -75,6 +88,11 @@ def find_dismissal(round_: Round, rank: int, *, may_wait: bool) -> Dismissal | N
         log.debug("rank 0 of round %d is gone: %s", round_.number, error)
         return None
     return None if words is None else Dismissal(**json.loads(words))
+
+
+def _lost(round_: Round, now: Callable[[], Round] | None) -> Collection[str]:
+    newest = round_ if now is None else now()
+    return newest.departed if newest.number == round_.number else newest.lost
 
 
 def _ask(round_: Round, what: Callable[[TCPStore], T], more_s: float = 0.0) -> T:
