@@ -74,6 +74,7 @@ def saved_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("policy", "steps"), [("EverySteps(5) | OnEnd()", [5, 10, STEPS]), ("EverySteps(4) | OnEnd()", [4, 8, STEPS])]
 )
@@ -85,6 +86,7 @@ def test_what_was_trained_last_is_saved_once_when_the_run_ends(tmp_path: Path, p
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", ["train", "steps"])
 def test_the_last_step_of_a_run_is_saved_if_a_save_was_due_and_no_slot_was_free(tmp_path: Path, form: str) -> None:
     said = run(tmp_path, "first", 0.5, form)

@@ -62,6 +62,7 @@ def started(folder: Path, name: str, memory: Path, spoilt_at: int) -> subprocess
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_run_that_was_spoilt_is_taken_back_and_ends_as_if_nothing_had_been(tmp_path: Path, tmpfs: Path) -> None:
     spoilt = started(tmp_path, "run", tmpfs / "run", SPOILT_AT)
     assert spoilt.returncode != 0
