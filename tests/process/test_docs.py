@@ -64,10 +64,24 @@ def test_the_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind "#": the page's headings as GitHub writes them, and `(name)=` marks of the site."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    ]
+    marks = re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles} | set(marks)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    """Here each day and quickly; `test_docs_site` asks the built site the same."""
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
 def test_every_flag_of_run_is_in_the_page_on_launching() -> None:
