@@ -79,8 +79,9 @@ test: $(READY)
 		--hypothesis-profile daily --forked-workers -m "not slow and (not long or daily)"
 
 # the property tests once more, with all examples
+# Several of them keep two cores busy; what is bound to end alone in 120 s gets more here.
 test-long: $(READY)
-	$(PYTEST) -n $(LONG_WORKERS) --changed $(CHANGED) -m "(long or hypothesis) and not slow"
+	$(PYTEST) -n $(LONG_WORKERS) --timeout 300 --changed $(CHANGED) -m "(long or hypothesis) and not slow"
 
 # All workers of a job share one GPU, which takes four jobs at a time.
 test-gpu: $(READY)

@@ -32,6 +32,8 @@ hypothesis.settings.register_profile("daily", hypothesis.settings.get_profile("t
 hypothesis.settings.load_profile("torchelastic")
 
 _ROOT = Path(__file__).parents[1]
+#: When CI's time for the long tests is over, in seconds since 1970.
+_END = "TORCHELASTIC_TESTS_END_S"
 #: The environment in which the run of the tests began.
 _VARIABLES = pytest.StashKey[dict[str, str]]()
 #: What has changed, see `tests.changes`; None: everything.
@@ -110,6 +112,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _waits(item.path, config):
             item.add_marker(pytest.mark.long)
+    end_s = os.environ.get(_END)
+    if end_s is not None and items:  # else those for which no time is left would be the same each time
+        files = list(dict.fromkeys(item.path for item in items))
+        first = int(end_s) % len(files)
+        place = {path: (number - first) % len(files) for number, path in enumerate(files)}
+        items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -127,7 +135,7 @@ def pytest_runtest_setup() -> None:
     module, which compute, too, and before each test, for libraries such as Accelerate set another number. Tests of what
     needs no torch do not import it.
     """
-    end_s = os.environ.get("TORCHELASTIC_TESTS_END_S")  # in seconds since 1970
+    end_s = os.environ.get(_END)
     if end_s is not None and time.time() > float(end_s):
         pytest.skip("no time left in CI on this machine: run `make test-long`")
     torch = sys.modules.get("torch")

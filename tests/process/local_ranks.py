@@ -22,7 +22,7 @@ from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.torch_internals.c10d_types import PrefixStore, Store
 from torchelastic.torch_internals.process_groups import default_store
 
-ANSWER_S = 60
+ANSWER_S = 110
 
 
 @dataclass(frozen=True)
