@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Sampler
@@ -38,6 +38,18 @@ log = logging.getLogger(__name__)
 
 _UNCOUNTED_STEPS = 3  # of which nothing was counted, before that is said
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
+
+
+class Load(NamedTuple):
+    """What a rank loads of one global batch.
+
+    Attributes:
+        epoch: from 0 up.
+        keys: what the dataset is asked for.
+    """
+
+    epoch: int
+    keys: list[int]
 
 
 class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
@@ -247,29 +259,34 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         def taken() -> Iterator[list[int]]:
             for load in loads:
                 self._is_taken = True
-                yield load
+                yield load.keys
 
         return taken()
 
     def upcoming(self) -> Iterator[list[int]]:
         """Like iterating, but from `position` (behind the pending batches) and on to the end of the last epoch."""
+        return (load.keys for load in self.upcoming_loads())
+
+    def upcoming_loads(self) -> Iterator[Load]:
+        """As `upcoming`, with the epoch of each."""
         return self._loads(self._next, (self.epochs, 0))
 
-    def _loads(self, start: Position, end: Position) -> Iterator[list[int]]:
+    def _loads(self, start: Position, end: Position) -> Iterator[Load]:
         # what may change is taken down here: a generator begins to run with its first `next`
         begun, rank, world_size, deal = self._progress, self._rank, self._world_size, self._reassignment
 
-        def loads() -> Iterator[list[int]]:
+        def loads() -> Iterator[Load]:
             progress, at = begun, start
             if deal is not None and at == progress.position and at < end:
                 batch = progress.batch(self._order(at[0]), at)
-                yield self.keys(at[0], self._reassigned(deal, batch, at).load)
+                yield Load(at[0], self.keys(at[0], self._reassigned(deal, batch, at).load))
                 progress = progress.advanced(progress.following(at), self._of(batch, deal.postponed))
                 at = progress.position
             while at < end:
                 order = self._order(at[0])  # held over the epoch, even when the cache has moved on
                 for number in range(at[1], progress.batches_in(at[0])):
-                    yield self.keys(at[0], self._to_load(progress.batch(order, (at[0], number)), rank, world_size))
+                    load = self._to_load(progress.batch(order, (at[0], number)), rank, world_size)
+                    yield Load(at[0], self.keys(at[0], load))
                 at = (at[0] + 1, 0)
 
         return loads()

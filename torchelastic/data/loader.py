@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchelastic.data.batch_sampler import ElasticBatchSampler
+from torchelastic.data.batch_sampler import ElasticBatchSampler, Load
 from torchelastic.data.order import mixed_seed
 from torchelastic.data.placing import say_if_all_load_all
+from torchelastic.data.sample_randomness import SeededSamples, with_own_dataset
 from torchelastic.data.worker_processes import WorkerProcesses, begin_data_worker
 from torchelastic.observe.ledger.meter import this_worker
 from torchelastic.text import shortlist
@@ -28,8 +29,8 @@ class _UpcomingBatches:
     def __init__(self, sampler: ElasticBatchSampler) -> None:
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._sampler.upcoming()
+    def __iter__(self) -> Iterator[Load]:
+        return self._sampler.upcoming_loads()
 
 
 class ElasticLoader(Iterator[Any]):
@@ -47,9 +48,10 @@ class ElasticLoader(Iterator[Any]):
         if not batches:
             raise StopIteration
 
-    Each start of the DataLoader draws from a generator of its own, seeded by seed, epoch, batch and rank. The global
-    random state of torch, which the train step's dropout uses, is not touched, so that a repeated step sees the same
-    numbers. (What a dataset draws in a worker process depends on that worker's past and does not repeat.)
+    What the dataset draws at random for a sample, from torch, `random`, numpy or a generator that it holds, depends on
+    (seed, epoch, key) alone: it is the same when a step is repeated, on whichever rank and in whichever process, with
+    any `num_workers`, and after a restart. What `collate_fn` draws depends on the first sample of the rank's share. The
+    first batch for which the dataset draws is read twice. What the train step draws (dropout) is not touched.
     Use it from the training thread only. A pickled or copied loader starts its workers anew.
 
     Args:
@@ -157,8 +159,11 @@ class ElasticLoader(Iterator[Any]):
         if self._dataloader is None:
             options = {"generator": torch.Generator(), **self._options}
             if options.get("num_workers"):
-                options["worker_init_fn"] = partial(begin_data_worker, options.get("worker_init_fn"))
-            self._dataloader = DataLoader(self.dataset, batch_sampler=_UpcomingBatches(self.sampler), **options)
+                of_user = partial(with_own_dataset, options.get("worker_init_fn"))
+                options["worker_init_fn"] = partial(begin_data_worker, of_user)
+            samples = SeededSamples(self.dataset, options.pop("collate_fn", None), self.sampler.seed)
+            batches: Any = _UpcomingBatches(self.sampler)
+            self._dataloader = DataLoader(samples, batch_sampler=batches, collate_fn=samples.collate, **options)
         if "generator" not in self._options and self._dataloader.generator is not None:
             (epoch, number), rank, *_ = self._place()
             base = mixed_seed(self.sampler.seed, epoch)

@@ -29,6 +29,16 @@ class Generators(NamedTuple):
     python: Any
     numpy: Any
 
+    def draw_as(self, other: Generators) -> bool:
+        """Whether all of them draw what others drew; of numpy's it may be said once too often that they do not."""
+        ours, theirs = (self.torch_cpu, *self.torch_cuda), (other.torch_cpu, *other.torch_cuda)
+        return (
+            self.numpy is other.numpy  # copied anew only when it has changed
+            and self.python == other.python
+            and len(ours) == len(theirs)
+            and all(map(torch.equal, ours, theirs))
+        )
+
     def put(self) -> None:
         """They draw the same numbers again."""
         _put_torch(self.torch_cpu, self.torch_cuda)
@@ -58,8 +68,14 @@ def drawn_alike(digests: Iterable[Sequence[int]]) -> frozenset[str]:
 
 
 def seed_generators(seed: int) -> None:
-    """Draw from this seed, 0 to 2**64 - 1, from all of them."""
-    torch.manual_seed(seed)
+    """Draw from this seed, 0 to 2**64 - 1, from all of them; of GPUs from those of a process that uses one.
+
+    `torch.manual_seed` leaves the seed for one that is not used yet, too, with the stack as text, in some hundred
+    microseconds.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -148,6 +164,7 @@ def draw_from(content: bytes, rank: int) -> None:
         rank: of this process.
     """
     seed = int.from_bytes(hashlib.blake2b(content + str(rank).encode(), digest_size=8).digest(), "little")
+    torch.manual_seed(seed)  # for a GPU that is not used yet, too
     seed_generators(seed)
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from types import ModuleType
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchelastic.errors import UnfitError
+from torchelastic.inventory.held import held_by
 from torchelastic.inventory.inner_optimizers import with_inner
 from torchelastic.inventory.module_structure import ModuleStructure
 from torchelastic.text import shortlist
@@ -28,8 +27,6 @@ log = logging.getLogger(__name__)
 
 #: How deep a scheduler may lie in what the state was given (in a chain of schedulers, in a wrapper of the user's own).
 _DEPTH = 5
-#: So many objects of each depth are looked at.
-_MOST = 2000
 _MADE_BEFORE = (
     "Make parameters before ModelState is made, and until they are trained leave them out of the forward pass, with "
     "ModelState(.., find_unused_parameters=True); for masks call torch.nn.utils.prune.identity(module, name) there"
@@ -180,7 +177,7 @@ class Strangers:
         """What there is before the first step; some tens of milliseconds."""
         known: list[LRScheduler] = []
         for one in (*self._kept, *self._others().values()):
-            found = _schedulers_in(one)
+            found = held_by(one, (LRScheduler,), depth=_DEPTH, closed=(torch.nn.Module, torch.optim.Optimizer))
             known += found
             if not found and any(one is scheduler for scheduler in self._kept):
                 self._schedulers = []  # of a kind of the user's own: what it steps is not known
@@ -210,31 +207,6 @@ class Strangers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-
-
-def _schedulers_in(root: Any) -> list[LRScheduler]:
-    """The schedulers that something is, or holds; of a large object only what is near."""
-    found, seen, level = [], {id(root)}, [root]
-    for _ in range(_DEPTH):
-        found += [one for one in level if issubclass(type(one), LRScheduler)]
-        inside = (one for value in level for one in islice(_inside(value), _MOST) if id(one) not in seen)
-        level = list({id(one): one for one in islice(inside, _MOST)}.values())
-        seen.update(map(id, level))
-    return found
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    kind = type(value)
-    if issubclass(kind, Mapping):
-        return cast("Mapping[Any, Any]", value).values()
-    if issubclass(kind, (list, tuple)):
-        return cast("Sequence[Any]", value)
-    if issubclass(kind, (torch.nn.Module, torch.optim.Optimizer, type, ModuleType)):
-        return ()
-    try:
-        return tuple(cast("dict[str, Any]", object.__getattribute__(value, "__dict__")).values())
-    except AttributeError:
-        return ()
 
 
 def _of_scheduler(scheduler: LRScheduler) -> str:
