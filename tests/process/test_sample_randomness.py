@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.data import ElasticBatchSampler, ElasticLoader, ElasticStream, Source, mapped, shuffled
 
 SIZE, GLOBAL_BATCH = 24, 8
 
@@ -225,3 +225,80 @@ def test_a_worker_init_fn_sees_the_dataset_that_was_given() -> None:
     sampler = ElasticBatchSampler(SIZE, GLOBAL_BATCH, seed=3)
     loader = ElasticLoader(Opened(), sampler, num_workers=1, worker_init_fn=open_it, collate_fn=as_lists)
     assert [sample for batch in loader for sample in batch] == drawn(Augmented(), epochs=1)
+
+
+def augmented(number: int) -> tuple[int, float, float, float]:
+    return number, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Plain:
+    """A plain generator of the user's own: `position` samples were drawn before."""
+
+    def __init__(self, shard_size: int = 20, draws_from: int = 0) -> None:
+        self.shard_size, self.draws_from = shard_size, draws_from
+
+    def __call__(self, shard: int, num_shards: int, position: Any) -> Iterator[Any]:
+        for number in range(position, self.shard_size):
+            sample = number + 1000 * shard
+            yield augmented(sample) if number >= self.draws_from else (sample, 0.0, 0.0, 0.0)
+
+
+class Numbers:
+    def __call__(self, shard: int, num_shards: int, position: Any) -> Iterator[int]:
+        return iter(range(1000 * shard + position, 1000 * shard + 20))
+
+
+SOURCES: dict[str, Source[Any]] = {
+    "a generator": Plain(),
+    "one that draws later": Plain(draws_from=7),
+    "mapped": mapped(Numbers(), augmented),
+    "shuffled": mapped(shuffled(Numbers(), 8), augmented),
+}
+
+
+def stream_of(source: Source[Any], **options: Any) -> ElasticStream:
+    return ElasticStream(source, 4, global_batch_size=8, seed=3, collate_fn=as_lists, **options)
+
+
+def streamed(stream: ElasticStream) -> list[Any]:
+    samples = []
+    for batch in stream:
+        stream.commit()
+        samples += batch
+    stream.close()
+    return samples
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_stream_that_is_opened_anew_draws_for_each_sample_what_it_drew(source: Source[Any]) -> None:
+    """Without seeds the first shard that moves to another worker ended the run: it gave another sample than before."""
+    whole = streamed(stream_of(source, epochs=2))
+    drawn_for = [sample[1] for sample in whole if sample[1]]
+    assert len(set(drawn_for)) == len(drawn_for) >= len(whole) / 2
+    for workers in (0, 2):
+        first = stream_of(source, epochs=2, num_workers=workers, multiprocessing_context="fork" if workers else None)
+        begun: list[Any] = []
+        while first.number < 6:
+            begun += next(first)
+            first.commit()
+        failed = next(first)
+        first.rollback()
+        assert next(first) == failed
+        first.rollback()
+        place = first.state_dict()
+        first.close()
+        other = stream_of(source, epochs=2)
+        other.load_state_dict(place)
+        assert [*begun, *streamed(other)] == whole
+
+
+def test_what_the_train_step_draws_is_as_if_no_stream_had_been_read() -> None:
+    torch.manual_seed(5)
+    expected = [float(torch.rand(())) for _ in range(4)]
+    torch.manual_seed(5)
+    stream = stream_of(Plain(draws_from=3))
+    seen = []
+    for _ in range(4):
+        next(stream)
+        seen.append(float(torch.rand(())))
+    assert seen == expected

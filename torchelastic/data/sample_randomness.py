@@ -9,14 +9,14 @@ them in each batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from torchelastic.data.batch_sampler import Load
-from torchelastic.inventory.generators import Generators, generators, seed_generators
-from torchelastic.inventory.held_generators import HeldGenerators
+from torchelastic.inventory.generators import generators
+from torchelastic.inventory.reachable_generators import ReachableGenerators, Reached
 
 
 def sample_seed(seed: int, epoch: int, key: object, part: str = "sample") -> int:
@@ -49,19 +49,19 @@ class SeededSamples(Dataset[Any]):
         self._collate = default_collate if collate_fn is None else collate_fn
         self._seed = seed
         self._draws = False
-        self._held: HeldGenerators | None = None
+        self._reached: ReachableGenerators | None = None
         self._load = Load(0, [])
-        self._of_step: tuple[Generators, Sequence[Any]] | None = None
+        self._of_step: Reached | None = None
         self._has_drawn = False
 
     def __getitems__(self, load: Load) -> list[Any]:
         """Called by torch for each batch."""
-        if self._held is None:
-            self._held = HeldGenerators(self.dataset, self._collate)
-            self._draws = bool(self._held)
+        if self._reached is None:
+            self._reached = ReachableGenerators(self.dataset, self._collate)
+            self._draws = self._reached.holds_own
         self._load = load
-        if get_worker_info() is None:
-            self._of_step = generators(), self._held.state()
+        in_trainer = get_worker_info() is None
+        self._of_step = self._reached.state() if in_trainer or not self._draws else None
         self._has_drawn = False
         try:
             return self._samples(load)
@@ -82,9 +82,9 @@ class SeededSamples(Dataset[Any]):
 
     def _samples(self, load: Load) -> list[Any]:
         if not self._draws:
-            before = generators()
+            assert self._of_step is not None
             samples = self._read(load.keys)
-            self._draws = not generators().draw_as(before)
+            self._draws = not generators().draw_as(self._of_step.of_process)
             if not self._draws:
                 return samples
         samples = []
@@ -98,19 +98,17 @@ class SeededSamples(Dataset[Any]):
         return of_batch(keys) if of_batch is not None else [self.dataset[key] for key in keys]
 
     def _draw_from(self, seed: int) -> None:
+        assert self._reached is not None
         self._has_drawn = True
-        seed_generators(seed)
-        if self._held:
-            self._held.seed(seed)
+        self._reached.seed(seed)
 
     def _put_back(self) -> None:
         of_step, self._of_step = self._of_step, None
-        if of_step is not None and self._held is not None and self._has_drawn:
-            of_step[0].put()
-            self._held.put(of_step[1])
+        if of_step is not None and self._reached is not None and self._has_drawn:
+            self._reached.put(of_step)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_draws": False, "_held": None, "_of_step": None}
+        return {**self.__dict__, "_draws": False, "_reached": None, "_of_step": None}
 
 
 def with_own_dataset(of_user: Callable[[int], object] | None, worker: int) -> None:

@@ -87,7 +87,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         logical_shards: how many there are, the same for the whole run, at least as many as ranks.
         global_batch_size: samples of a batch over all ranks; `logical_shards` divides it.
         epochs: how often the shards are gone through; None: without an end.
-        seed: of the random numbers of a step with `ModelState(logical_shards=)`.
+        seed: of the random numbers of a step with `ModelState(logical_shards=)`, and of those that the source draws.
         num_workers: worker processes of each rank that read ahead, among which its shards are divided.
         prefetch_batches: how many batches of their shards they read ahead; handed over are half as many at once.
         collate_fn: makes a batch of a list of samples, on the training thread; default: torch's `default_collate`,
@@ -135,6 +135,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
             collates=self._collates_in_workers,
             # what is read ahead, the batch of the step, and one more; a collate_fn may hand out the samples themselves
             keeps=0 if collate_fn is not None else 2 + (2 * prefetch_batches if num_workers else 0),
+            seed=seed,
         )
         self._reading = RankStreamReader(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from torchelastic.data.sample_randomness import sample_seed
 from torchelastic.data.shares import units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_progress import NO_DIGEST, ShardPlace, position_text
 from torchelastic.data.worker_processes import WorkerProcesses, begin_data_worker, hand_over_by_value, joined
+from torchelastic.inventory.generators import Generators, generators
+from torchelastic.inventory.reachable_generators import ReachableGenerators
 from torchelastic.text import shortlist
 
 #: A shard's position is taken anew after so many batches: what is drawn again, at most, when the shard moves. Positions
@@ -57,18 +60,38 @@ class _Draw(NamedTuple):
 
 
 class _OpenShard:
-    """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample."""
+    """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample.
 
-    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, place: ShardPlace, keeps: int) -> None:
+    Args:
+        make_iterator: for the epoch.
+        shard: which one.
+        num_shards: of how many.
+        place: where to begin.
+        keeps: how many batches back it can go.
+        seed: called before each sample with its number in the shard; None: it draws nothing at random.
+    """
+
+    def __init__(
+        self,
+        make_iterator: Source[Any],
+        shard: int,
+        num_shards: int,
+        place: ShardPlace,
+        keeps: int,
+        seed: Callable[[int], None] | None,
+    ) -> None:
         self._shard, self._mark = shard, place
         self._here = place  # behind what was handed out, which may come again; self._mark is behind what was read
         self._kept: deque[tuple[ShardPlace, _Draw]] = deque(maxlen=keeps)
         self._again: deque[_Draw] = deque()
-        self._samples: Iterator[Any] = iter(())
+        self._source: Iterator[Any] = iter(())
         self._next: list[Any] = []
         if place.ended:
             return
-        self._samples = iter(make_iterator(shard, num_shards, json.loads(place.position)))
+        if seed is not None:
+            seed(place.at)
+        self._source = iter(make_iterator(shard, num_shards, json.loads(place.position)))
+        self._samples = self._source if seed is None else _seeded(self._source, place.at, seed)
         self._look_ahead()
         digest = self._digest()
         if place.digest == NO_DIGEST:
@@ -79,7 +102,8 @@ class _OpenShard:
             raise ValueError(
                 f"shard {shard} gives another sample behind its position {place.position[:200]} (sample {place.at} of "
                 "the epoch) than it did before. make_iterator(shard, num_shards, position) must give the same samples "
-                "in the same order each time: seed what is shuffled, sort lists of files. Or its data has changed"
+                "in the same order each time: seed what is shuffled, sort lists of files, draw at random for a "
+                "sample only as it is handed out. Or its data has changed"
             )
         again = place.drawn - place.at
         if not missing and again:
@@ -92,6 +116,11 @@ class _OpenShard:
                 "there was a further one, but the source has no more than that now. Has a file shrunk, or vanished? "
                 "Bring it back as it was, or start a new run"
             )
+
+    @property
+    def place(self) -> ShardPlace:
+        """Behind what was handed out."""
+        return self._here
 
     def go_back(self, to: ShardPlace) -> bool:
         """Have what was handed out behind this place come again.
@@ -136,17 +165,28 @@ class _OpenShard:
         return fingerprint(self._next[0]) if self._next else NO_DIGEST
 
     def _position(self, drawn: int) -> str:
-        state_dict = getattr(self._samples, "state_dict", None)
+        state_dict = getattr(self._source, "state_dict", None)
         if state_dict is None:
             return str(drawn)
         try:
             return position_text(state_dict())
         except (TypeError, ValueError) as error:
-            kind = type(self._samples).__name__
+            kind = type(self._source).__name__
             raise ValueError(
                 f"the position of shard {self._shard} cannot be kept: state_dict() of its {kind} holds {error}; it may "
                 "hold numbers, strings, booleans, None, and lists and dicts of them by name"
             ) from error
+
+
+def _seeded(samples: Iterator[Any], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
+    """The samples from this number on, each drawn from a seed of its own."""
+    for place in itertools.count(number):
+        seed(place)
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 @dataclass(frozen=True)
@@ -161,6 +201,10 @@ class _Order:
 class StreamReader(Dataset[list[Drawn]]):
     """Reads some shards batch by batch; asked by `_Order`s, one after the other.
 
+    What the source draws at random for a sample depends on (seed, epoch, shard, number of the sample) alone, from the
+    first order on for which it draws anything: that one is read twice. Where this reads in the trainer, what the train
+    step draws is as if nothing had been read.
+
     Args:
         make_iterator: as of `ElasticStream`.
         num_shards: logical shards of the whole stream.
@@ -168,25 +212,55 @@ class StreamReader(Dataset[list[Drawn]]):
         collates: whether to make one batch of the samples, by torch's `default_collate`.
         keeps: how many batches back a shard can go without being opened anew. 0 where the samples themselves are
             handed out: they may be changed there.
+        seed: of the run.
     """
 
     def __init__(
-        self, make_iterator: Source[Any], num_shards: int, samples: int, *, collates: bool, keeps: int
+        self, make_iterator: Source[Any], num_shards: int, samples: int, *, collates: bool, keeps: int, seed: int
     ) -> None:
         self._make_iterator, self._num_shards, self._wanted = make_iterator, num_shards, samples
+        self._seed = seed
+        self._reached: ReachableGenerators | None = None
+        self._draws = False
         self.collates = collates
         self._keeps = keeps
         self._epoch = -1
         self._open: dict[int, _OpenShard] = {}
 
     def __getitem__(self, order: _Order) -> list[Drawn]:
+        if self._reached is None:
+            self._reached = ReachableGenerators(self._make_iterator)
+            self._draws = self._reached.holds_own
+        before = self._reached.state()
         try:
-            if order.start is not None:
-                self._go_to(*order.start)
-            return [self._batch() for _ in range(order.batches)]
+            return self._read(order, before.of_process)
         except BaseException:
             self.forget()  # one of them is in the middle of a batch
+            self._reached.put(before)
             raise
+        finally:
+            if self._draws and get_worker_info() is None:
+                self._reached.put(before)
+
+    def _read(self, order: _Order, before: Generators) -> list[Drawn]:
+        begin = order.start or (self._epoch, {shard: opened.place for shard, opened in self._open.items()})
+        if not self._draws:
+            try:
+                drawn = self._drawn(order.start, order.batches)
+            except Exception:
+                if generators().draw_as(before):
+                    raise  # else it may have given another sample than before because of what it has drawn
+            else:
+                if generators().draw_as(before):
+                    return drawn
+            self._draws = True
+            self.forget()
+        return self._drawn(begin, order.batches)
+
+    def _drawn(self, start: tuple[int, dict[int, ShardPlace]] | None, batches: int) -> list[Drawn]:
+        if start is not None:
+            self._go_to(*start)
+        return [self._batch() for _ in range(batches)]
 
     def _batch(self) -> Drawn:
         draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
@@ -206,11 +280,16 @@ class StreamReader(Dataset[list[Drawn]]):
         for shard, place in places.items():
             opened = before.pop(shard, None)
             if opened is None or not opened.go_back(place):
-                opened = _OpenShard(make, shard, self._num_shards, place, self._keeps)
+                seed = partial(self._seed_sample, epoch, shard) if self._draws else None
+                opened = _OpenShard(make, shard, self._num_shards, place, self._keeps, seed)
             self._open[shard] = opened
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epoch": -1, "_open": {}}  # iterators stay in their process
+    def _seed_sample(self, epoch: int, shard: int, number: int) -> None:
+        assert self._reached is not None
+        self._reached.seed(sample_seed(self._seed, epoch, (shard, number)))
+
+    def __getstate__(self) -> dict[str, Any]:  # iterators stay in their process
+        return {**self.__dict__, "_epoch": -1, "_open": {}, "_reached": None, "_draws": False}
 
 
 def _as_it_is(drawn: list[Drawn]) -> list[Drawn]:

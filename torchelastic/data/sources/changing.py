@@ -21,8 +21,9 @@ class mapped(Generic[T, R]):
 
     Args:
         source: of samples.
-        function: takes a sample; the same result for the same sample each time. With worker processes that are spawned
-            it must survive `pickle`: a function of a module, no lambda.
+        function: takes a sample; the same result for the same sample each time. It may draw at random where nothing
+            around this reads ahead (`shuffled` goes inside): the stream seeds it for each sample. With worker processes
+            that are spawned it must survive `pickle`: a function of a module, no lambda.
     """
 
     source: Source[T]

@@ -1,14 +1,15 @@
-"""Generators of random numbers that an object holds beside the process's own: a dataset's transforms, say."""
+"""All generators of random numbers that some code may draw from: the process's, and those that objects of it hold."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from torchelastic.inventory.generators import Generators, generators, seed_generators
 from torchelastic.inventory.held import held_by
 
 #: Transforms lie in lists of transforms of a dataset that a subset is of.
@@ -16,32 +17,42 @@ _DEPTH = 12
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
-class HeldGenerators:
-    """Those in some objects; which ones there are is seen when this is made.
+class Reached(NamedTuple):
+    """All of them, as they were."""
+
+    of_process: Generators
+    held: Sequence[Any]
+
+
+class ReachableGenerators:
+    """The process's, and those in some objects; which ones there are is seen when this is made.
 
     Args:
         *roots: the objects.
+
+    Attributes:
+        holds_own: whether there are any in the objects.
     """
 
     def __init__(self, *roots: Any) -> None:
         found = held_by(roots, _KINDS, depth=_DEPTH, closed=(torch.Tensor, np.ndarray))
-        self._all = [one for one in found if not isinstance(one, random.SystemRandom)]
+        self._held = [one for one in found if not isinstance(one, random.SystemRandom)]
+        self.holds_own = bool(self._held)
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
+    def state(self) -> Reached:
+        """As they are now."""
+        return Reached(generators(), [_state(one) for one in self._held])
 
-    def state(self) -> Sequence[Any]:
-        """As they are now, for `put`."""
-        return [_state(one) for one in self._all]
-
-    def put(self, state: Sequence[Any]) -> None:
+    def put(self, state: Reached) -> None:
         """They draw the same numbers again."""
-        for one, own in zip(self._all, state, strict=True):
+        state.of_process.put()
+        for one, own in zip(self._held, state.held, strict=True):
             _put(one, own)
 
     def seed(self, seed: int) -> None:
-        """Draw from this seed, 0 to 2**64 - 1, and from the place of each among them, from all of them."""
-        for place, one in enumerate(self._all):
+        """Draw from this seed, 0 to 2**64 - 1, and those in the objects also from their place among them."""
+        seed_generators(seed)
+        for place, one in enumerate(self._held):
             _seed(one, (seed + place) % 2**64)
 
 
