@@ -1,4 +1,4 @@
-"""A whole run whose dataset draws at random for each sample, in worker processes, and that loses a worker."""
+"""A whole run whose dataset and collate_fn draw at random, in worker processes, and that loses a worker."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ class Crops(torch.utils.data.Dataset):
         return image * float(self.brightness.uniform(0.5, 1.5)), torch.tensor(float(index % 7))
 
 
+def mixed(samples):
+    images, targets = torch.utils.data.default_collate(samples)
+    part = random.random()
+    return images.lerp(images.flip(0), part), targets.lerp(targets.flip(0), part)
+
+
 if __name__ == "__main__":
     dataset = Crops()
     sampler = torchelastic.ElasticBatchSampler(dataset, global_batch_size=8, epochs={STEPS} // 8)
-    loader = torchelastic.ElasticLoader(dataset, sampler, num_workers=num_workers)
+    loader = torchelastic.ElasticLoader(dataset, sampler, num_workers=num_workers, collate_fn=mixed)
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)]
     model = torch.nn.Sequential(torch.nn.Flatten(), *layers)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from torchelastic.data import ElasticBatchSampler, ElasticLoader, ElasticStream, Source, mapped, shuffled
+from torchelastic.data.shares import CollatedShards
 
 SIZE, GLOBAL_BATCH = 24, 8
 
@@ -290,6 +291,57 @@ def test_a_stream_that_is_opened_anew_draws_for_each_sample_what_it_drew(source:
         other = stream_of(source, epochs=2)
         other.load_state_dict(place)
         assert [*begun, *streamed(other)] == whole
+
+
+def padded(samples: Sequence[Any]) -> tuple[list[int], float]:
+    """As a collator for texts does: the batch is as long as the longest, and some of it is masked at random."""
+    numbers = [sample if isinstance(sample, int) else sample[0] for sample in samples]
+    return [number + max(numbers) for number in numbers], random.random()
+
+
+def in_shards(ranks: int, workers: int) -> list[list[Any]]:
+    """The logical shards of each global batch, in their order, whoever has read them."""
+    of_ranks = []
+    for rank in range(ranks):
+        sampler = ElasticBatchSampler(SIZE - 5, GLOBAL_BATCH, epochs=2, seed=3)  # the last batch is too small for all
+        sampler.set_logical_shards(4)
+        sampler.set_world(rank, ranks)
+        dataset = torch.utils.data.Subset(Augmented(), range(SIZE - 5))
+        batches = []
+        for batch in ElasticLoader(dataset, sampler, collate_fn=padded, num_workers=workers):
+            units = sampler.pending_units()  # none: the batch is padding
+            assert (type(batch) is CollatedShards) == bool(units)
+            batches.append(list(batch) if units else [])
+            assert len(batches[-1]) == len(units)
+            sampler.commit()
+        of_ranks.append(batches)
+    return [[shard for share in shares for shard in share] for shares in zip(*of_ranks, strict=True)]
+
+
+def test_each_logical_shard_is_collated_by_itself_whoever_reads_it() -> None:
+    """What a collate_fn pads or draws would follow the number of workers, and with it the bits of the weights."""
+    alone = in_shards(1, 0)
+    assert [len(shards) for shards in alone] == [4, 4, 3] * 2
+    assert len({noise for shards in alone for _, noise in shards}) == sum(map(len, alone))
+    assert in_shards(2, 0) == alone
+    assert in_shards(2, 1) == alone
+    assert in_shards(4, 0) == alone
+
+
+def test_each_shard_of_a_stream_is_collated_by_itself_where_they_are_computed_so() -> None:
+    stream = ElasticStream(Numbers(), 4, global_batch_size=8, seed=3, collate_fn=padded)
+    joint, noise = next(stream)
+    stream.rollback()
+    assert next(stream) == (joint, noise)
+    stream.rollback()
+    stream.set_logical_shards(4)
+    shards = next(stream)
+    assert type(shards) is CollatedShards
+    assert [numbers for numbers, _ in shards] == [[1 + 2000 * n, 2 + 2000 * n] for n in range(4)]
+    assert len({own for _, own in shards}) == 4
+    stream.rollback()
+    random.random()
+    assert next(stream) == shards
 
 
 def test_what_the_train_step_draws_is_as_if_no_stream_had_been_read() -> None:

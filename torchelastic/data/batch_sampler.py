@@ -46,10 +46,12 @@ class Load(NamedTuple):
     Attributes:
         epoch: from 0 up.
         keys: what the dataset is asked for.
+        sizes: how many of them each logical shard has; empty: they are not of logical shards.
     """
 
     epoch: int
     keys: list[int]
+    sizes: tuple[int, ...] = ()
 
 
 class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
@@ -224,6 +226,10 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         samples = len(self._batch(self._progress.position))
         deal = self._reassignment
         units = self._units_of(samples, self._rank, self._world_size) if deal is None else deal.compute
+        return self._sizes(samples, units)
+
+    def _sizes(self, samples: int, units: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Those of these units that have any of so many samples, and how many each."""
         sizes = ((unit, len(self._places_of_unit(samples, unit))) for unit in units)
         return tuple((unit, size) for unit, size in sizes if size)
 
@@ -275,18 +281,23 @@ class ElasticBatchSampler(RankBatches[BatchShare], Sampler[list[int]]):
         # what may change is taken down here: a generator begins to run with its first `next`
         begun, rank, world_size, deal = self._progress, self._rank, self._world_size, self._reassignment
 
+        def load(epoch: int, batch: tuple[int, ...], indices: Sequence[int], units: Sequence[int]) -> Load:
+            of_shards = () if self._logical_shards is None else self._sizes(len(batch), units)
+            return Load(epoch, self.keys(epoch, indices), tuple(size for _, size in of_shards))
+
         def loads() -> Iterator[Load]:
             progress, at = begun, start
             if deal is not None and at == progress.position and at < end:
                 batch = progress.batch(self._order(at[0]), at)
-                yield Load(at[0], self.keys(at[0], self._reassigned(deal, batch, at).load))
+                yield load(at[0], batch, self._reassigned(deal, batch, at).load, deal.compute)
                 progress = progress.advanced(progress.following(at), self._of(batch, deal.postponed))
                 at = progress.position
             while at < end:
                 order = self._order(at[0])  # held over the epoch, even when the cache has moved on
                 for number in range(at[1], progress.batches_in(at[0])):
-                    load = self._to_load(progress.batch(order, (at[0], number)), rank, world_size)
-                    yield Load(at[0], self.keys(at[0], load))
+                    batch = progress.batch(order, (at[0], number))
+                    units = self._units_of(len(batch), rank, world_size)
+                    yield load(at[0], batch, self._to_load(batch, rank, world_size), units)
                 at = (at[0] + 1, 0)
 
         return loads()

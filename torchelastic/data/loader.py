@@ -50,8 +50,9 @@ class ElasticLoader(Iterator[Any]):
 
     What the dataset draws at random for a sample, from torch, `random`, numpy or a generator that it holds, depends on
     (seed, epoch, key) alone: it is the same when a step is repeated, on whichever rank and in whichever process, with
-    any `num_workers`, and after a restart. What `collate_fn` draws depends on the first sample of the rank's share. The
-    first batch for which the dataset draws is read twice. What the train step draws (dropout) is not touched.
+    any `num_workers`, and after a restart. What `collate_fn` draws depends on the first of the samples that it gets:
+    the rank's share, or with logical shards one of them, each of which is collated by itself. The first batch for which
+    the dataset draws is read twice. What the train step draws (dropout) is not touched.
     Use it from the training thread only. A pickled or copied loader starts its workers anew.
 
     Args:

@@ -9,12 +9,14 @@ them in each batch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from torchelastic.data.batch_sampler import Load
+from torchelastic.data.shares import CollatedShards
 from torchelastic.inventory.generators import generators
 from torchelastic.inventory.reachable_generators import ReachableGenerators, Reached
 
@@ -73,12 +75,19 @@ class SeededSamples(Dataset[Any]):
     def collate(self, samples: list[Any]) -> Any:
         """Called by torch with what `__getitems__` returned, in the same process."""
         try:
-            if self._collate is not default_collate:
-                epoch, keys = self._load
-                self._draw_from(sample_seed(self._seed, epoch, keys[0], "batch"))
-            return self._collate(samples)
+            if self._collate is default_collate:
+                return self._collate(samples)
+            sizes = self._load.sizes or (len(samples),)
+            ends = itertools.accumulate(sizes)
+            parts = [self._collated(samples, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+            return CollatedShards(parts) if self._load.sizes else parts[0]
         finally:
             self._put_back()
+
+    def _collated(self, samples: list[Any], begin: int, end: int) -> Any:
+        first = self._load.keys[begin]
+        self._draw_from(sample_seed(self._seed, self._load.epoch, first, "batch"))
+        return self._collate(samples[begin:end])
 
     def _samples(self, load: Load) -> list[Any]:
         if not self._draws:

@@ -112,6 +112,13 @@ class SampleCounts(Protocol):
 ShareT = TypeVar("ShareT", bound=SampleCounts)
 
 
+class CollatedShards(list[Any]):
+    """A rank's share of a global batch, each of its logical shards collated by itself, in their order.
+
+    What a `collate_fn` pads, or draws at random, depends on which samples it gets.
+    """
+
+
 class RankBatches(Generic[ShareT]):
     """What samplers and streams have in common: this rank's place in the world, and what it has drawn in this step."""
 

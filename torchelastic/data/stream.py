@@ -8,6 +8,7 @@ changes, shards move, and who opens one goes on behind the last sample that coun
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,8 +18,10 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from torchelastic.data.placing import say_if_all_load_all
+from torchelastic.data.sample_randomness import sample_seed
 from torchelastic.data.shares import (
     PADDING_SAMPLES,
+    CollatedShards,
     RankBatches,
     SecondDeal,
     joined_parts,
@@ -29,6 +32,7 @@ from torchelastic.data.sources.api import Source, made, of_epoch
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
 from torchelastic.data.stream_reading import Drawn, RankStreamReader, StreamReader
+from torchelastic.inventory.reachable_generators import ReachableGenerators
 from torchelastic.observe.ledger.meter import this_worker
 
 log = logging.getLogger(__name__)
@@ -90,8 +94,8 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         seed: of the random numbers of a step with `ModelState(logical_shards=)`, and of those that the source draws.
         num_workers: worker processes of each rank that read ahead, among which its shards are divided.
         prefetch_batches: how many batches of their shards they read ahead; handed over are half as many at once.
-        collate_fn: makes a batch of a list of samples, on the training thread; default: torch's `default_collate`,
-            which worker processes then run too.
+        collate_fn: makes a batch of a list of samples, on the training thread; with `ModelState(logical_shards=)` of
+            those of each shard by itself. Default: torch's `default_collate`, which worker processes then run too.
         multiprocessing_context: how worker processes are started, as for DataLoader.
         min_local_batch: as for `ElasticBatchSampler`. Near the end of an epoch, where a rank's shards give too few,
             another rank reads them for that batch.
@@ -256,7 +260,7 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
                 f"none of the {self.logical_shards} logical shards has a sample in epoch {progress.epoch}: does "
                 "its source find its data?"
             )
-        batch = self._batch(drawn) if share.pieces else self._padding_batch(progress, places)
+        batch = self._batch(drawn, share) if share.pieces else self._padding_batch(progress, places)
         if not self._pending:
             self._attempt = places
         self._count(share)
@@ -282,8 +286,27 @@ class ElasticStream(RankBatches[StreamShare], Iterator[Any]):
         this_worker().waited_for_data(time.monotonic_ns() - began_ns)
         return drawn
 
-    def _batch(self, drawn: Drawn) -> Any:
-        return drawn.samples if self._collates_in_workers else made(self._collate, drawn.samples)
+    def _batch(self, drawn: Drawn, share: StreamShare) -> Any:
+        if self._collates_in_workers:
+            return drawn.samples
+        if self._collate is default_collate:
+            return made(self._collate, drawn.samples)
+        if not self._is_cut_in_shards:
+            return self._collated(drawn.samples, share.epoch, share.pieces[0])
+        samples = iter(drawn.samples)
+        parts = [(list(itertools.islice(samples, size)), (shard, first, size)) for shard, first, size in share.pieces]
+        return CollatedShards([self._collated(part, share.epoch, piece) for part, piece in parts])
+
+    def _collated(self, samples: list[Any], epoch: int, piece: tuple[int, int, int]) -> Any:
+        """By the user's function; what it draws is the same each time, and what the step draws as if it had not."""
+        shard, first, _ = piece
+        reached = ReachableGenerators(self._collate)
+        of_step = reached.state()
+        try:
+            reached.seed(sample_seed(self.seed, epoch, (shard, first), "batch"))
+            return made(self._collate, samples)
+        finally:
+            reached.put(of_step)
 
     def _padding_batch(self, progress: StreamProgress, places: tuple[ShardPlace, ...]) -> Any:
         """The first samples of a shard that has some: any rank can open any shard."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchelastic.data.shares import CollatedShards
 from torchelastic.errors import UnfitError
 from torchelastic.group.step_course import FORWARD, REDUCTION, nowhere
 from torchelastic.inventory.generators import seed_generators
@@ -25,6 +26,7 @@ from torchelastic.model.loss_counts import LossCounts, Tally
 from torchelastic.model.transfer import all_gathered
 from torchelastic.model.tree_sum import Node
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import tree_flatten, tree_unflatten
 
 #: Elements of each node that travel in one message: bounds the memory that the exchange takes.
 CHUNK_ELEMENTS = 1 << 20
@@ -135,7 +137,7 @@ class LogicalShards:
         """
         self.at(FORWARD)
         self._buffers = [buffer.clone() for buffer in self._module.buffers()]
-        parts = split_batch(batch, [size for _, size in units]) if units else []  # it may be padding
+        parts = parts_of(batch, [size for _, size in units]) if units else []  # it may be padding
         if check is not None:
             check.begin(units, parts, self.shards)
         for (shard, size), part in zip(units, parts, strict=True):
@@ -260,6 +262,18 @@ def shard_seed(seed: int, step: int, shard: int) -> int:
     """The seed of one shard of one step, 0 to 2**32 - 1 (torch's CPU generator uses no more). Pure."""
     digest = hashlib.blake2b(f"{seed}/{step}/{shard}".encode(), digest_size=4, person=b"torchelastic").digest()
     return int.from_bytes(digest, "little")
+
+
+def parts_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """The shards of what a loader made, of these many samples each: cut, unless each was collated by itself.
+
+    Raises:
+        TypeError: as `split_batch`.
+    """
+    if not isinstance(batch, CollatedShards):
+        return split_batch(batch, sizes)
+    leaves, form = tree_flatten(list(batch))
+    return list(tree_unflatten([one.clone() if isinstance(one, torch.Tensor) else one for one in leaves], form))
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
