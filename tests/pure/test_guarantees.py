@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("page", "promises"), [("README.md", 10), ("docs/guarantees.md", 43)])
+@pytest.mark.parametrize(("page", "promises"), [("README.md", 10), ("docs/guarantees.md", 44)])
 def test_each_promise_names_tests_that_are_there(page: str, promises: int) -> None:
     rows = [line.strip("| ").split(" | ") for line in (ROOT / page).read_text().splitlines() if "| `" in line]
     rows = [row for row in rows if "test" in row[-1] or "make " in row[-1]]
