@@ -1,7 +1,7 @@
-"""A folder of images as a data set whose every pixel is a function of (seed, epoch, index).
+"""A folder of images as a data set, with random crops.
 
-Elastic training repeats a step that failed, and moves samples between workers when some come or go. Both are only
-harmless if the sample is the same whoever loads it and however often: no global random state is read here.
+Elastic training repeats a step that failed, and moves samples between workers when some come or go. A sample is the
+same whoever loads it and however often: `ElasticLoader` seeds torch's random numbers for each of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.Decomp
 CHANNEL_MEAN = (0.485, 0.456, 0.406)
 CHANNEL_STD = (0.229, 0.224, 0.225)
 
-Transform = Callable[[Image.Image, torch.Generator], Tensor]
-"""Maps an RGB image to a float tensor (3, H, W); every random number must come from the generator."""
+Transform = Callable[[Image.Image], Tensor]
+"""Maps an RGB image to a float tensor (3, H, W)."""
 
 
 @dataclass(frozen=True)
@@ -96,38 +96,29 @@ class Item(NamedTuple):
 
 
 class ImageDataset(Dataset[Item]):
-    """Images and labels; item i of epoch e is the same tensor in every process and at every repetition.
-
-    An item is asked for by ``epoch * len(dataset) + i``, so that processes which load ahead into the next epoch need
-    not be told where it begins (see ``EpochSampler``).
+    """Images and labels.
 
     Args:
         samples: (file, label) pairs, from ``index_images``.
         transform: makes the tensor from the decoded image.
-        seed: of the augmentation.
         cache: keep every decoded image in memory (for small data sets: 3 bytes a pixel).
     """
 
-    def __init__(
-        self, samples: tuple[tuple[Path, int], ...], transform: Transform, *, seed: int = 0, cache: bool = False
-    ) -> None:
+    def __init__(self, samples: tuple[tuple[Path, int], ...], transform: Transform, *, cache: bool = False) -> None:
         self._samples = samples
         self._transform = transform
-        self._seed = seed
         self._cached: dict[int, Image.Image] | None = {} if cache else None
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, position: int) -> Item:
-        """Returns item ``position % len(self)`` as epoch ``position // len(self)`` shows it.
+    def __getitem__(self, index: int) -> Item:
+        """What the transform makes of an image.
 
         Raises:
             ValueError: the file is not a readable image; the message names it.
         """
-        epoch, index = divmod(position, len(self._samples))
-        generator = torch.Generator().manual_seed(item_seed(self._seed, epoch, index))
-        return Item(self._transform(self._decoded(index), generator), self._samples[index][1], index)
+        return Item(self._transform(self._decoded(index)), self._samples[index][1], index)
 
     def _decoded(self, index: int) -> Image.Image:
         if self._cached is None:
@@ -151,21 +142,6 @@ def decode(file: Path) -> Image.Image:
         raise ValueError(f"cannot read the image {file}: {error}; restore or remove it") from error
 
 
-def item_seed(seed: int, epoch: int, index: int) -> int:
-    """A well mixed 63-bit seed for one item of one epoch.
-
-    Each number goes through the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, figure 17), because
-    neighbouring seeds start some generators in correlated states.
-    """
-    mixed = 0
-    for number in (seed, epoch, index):
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 31
-    return mixed >> 1
-
-
 @dataclass(frozen=True)
 class TrainTransform:
     """Random resized crop, horizontal flip, normalisation (arXiv:1409.4842 section 6).
@@ -182,12 +158,12 @@ class TrainTransform:
     max_stretch: float = 4 / 3
     flip: bool = True
 
-    def __call__(self, image: Image.Image, generator: torch.Generator) -> Tensor:
+    def __call__(self, image: Image.Image) -> Tensor:
         """Returns a float tensor (3, size, size)."""
-        box = random_crop_box(image.size, self.min_area, self.max_stretch, generator)
+        box = random_crop_box(image.size, self.min_area, self.max_stretch)
         resized = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         pixels = to_tensor(resized)
-        mirrored = self.flip and _uniform(generator, 0.0, 1.0) < 0.5
+        mirrored = self.flip and _uniform(0.0, 1.0) < 0.5
         return normalise(pixels.flip(-1) if mirrored else pixels)
 
 
@@ -203,7 +179,7 @@ class EvalTransform:
     size: int
     kept: float = 0.875
 
-    def __call__(self, image: Image.Image, generator: torch.Generator) -> Tensor:  # noqa: ARG002 - part of Transform
+    def __call__(self, image: Image.Image) -> Tensor:
         """Returns a float tensor (3, size, size)."""
         width, height = image.size
         edge = self.kept * min(width, height)
@@ -214,7 +190,7 @@ class EvalTransform:
 
 
 def random_crop_box(
-    image_size: tuple[int, int], min_area: float, max_stretch: float, generator: torch.Generator
+    image_size: tuple[int, int], min_area: float, max_stretch: float
 ) -> tuple[float, float, float, float]:
     """Draws (left, top, right, bottom) in pixels, fractions allowed: on an 8 pixel digit whole pixels are too coarse.
 
@@ -223,20 +199,20 @@ def random_crop_box(
     """
     width, height = image_size
     for _ in range(10):
-        area = width * height * _uniform(generator, min_area, 1.0)
-        aspect = math.exp(_uniform(generator, -math.log(max_stretch), math.log(max_stretch)))
+        area = width * height * _uniform(min_area, 1.0)
+        aspect = math.exp(_uniform(-math.log(max_stretch), math.log(max_stretch)))
         box_width, box_height = math.sqrt(area * aspect), math.sqrt(area / aspect)
         if box_width <= width and box_height <= height:
-            left = _uniform(generator, 0.0, width - box_width)
-            top = _uniform(generator, 0.0, height - box_height)
+            left = _uniform(0.0, width - box_width)
+            top = _uniform(0.0, height - box_height)
             return left, top, min(left + box_width, width), min(top + box_height, height)
     edge = min(width, height)
     left, top = (width - edge) / 2, (height - edge) / 2
     return left, top, left + edge, top + edge
 
 
-def _uniform(generator: torch.Generator, low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
+def _uniform(low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand((), dtype=torch.float64))
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -23,7 +23,6 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody knows it
 import torchelastic
 from examples.imagenet.audit import sample_ledger
 from examples.imagenet.digits import write_digits
-from examples.imagenet.epoch_sampler import EpochSampler
 from examples.imagenet.evaluation import Accuracy, evaluate
 from examples.imagenet.events import EventWriter, read_events
 from examples.imagenet.images import EvalTransform, ImageDataset, ImageIndex, TrainTransform, index_images
@@ -33,7 +32,7 @@ from examples.imagenet.resnet import resnet
 from examples.imagenet.schedule import learning_rate
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.compat.elastic01.file_system import FileSystemCheckpoint
-from torchelastic.data import BatchShare, ElasticLoader
+from torchelastic.data import BatchShare, ElasticBatchSampler, ElasticLoader
 from torchelastic.distributed import broadcast_long
 from torchelastic.p2p import CoordinatorP2P
 
@@ -62,7 +61,7 @@ class Classifier(torchelastic.ModelState):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        sampler: EpochSampler,
+        sampler: ElasticBatchSampler,
         events: EventWriter,
         display: RunDisplay,
     ) -> None:
@@ -127,14 +126,14 @@ class Training:
         self.train_set = ImageDataset(
             index.train,
             TrainTransform(recipe.image_size, recipe.min_crop_area, recipe.max_stretch, recipe.flip),
-            seed=options.seed,
             cache=recipe.cache,
         )
         self.val_set = ImageDataset(
             index.val, EvalTransform(recipe.image_size, recipe.kept_in_validation), cache=recipe.cache
         )
         self.device = _device()
-        self.sampler = EpochSampler(len(self.train_set), recipe.batch_size, epochs=recipe.epochs, seed=options.seed)
+        size = len(self.train_set)
+        self.sampler = ElasticBatchSampler(size, recipe.batch_size, epochs=recipe.epochs, seed=options.seed)
         self.total_steps = recipe.epochs * self.sampler.batches_per_epoch
         self.loader = ElasticLoader(
             self.train_set, self.sampler, num_workers=recipe.num_data_workers, pin_memory=self.device.type == "cuda"

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from examples.imagenet import digits
-from examples.imagenet.epoch_sampler import EpochSampler
 from examples.imagenet.images import (
     EvalTransform,
     ImageDataset,
@@ -18,7 +17,7 @@ from examples.imagenet.images import (
     index_images,
 )
 from examples.imagenet.resnet import resnet
-from torchelastic.data import ElasticLoader
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
 
 
 def gradient_image(width: int, height: int) -> Image.Image:
@@ -84,24 +83,6 @@ def test_a_damaged_image_is_named(tmp_path: Path, kept_bytes: int) -> None:
         ImageDataset(index.train, EvalTransform(8))[0]
 
 
-def test_an_item_depends_on_seed_epoch_and_index_and_on_nothing_else(digits_folder: Path) -> None:
-    samples = index_images(digits_folder).train
-
-    def load(seed: int, epoch: int, item: int) -> torch.Tensor:
-        data = ImageDataset(samples, TrainTransform(16, min_area=0.5), seed=seed)
-        return data[epoch * len(data) + item].pixels
-
-    first = load(1, 2, 3)
-    torch.manual_seed(99)
-    data = ImageDataset(samples, TrainTransform(16, min_area=0.5), seed=1, cache=True)
-    data[7]  # loaded in another order, by a data set that keeps images
-    assert torch.equal(data[2 * len(data) + 3].pixels, first)
-    assert torch.equal(data[2 * len(data) + 3].pixels, first)
-    assert data[2 * len(data) + 3][1:] == (samples[3][1], 3)
-    for other in (load(2, 2, 3), load(1, 3, 3), load(1, 2, 4)):
-        assert not torch.equal(other, first)
-
-
 # --------------------------------------------------------------------------------------------------------- the digits
 
 
@@ -118,22 +99,25 @@ def test_several_processes_may_write_the_digits_at_once(tmp_path: Path) -> None:
     assert [entry.name for entry in root.parent.iterdir()] == ["digits"]  # no scratch folder is left
 
 
-def test_the_epoch_reaches_the_data_set_through_prefetching_loaders(digits_folder: Path) -> None:
+@pytest.mark.parametrize("cache", [False, True])
+def test_an_image_is_cropped_by_seed_epoch_and_index_in_any_process(digits_folder: Path, cache: bool) -> None:
     samples = index_images(digits_folder).train[:10]
 
-    def pixels_of_run(num_workers: int) -> list[tuple[list[int], torch.Tensor]]:
-        data = ImageDataset(samples, TrainTransform(8, min_area=0.3), seed=4)
-        loader = ElasticLoader(data, EpochSampler(len(data), 4, epochs=3, seed=4), num_workers=num_workers)
-        batches = [(batch.sample.tolist(), batch.pixels) for batch in loader]
+    def pixels_of_run(seed: int, num_workers: int = 0) -> dict[tuple[int, int], torch.Tensor]:
+        data = ImageDataset(samples, TrainTransform(8, min_area=0.3), cache=cache)
+        loader = ElasticLoader(data, ElasticBatchSampler(data, 4, epochs=3, seed=seed), num_workers=num_workers)
+        batches = list(loader)
         loader.close()
-        return batches
+        assert len(batches) == 9
+        return {
+            (number // 3, index): pixels
+            for number, batch in enumerate(batches)
+            for index, pixels in zip(batch.sample.tolist(), batch.pixels, strict=True)
+        }
 
-    plain = pixels_of_run(num_workers=0)
-    ahead = pixels_of_run(num_workers=2)
-    data = ImageDataset(samples, TrainTransform(8, min_area=0.3), seed=4)
-    assert len(plain) == len(ahead) == 9
-    for number, ((indices, pixels), (indices_ahead, pixels_ahead)) in enumerate(zip(plain, ahead, strict=True)):
-        assert indices == indices_ahead
-        assert torch.equal(pixels, pixels_ahead)
-        epoch = number // 3
-        assert torch.equal(pixels, torch.stack([data[epoch * 10 + index].pixels for index in indices]))
+    plain = pixels_of_run(4)
+    ahead = pixels_of_run(4, num_workers=2)
+    assert plain.keys() == ahead.keys()
+    assert all(torch.equal(pixels, ahead[place]) for place, pixels in plain.items())
+    others = [plain[1, 3], plain[0, 4], pixels_of_run(5)[0, 3]]
+    assert not any(torch.equal(other, plain[0, 3]) for other in others)
