@@ -128,7 +128,7 @@ class Job:
         os.kill(pid, number)
         return pid
 
-    def wait(self, timeout_s: float = 90.0) -> list[int]:
+    def wait(self, timeout_s: float = 150.0) -> list[int]:
         """Wait for all agents; returns their exit codes. On failure the output says why."""
         codes = []
         for agent in self.agents:
