@@ -6,6 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchelastic.errors import NonRetryableException
@@ -202,9 +203,23 @@ class State(ABC):
         """
         return ()
 
+    def checkpoint_metrics(self) -> Mapping[str, float]:
+        """What was measured of this state, by name: for `KeepBest`, and `torchelastic checkpoint ls`.
+
+        Called on every rank when a `TieredCheckpointManager` is to save it; what rank 0 says counts. The default: the
+        numbers in `extra`, where the state has one, as a `ModelState`.
+        """
+        extra = getattr(self, "extra", None)
+        values = extra.items() if isinstance(extra, Mapping) else ()
+        return {str(name): float(value) for name, value in values if _is_number(value)}
+
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - part of the contract
         """Whether to save after this step; the answer of rank 0 counts."""
         return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def call_sync(state: State, world_size: int, rank: int) -> None:
@@ -268,6 +283,7 @@ _SAVING_HOOKS: Mapping[str, tuple[str, ...]] = {
     "load_checkpoint_tree": ("tree",),
     "replicated": ("names",),
     "check_savable": (),
+    "checkpoint_metrics": (),
 }
 
 

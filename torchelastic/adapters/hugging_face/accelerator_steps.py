@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 Between = Callable[[int], Any]
 #: Names in `extra` of what Accelerate saves by itself begin with it.
 _OF_ACCELERATE = "accelerate/"
+#: In the metrics of checkpoints: steps as the script counts them, without what is done between two of them.
+STEPS = f"{_OF_ACCELERATE}steps"
 
 
 class LookedAt:
@@ -157,6 +159,8 @@ class ElasticStep:
         self._run.ends()
         if self._micro_batches is not None:
             self._micro_batches.close()  # type: ignore[attr-defined]  # it is a generator
+        if self._is_through:
+            self._run.state.extra[STEPS] = self.number + 1
         if error is None and not self._is_through and not self._step.is_last:
             left = UnfitError("a step was left before its batches were all used: write `for batch in step:` in it")
             self._step.__exit__(UnfitError, left, None)
