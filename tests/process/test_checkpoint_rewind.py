@@ -276,6 +276,15 @@ def test_a_copy_without_hidden_files_counts_what_is_saved_there(tmp_path: Path, 
     assert lives(tier("copy")) == 5
 
 
+def test_a_copy_of_one_checkpoint_is_where_another_run_begins(tmp_path: Path) -> None:
+    lives(DiskTier(tmp_path / "first", ALL), steps=[1, 2, 3])
+    (one,) = (tmp_path / "first").glob("step-000000002.*")
+    shutil.copytree(one, tmp_path / "other" / one.name)
+    assert lives(DiskTier(tmp_path / "other", ALL), steps=[3, 4]) == 2
+    assert lives(DiskTier(tmp_path / "other", ALL)) == 4
+    assert lives(DiskTier(tmp_path / "first", ALL)) == 3
+
+
 def test_every_place_of_the_run_keeps_what_counts_and_removes_what_does_not(tmp_path: Path, capsys: Capture) -> None:
     def tiers() -> list[Tier]:
         url = (tmp_path / "durable").as_uri()

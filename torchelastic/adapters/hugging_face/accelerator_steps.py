@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Between = Callable[[int], Any]
+#: How Accelerate names the folders of `save_state()` with `automatic_checkpoint_naming`.
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
 #: Names in `extra` of what Accelerate saves by itself begin with it.
 _OF_ACCELERATE = "accelerate/"
 #: In the metrics of checkpoints: steps as the script counts them, without what is done between two of them.
@@ -252,9 +256,20 @@ class AcceleratedRun:
             self._forget_loaders()
             self._looked_at.steps = self.batches.committed  # before: what `save_state` saves in there goes on behind it
             with self._coordinator.slow_section():
+                self._agree_on_next_name()
                 is_over = bool(self._between(self.batches.committed))
             if is_over:
                 step.stop_training()
+
+    def _agree_on_next_name(self) -> None:
+        """The next free number for `save_state()` with automatic names, which only who has saved before would know."""
+        project = self.accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or self.accelerator.project_dir is None:
+            return
+        names = [path.name for path in Path(self.accelerator.project_dir, "checkpoints").glob("checkpoint_*")]
+        taken = [int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name)) is not None]
+        wanted = torch.tensor([max(project.iteration, *(number + 1 for number in taken), 0)])
+        project.iteration = int(self.accelerator.gather(wanted.to(self.accelerator.device)).max())
 
     def begins(self, step: ElasticStep) -> None:
         """This train step is under way."""
