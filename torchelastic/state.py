@@ -6,6 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -211,15 +212,20 @@ class State(ABC):
         """
         extra = getattr(self, "extra", None)
         values = extra.items() if isinstance(extra, Mapping) else ()
-        return {str(name): float(value) for name, value in values if _is_number(value)}
+        return {str(name): number for name, value in values if (number := _number(value)) is not None}
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - part of the contract
         """Whether to save after this step; the answer of rank 0 counts."""
         return False
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _number(value: Any) -> float | None:
+    """As a float; None for what is none, or is too large for one."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    with suppress(OverflowError):
+        return float(value)
+    return None
 
 
 def call_sync(state: State, world_size: int, rank: int) -> None:

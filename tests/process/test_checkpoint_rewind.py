@@ -426,7 +426,9 @@ def test_steps_may_be_those_of_a_framework_which_counts_others(tmp_path: Path, c
 def test_a_run_saves_the_numbers_in_extra_as_metrics_and_keeps_the_best(tmp_path: Path, capsys: Capture) -> None:
     model = torch.nn.Linear(1, 1)
     state = torchelastic.ModelState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"loss": 9.0, "name": "a", "good": True}
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        extra={"loss": 9.0, "name": "a", "good": True, "huge": 10**400},
     )
     losses = [0.5, 0.1, 0.4, 0.3]
     manager = TieredCheckpointManager(

@@ -128,9 +128,10 @@ class TrainerSteps:
         trainer = self._trainer
         if self._steps.has_resumed and self._coordinator.rank == 0:
             folder = Path(trainer.args.output_dir or ".")
-            found = {str(folder / one.folder): one.step for one in durable_checkpoints(folder)}
             best = [trainer.state.best_model_checkpoint or ""]
-            say_which_do_not_fit("the Trainer", trainer.state.global_step, found, best)
+            with suppress(OSError):  # who cannot look there says so when it saves
+                found = {str(folder / one.folder): one.step for one in durable_checkpoints(folder)}
+                say_which_do_not_fit("the Trainer", trainer.state.global_step, found, best)
 
     def keep_what_was_met(self) -> None:
         """All callbacks have begun; what they have begun with in a new run outlives an undone first step."""
