@@ -6,6 +6,8 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchelastic.errors import NonRetryableException
@@ -202,9 +204,28 @@ class State(ABC):
         """
         return ()
 
+    def checkpoint_metrics(self) -> Mapping[str, float]:
+        """What was measured of this state, by name: for `KeepBest`, and `torchelastic checkpoint ls`.
+
+        Called on every rank when a `TieredCheckpointManager` is to save it; what rank 0 says counts. The default: the
+        numbers in `extra`, where the state has one, as a `ModelState`.
+        """
+        extra = getattr(self, "extra", None)
+        values = extra.items() if isinstance(extra, Mapping) else ()
+        return {str(name): number for name, value in values if (number := _number(value)) is not None}
+
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - part of the contract
         """Whether to save after this step; the answer of rank 0 counts."""
         return False
+
+
+def _number(value: Any) -> float | None:
+    """As a float; None for what is none, or is too large for one."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    with suppress(OverflowError):
+        return float(value)
+    return None
 
 
 def call_sync(state: State, world_size: int, rank: int) -> None:
@@ -268,6 +289,7 @@ _SAVING_HOOKS: Mapping[str, tuple[str, ...]] = {
     "load_checkpoint_tree": ("tree",),
     "replicated": ("names",),
     "check_savable": (),
+    "checkpoint_metrics": (),
 }
 
 

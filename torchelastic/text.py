@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
 _NAMED_RANKS = 8
@@ -152,6 +152,24 @@ def host_port(host: str, port: int) -> str:
     ('node-3:2379', '[::1]:80')
     """
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def number_text(value: float) -> str:
+    """A number that was measured: a whole one with all its digits.
+
+    >>> number_text(1234567.0), number_text(0.123456), number_text(float("inf"))
+    ('1234567', '0.1235', 'inf')
+    """
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def measured_text(metrics: Mapping[str, float]) -> str:
+    """What was measured, by name.
+
+    >>> measured_text({"loss": 0.25, "global_step": 700.0})
+    'global_step 700, loss 0.25'
+    """
+    return ", ".join(f"{name} {number_text(value)}" for name, value in sorted(metrics.items()))
 
 
 def percent(share: float) -> str:

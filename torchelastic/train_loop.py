@@ -187,6 +187,11 @@ class TrainLoop:
         meter.publish_to_parent()
         meter.set_up_log()
 
+    @property
+    def restored_step(self) -> int | None:
+        """That of the checkpoint in tiers from which the run goes on, until a step is committed; None: of none."""
+        return self._checkpoints.restored_step
+
     def steps(self) -> Iterator[Step]:
         """Yield one step after the other until the run is over."""
         step: Step | None = None

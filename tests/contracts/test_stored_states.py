@@ -175,6 +175,56 @@ def test_nothing_is_told_of_a_script_that_builds_the_same(tmp_path: Path, caplog
     assert "attributes" not in caplog.text
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.01])
+def test_a_learning_rate_that_the_script_builds_otherwise_is_the_runs_and_named(
+    rate: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def built(rate: float, decay: float) -> tuple[torchelastic.ModelState, torch.optim.Optimizer]:
+        module = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=decay)
+        return torchelastic.ModelState(module, optimizer), optimizer
+
+    state, optimizer = built(0.1, 0.5)
+    state.sync(1, 0)
+    optimizer.param_groups[0]["lr"] = 0.05  # as a schedule does: that is no change of the script
+    stream = io.BytesIO()
+    state.save(stream)
+    again, other = built(rate, 0.5)
+    stream.seek(0)
+    again.load(stream)
+    assert other.param_groups[0]["lr"] == 0.05
+    told = [text for text in caplog.messages if "builds its optimizer with other values" in text]
+    assert len(told) == (rate != 0.1)
+    assert all(
+        "goes on with its own, and with its schedule: lr of group 0 (0.1 there, 0.01 in the" in text for text in told
+    )
+
+
+@pytest.mark.parametrize("steps", [10, 20])
+def test_a_schedule_that_the_script_builds_otherwise_is_the_runs_and_named(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def built(steps: int) -> tuple[torchelastic.ModelState, Any]:
+        module = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=steps)
+        return torchelastic.ModelState(module, optimizer, scheduler=scheduler), scheduler
+
+    state, scheduler = built(10)
+    state.sync(1, 0)
+    scheduler.optimizer.step()
+    scheduler.step()
+    stream = io.BytesIO()
+    state.save(stream)
+    again, other = built(steps)
+    stream.seek(0)
+    again.load(stream)
+    assert (other.total_iters, other.last_epoch) == (10, 1)
+    told = [text for text in caplog.messages if "builds its schedule otherwise" in text]
+    assert len(told) == (steps != 10)
+    assert all("LinearLR.total_iters (10 there, 20 in the script)" in text for text in told)
+
+
 # --- wrappers that are put on and taken off ---------------------------------------------------------------------------
 
 

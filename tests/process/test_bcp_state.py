@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -97,7 +98,11 @@ def other_groups(folder: Path) -> BCPState:
     return BCPState(model, torch.optim.AdamW(groups), "ddp", None, folder)
 
 
-def test_the_newest_place_that_is_left_is_resumed_from(folder: Path) -> None:
+def test_the_newest_place_that_is_left_is_resumed_from_and_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     def tiers() -> list[Tier]:
         durable = DurableTier((folder / "bucket").as_uri(), KeepLast(2), every=EverySteps(2))
         return [MemoryTier(folder / "memory"), DiskTier(folder / "disk", every=EverySteps(3)), durable]
@@ -107,12 +112,16 @@ def test_the_newest_place_that_is_left_is_resumed_from(folder: Path) -> None:
         job.train(1)
         job.state.save()
     job.state.close()
-    for lost, iteration in (("", 5), ("memory", 4), ("bucket", 3)):
+    bucket = (folder / "bucket").as_uri()
+    for lost, iteration, place in (("", 5, folder / "memory"), ("memory", 4, bucket), ("bucket", 3, folder / "disk")):
         shutil.rmtree(folder / lost) if lost else None
+        caplog.clear()
         again = Job(folder, seed=2, tiers=tiers())
         extra = again.resume()
         assert extra is not None
         assert (extra["iteration"], extra["digest"]) == (iteration, again.digest())
+        (said,) = [text for text in caplog.messages if text.startswith("resumed from")]
+        assert said.endswith(f" in {place}")
         again.state.close()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,6 +176,45 @@ def _no_manager_afterwards() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_manager_afterwards")
+def test_a_second_state_is_not_saved_behind_the_first_in_its_folder(tmp_path: Path) -> None:
+    generator, critic = ByteState(b"generator"), ByteState(b"critic")
+    save(FileSystemCheckpointManager(tmp_path), generator)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"another ByteState of this process.*a folder of its own"):
+            save(FileSystemCheckpointManager(tmp_path), critic)
+        save(FileSystemCheckpointManager(tmp_path), generator)
+    load_latest(FileSystemCheckpointManager(tmp_path), generator)
+    assert generator.data == b"generator"
+    assert len(FileSystemCheckpointManager(tmp_path).list_checkpoints()) == 3
+
+
+def test_a_state_that_has_loaded_anothers_goes_on_from_it_with_a_warning_and_the_other_one_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ByteState(b"first"), ByteState()
+    manager = FileSystemCheckpointManager(tmp_path)
+    save(manager, first)
+    load_latest(manager, second)
+    assert "was saved in this process, by another ByteState: this one goes on from there" in caplog.text
+    save(manager, first)  # who loads a copy to look at it is in nobody's way
+    load_latest(manager, second)
+    second.data = b"second"
+    save(manager, second)
+    with pytest.raises(CheckpointError, match="another ByteState of this process"):
+        save(manager, first)
+
+
+def test_states_that_are_not_used_any_more_or_whose_checkpoints_are_gone_are_in_nobodys_way(tmp_path: Path) -> None:
+    manager = FileSystemCheckpointManager(tmp_path)
+    for number in range(3):
+        save(manager, ByteState(bytes([number])))  # an adapter that is made for each save, say
+    kept = ByteState(b"kept")
+    save(manager, kept)
+    shutil.rmtree(tmp_path / "3")
+    save(manager, ByteState(b"afresh"))
+    assert len(manager.list_checkpoints()) == 4
+
+
 def test_the_manager_of_the_process_is_the_one_set_last(manager: FileSystemCheckpointManager) -> None:
     assert get_checkpoint_manager() is None
     set_checkpoint_manager(manager)

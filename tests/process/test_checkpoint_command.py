@@ -36,12 +36,12 @@ def test_a_folder_of_checkpoints_is_listed_newest_first(tmp_path: Path, capsys: 
     code, out, err = run(capsys, "ls", tmp_path)
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[0] == ["NAME", "STEP", "RANKS", "SIZE", "AGE", "KIND", "STATE"]
+    assert rows[0] == ["NAME", "STEP", "RANKS", "SIZE", "AGE", "KIND", "STATE", "METRICS"]
     assert [row[:3] for row in rows[1:]] == [
         ["step-000000100.e1.r2.g100", "100", "2"],
         ["step-000000009.e1.r2.g9", "9", "2"],
     ]
-    assert all(row[-2:] == ["shards", "complete"] for row in rows[1:])
+    assert all(row[-4:] == ["shards", "complete", "loss", "0.5"] for row in rows[1:])
     newest = lines_of(capsys, "ls", tmp_path)[0]
     assert (newest["step"], newest["world_size"], newest["saved_s"], newest["complete"]) == (100, 2, 1100.0, True)
     assert newest["metrics"] == {"loss": 0.5}

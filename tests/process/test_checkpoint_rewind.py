@@ -30,6 +30,7 @@ from torchelastic.checkpoint import (
     DiskTier,
     DurableTier,
     EverySteps,
+    KeepBest,
     KeepLast,
     MemoryTier,
     TieredCheckpointManager,
@@ -275,6 +276,15 @@ def test_a_copy_without_hidden_files_counts_what_is_saved_there(tmp_path: Path, 
     assert lives(tier("copy")) == 5
 
 
+def test_a_copy_of_one_checkpoint_is_where_another_run_begins(tmp_path: Path) -> None:
+    lives(DiskTier(tmp_path / "first", ALL), steps=[1, 2, 3])
+    (one,) = (tmp_path / "first").glob("step-000000002.*")
+    shutil.copytree(one, tmp_path / "other" / one.name)
+    assert lives(DiskTier(tmp_path / "other", ALL), steps=[3, 4]) == 2
+    assert lives(DiskTier(tmp_path / "other", ALL)) == 4
+    assert lives(DiskTier(tmp_path / "first", ALL)) == 3
+
+
 def test_every_place_of_the_run_keeps_what_counts_and_removes_what_does_not(tmp_path: Path, capsys: Capture) -> None:
     def tiers() -> list[Tier]:
         url = (tmp_path / "durable").as_uri()
@@ -384,14 +394,62 @@ def test_what_cannot_be_rewound_is_refused_by_name(tmp_path: Path, capsys: Captu
     for path, step, said in (
         (tmp_path / "tiers", 4, "has at most 4 steps, nothing is changed; those that count have 5"),
         (one, 5, "is a checkpoint itself"),
-        (tmp_path / "streams", 1, "is of streams: only runs that restore from tiers"),
-        (tmp_path / "local", 40, "is of LocalCheckpointManager: only runs that restore from tiers"),
+        (tmp_path / "streams", 0, "holds checkpoints of FileSystemCheckpointManager, which knows of no rewind"),
+        (tmp_path / "streams", 0, f"and move these to another folder: {tmp_path / 'streams' / '1'}"),
+        (tmp_path / "local", 30, "of LocalCheckpointManager, which knows of no rewind"),
+        (tmp_path / "local", 30, "none of at most step 30; there are steps 40"),
         (tmp_path / "nothing", 1, "does not exist"),
     ):
         code, out, err = run(capsys, "rewind", path, "--to", step)
         assert (code, out) == (2, ""), path
         assert said in err
     assert not list(tmp_path.rglob("rewound-*"))
+
+
+def test_steps_may_be_those_of_a_framework_which_counts_others(tmp_path: Path, capsys: Capture) -> None:
+    for step in (4, 8, 12):  # a framework that evaluates after each second step of its own
+        add_checkpoint(tmp_path, step, {"global_step": step / 2})
+    assert run(capsys, "ls", tmp_path)[1].splitlines()[1].endswith("complete  global_step 6")
+    code, _, err = run(capsys, "rewind", tmp_path, "--to", 5, "--by", "loss")
+    assert code == 2
+    assert "says its loss, nothing is changed; they say global_step" in err
+    code, _, err = run(capsys, "rewind", tmp_path, "--to", 1, "--by", "global_step")
+    assert code == 2
+    assert "has at most global_step 1, nothing is changed; those that count have 2, 4, 6" in err
+    assert not list(tmp_path.glob("rewound-*"))
+    out = run(capsys, "rewind", tmp_path, "--to", 5, "--by", "global_step")[1].splitlines()
+    assert out[0].endswith("goes on from step 8 (global_step 4)")
+    assert "step-000000012" in out[1]
+    assert [file.name for file in tmp_path.glob("rewound-*")] == ["rewound-to-000000008.e2"]
+
+
+def test_a_run_saves_the_numbers_in_extra_as_metrics_and_keeps_the_best(tmp_path: Path, capsys: Capture) -> None:
+    model = torch.nn.Linear(1, 1)
+    state = torchelastic.ModelState(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        extra={"loss": 9.0, "name": "a", "good": True, "huge": 10**400},
+    )
+    losses = [0.5, 0.1, 0.4, 0.3]
+    manager = TieredCheckpointManager(
+        [DiskTier(tmp_path, KeepLast(1) | KeepBest("loss"))], policy=EverySteps(1), run_id="j"
+    )
+
+    def train_step(state: torchelastic.ModelState) -> None:
+        manager.wait()
+        if state.step == len(losses):
+            raise StopIteration
+        state.model(torch.ones(1, 1)).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.extra["loss"] = losses[state.step]
+
+    torchelastic.train(torchelastic.CoordinatorP2P("gloo"), train_step, state, checkpoint=manager)
+    manager.close()
+    assert [(one["step"], one["metrics"]) for one in lines_of(capsys, "ls", tmp_path)] == [
+        (4, {"loss": 0.3}),
+        (2, {"loss": 0.1}),
+    ]
 
 
 @pytest.mark.parametrize("words", [["--to", "-1"], ["--to", "soon"], []])

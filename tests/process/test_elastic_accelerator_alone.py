@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,20 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
     by_hand = BY_HAND.replace("for begin in (0, 4, 8):", "for begin in ((0, 8), (0, 8))[epoch]:")
     done = ran(backward=skips, after=by_hand)
     assert "as by hand [0, 1, 2, 3, 4, 5]" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.long
+def test_saves_with_automatic_names_go_on_behind_those_that_are_there(tmp_path: Path) -> None:
+    """As a run that has resumed, or a newcomer that has become rank 0, finds them."""
+    (tmp_path / "checkpoints" / "checkpoint_4").mkdir(parents=True)
+    done = ran(
+        before="from accelerate.utils import ProjectConfiguration",
+        options=f", project_config=ProjectConfiguration({str(tmp_path)!r}, automatic_checkpoint_naming=True)",
+        prepared="def save(step): accelerator.save_state()\nseen = type('Seen', (), {'append': staticmethod(save)})()",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_4", "checkpoint_5", "checkpoint_6"]
 
 
 ONE = "init_method='tcp://127.0.0.1:0', rank=0, world_size=1"

@@ -99,6 +99,31 @@ def test_what_is_kept(policy: KeepPolicy, there: list[KeptCheckpoint], kept: lis
     assert [checkpoint.step for checkpoint in prunable(policy, there)] == [c.step for c in there if c.step not in kept]
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (KeepLast(3), [0, 3, 4]),
+        (KeepLast(2), [3, 4]),
+        (KeepEvery(20), [3, 4]),
+        (KeepBest("loss", n=2), [3, 4]),
+        (KeepLast(2) & KeepEvery(20), [3, 4]),
+        (KeepAll(), [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_a_step_that_was_saved_again_counts_once_and_its_last_save_stays(policy: KeepPolicy, kept: list[int]) -> None:
+    """The run has gone back from 30 to 10: 20 was saved again, and 40 twice, the second time since it was stopped."""
+    there = [
+        KeptCheckpoint(step, float(place), {"loss": 60.0 - step}) for place, step in enumerate((10, 20, 40, 20, 40))
+    ]
+    assert [place for place, keep in enumerate(policy.kept(there)) if keep] == kept
+
+
+def test_the_best_step_stays_where_it_was_saved_again_without_its_metric() -> None:
+    there = [KeptCheckpoint(10, 0.0, {"loss": 0.1}), KeptCheckpoint(10, 1.0), KeptCheckpoint(20, 2.0, {"loss": 0.2})]
+    assert KeepBest("loss").kept(there) == [True, False, True]
+
+
 def test_each_decision_has_its_reason() -> None:
     there = [replace(at(100)[0], pinned=True), *at(100, 150, 200, 250, 300)[1:]]
     policy = KeepLast(2) | KeepEvery(150)

@@ -75,6 +75,7 @@ FLOORS: dict[str, int] = {
 CHECKPOINT_FLOORS: dict[str, int] = {
     "checkpoint.errors": -1,
     "checkpoint.failures": 0,
+    "checkpoint.two_states": 0,
     "checkpoint.format": 1,
     "checkpoint.policy": 1,
     "checkpoint.checkpoint_manager": 1,

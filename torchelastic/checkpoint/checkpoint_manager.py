@@ -13,6 +13,7 @@ from typing import BinaryIO, Protocol
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.failures import Failures
+from torchelastic.checkpoint.two_states import SavedStates
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,11 @@ class CheckpointManager(ABC):
 
     Attributes:
         saves_on_every_rank: whether it is a `TieredCheckpointManager`, which takes a share of the state on every rank.
+        place: where it saves, for one state of this process at a time: `save` refuses another one; None: it does not.
     """
 
     saves_on_every_rank = False
+    place: str | None = None
 
     @cached_property  # and nothing that `__init__` makes: managers of users need not call it
     def failures(self) -> Failures:
@@ -130,9 +133,13 @@ def save(manager: CheckpointManager, state: SavableState) -> Checkpoint:
         The committed checkpoint.
 
     Raises:
+        CheckpointError: in `manager.place` another state of this process has saved, which this one has not loaded.
         BaseException: whatever `state.save` or the checkpoint raised first. If the stream itself failed (a full disk,
             for example), that error is raised even where `state.save` hid it behind another one, as torch.save does.
     """
+    place = manager.place
+    if place is not None:
+        _states.require_successor(place, state, lambda: _name_of(manager.get_latest_checkpoint()))
     checkpoint = manager.create_checkpoint()
     stream: BinaryIO | None = None
     try:
@@ -148,6 +155,8 @@ def save(manager: CheckpointManager, state: SavableState) -> Checkpoint:
             raise failure from error
         raise
     stream.close()
+    if place is not None:
+        _states.saved(place, state, repr(checkpoint))
     return checkpoint
 
 
@@ -181,6 +190,8 @@ def load_latest(manager: CheckpointManager, state: SavableState) -> Checkpoint |
             continue
         with stream:
             state.load(stream)
+        if manager.place is not None:
+            _states.loaded(manager.place, state, repr(checkpoint))
         if damages:
             log.warning(
                 "%r is loaded in place of %d newer one(s): what came after it is trained again",
@@ -206,6 +217,11 @@ def _discard(checkpoint: Checkpoint, stream: BinaryIO | None) -> None:
         log.warning("could not delete %r completely", checkpoint, exc_info=True)
 
 
+def _name_of(checkpoint: Checkpoint | None) -> str | None:
+    return None if checkpoint is None else repr(checkpoint)
+
+
+_states = SavedStates()  # of this process, whichever manager they are saved by
 _manager: CheckpointManager | None = None
 
 

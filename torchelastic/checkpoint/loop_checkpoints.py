@@ -428,7 +428,8 @@ class LoopCheckpoints(LoopObserver):
     def _save_share(self, manager: TieredCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
         self._schedule.began(self._step)
         try:
-            manager.save_step(state, self._step, peers, everywhere=leaves, observe=partial(self._saved, self._step))
+            observe, metrics = partial(self._saved, self._step), state.checkpoint_metrics()
+            manager.save_step(state, self._step, peers, everywhere=leaves, observe=observe, metrics=metrics)
         except BaseException as error:  # noqa: BLE001 - what was trained stays trained, whatever a save raises
             self._failed(manager, error)
         else:

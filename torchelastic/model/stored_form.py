@@ -5,6 +5,7 @@ Form 2 has, besides what form 1 had:
     {"form": 2,
      "parameters": [NAME, ..]            the name of each number in "optimizer"; of several optimizers as that has them
      "groups": [[NAME, ..], ..]          of each optimizer, as the script had built them
+     "hyperparameters": [[{..}, ..], ..] of each optimizer and group, as the script had built them: differences are told
      "inner": [..]                       of optimizers that others keep, see `inventory.inner_optimizers`
      "values": {"": .., NAME: ..}        of the model, and of each module in `extra`: see `inventory.stored_values`
      "attributes": {NAME: ..}            plain ones that the run has changed: they are told, and not set
@@ -16,6 +17,7 @@ Form 2 has, besides what form 1 had:
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,7 +49,7 @@ OF_RANKS = "optimizer_of_ranks"
 PARTS = frozenset(
     {
         "form", "module", "values", "attributes", "optimizer", "optimizer_steps", "parameters", "groups", "inner",
-        OF_RANKS, "scheduler", "sampler", "extra", "step", "epoch", "random", "own",
+        "hyperparameters", OF_RANKS, "scheduler", "sampler", "extra", "step", "epoch", "random", "own",
     }
 )  # fmt: skip
 #: Where each rank's own is.
@@ -68,6 +70,7 @@ class StoredForm:
     Attributes:
         built: of each module, the model by the name "", others as in `extra`.
         groups: the names of the parameters in each group of each optimizer, as the script has built them.
+        hyperparameters: the plain settings of each group of each optimizer, likewise.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class StoredForm:
         self._attributes: dict[str, Any] | None = None
         self._has_said_gradients = False
         self.groups: list[list[list[str]]] = []
+        self.hyperparameters: list[list[dict[str, Any]]] = []
 
     def look(self) -> None:
         """Take the modules that were not there before as they were built. Before anything is trained."""
         if self._attributes is None:
             self._attributes = attributes_of(self._module)
             self.groups = self._optimizers.group_names(named_parameters(self._module))
+            self.hyperparameters = [[_plain(group) for group in one] for one in self._optimizers.settings()]
         for name, one in self._modules().items():
             if name not in self.built:
                 self.built[name] = as_built(one, _persistent(one))
@@ -108,6 +113,7 @@ class StoredForm:
             "form": FORM,
             "parameters": names,
             "groups": self.groups,
+            "hyperparameters": self.hyperparameters,
             "inner": self._optimizers.inner_states(parts[MODEL].parameters),
             "values": {
                 name: stored_values(one, parts[name], set(map(plain_name, _state_in(tree, name))), self.built[name])
@@ -163,7 +169,10 @@ class StoredForm:
         if form > 1:
             self._put_buffers(tree)
         self._load_weights(tree, was_trained=was_trained)
+        schedules = _schedules(trained)
         self._own.load_state_dict(dict(tree), trained, with_random=with_random)
+        if not was_trained:
+            self._say_other_schedules(schedules, _schedules(trained))
         if OF_RANKS in tree:
             log.warning(
                 "the optimizer in this checkpoint of a ShardedState has plain tensors that may differ from rank to "
@@ -172,6 +181,7 @@ class StoredForm:
             )
         if form == 1:
             return None
+        self._say_other_hyperparameters(tree.get("hyperparameters", []))
         self._put_flags(tree)
         differing = differing_attributes(self._module, tree.get("attributes", {}))
         if differing:
@@ -203,6 +213,37 @@ class StoredForm:
             may_lose=may_lose,
             is_stored=True,
         )
+
+    def _say_other_hyperparameters(self, before: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Those that the script builds otherwise than it did when this was saved: the run's own go on."""
+        now = self.hyperparameters
+        if [len(one) for one in now] != [len(one) for one in before]:
+            return  # groups were added, or it does not say
+        differing = [
+            f"{name} of group {number}{f' of optimizer {which}' if len(now) > 1 else ''} ({group[name]} there, {value} "
+            "in the script)"
+            for which, (groups, groups_now) in enumerate(zip(before, now, strict=True))
+            for number, (group, group_now) in enumerate(zip(groups, groups_now, strict=True))
+            for name, value in group_now.items()
+            if name in group and group[name] != value
+        ]
+        if differing:
+            log.warning(
+                "step %d: the script builds its optimizer with other values than when this was saved, and the run goes "
+                "on with its own, and with its schedule: %s. To have the script's, set them in param_groups in the "
+                "first step that is to have them (docs/state.md)", self._own.step, shortlist(differing),
+            )  # fmt: skip
+
+    def _say_other_schedules(self, built: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+        """Those that the script builds otherwise than when this was saved: the run's own go on."""
+        differing = [f"{name} ({stored[name]} there, {value} in the script)" for name, value in built.items()
+                     if name in stored and stored[name] != value]  # fmt: skip
+        if differing:
+            log.warning(
+                "step %d: the script builds its schedule otherwise than when this was saved, and the run goes on with "
+                "its own: %s. To have the script's, set these attributes of the scheduler in the first step that is to "
+                "have them (docs/state.md)", self._own.step, shortlist(differing),
+            )  # fmt: skip
 
     def _put_buffers(self, tree: Mapping[str, Any]) -> None:
         """Before all else, so that what is loaded fits."""
@@ -287,6 +328,28 @@ def names_in_order(order: torch.Tensor, among: Sequence[str]) -> list[str]:
             "model as it was when it was saved, or save to another folder"
         )
     return [among[place] if place >= 0 else "" for place in places]
+
+
+def _schedules(trained: Trained) -> dict[str, Any]:
+    """What the schedulers were built with, by name, as far as they keep it: `total_iters`, say."""
+    found: dict[str, Any] = {}
+    for number, one in enumerate(trained.schedulers.objects):
+        asked = set(inspect.signature(type(one).__init__).parameters) - {"self", "last_epoch"}
+        kept = {name: value for name, value in vars(one).items() if name in asked} if hasattr(one, "__dict__") else {}
+        prefix = f"{number}." if len(trained.schedulers.objects) > 1 else ""
+        found |= {f"{type(one).__name__}.{prefix}{name}": value for name, value in _plain(kept).items()}
+    return found
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts, and pairs of them; a learning rate that is a tensor changes in place."""
+    plain = (bool, int, float, str, type(None))
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if all(isinstance(one, plain) for one in (value if isinstance(value, list) else [value]))
+    }
 
 
 def _persistent(module: torch.nn.Module) -> set[str]:

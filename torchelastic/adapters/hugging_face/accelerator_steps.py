@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -29,8 +31,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Between = Callable[[int], Any]
+#: How Accelerate names the folders of `save_state()` with `automatic_checkpoint_naming`.
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
 #: Names in `extra` of what Accelerate saves by itself begin with it.
 _OF_ACCELERATE = "accelerate/"
+#: In the metrics of checkpoints: steps as the script counts them, without what is done between two of them.
+STEPS = f"{_OF_ACCELERATE}steps"
 
 
 class LookedAt:
@@ -157,6 +163,8 @@ class ElasticStep:
         self._run.ends()
         if self._micro_batches is not None:
             self._micro_batches.close()  # type: ignore[attr-defined]  # it is a generator
+        if self._is_through:
+            self._run.state.extra[STEPS] = self.number + 1
         if error is None and not self._is_through and not self._step.is_last:
             left = UnfitError("a step was left before its batches were all used: write `for batch in step:` in it")
             self._step.__exit__(UnfitError, left, None)
@@ -248,9 +256,20 @@ class AcceleratedRun:
             self._forget_loaders()
             self._looked_at.steps = self.batches.committed  # before: what `save_state` saves in there goes on behind it
             with self._coordinator.slow_section():
+                self._agree_on_next_name()
                 is_over = bool(self._between(self.batches.committed))
             if is_over:
                 step.stop_training()
+
+    def _agree_on_next_name(self) -> None:
+        """The next free number for `save_state()` with automatic names, which only who has saved before would know."""
+        project = self.accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or self.accelerator.project_dir is None:
+            return
+        names = [path.name for path in Path(self.accelerator.project_dir, "checkpoints").glob("checkpoint_*")]
+        taken = [int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name)) is not None]
+        wanted = torch.tensor([max(project.iteration, *(number + 1 for number in taken), 0)])
+        project.iteration = int(self.accelerator.gather(wanted.to(self.accelerator.device)).max())
 
     def begins(self, step: ElasticStep) -> None:
         """This train step is under way."""

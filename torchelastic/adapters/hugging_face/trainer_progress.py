@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState
 
+from torchelastic.adapters.in_process.own_checkpoints import GLOBAL_STEP
 from torchelastic.adapters.values import json_like
 
 if TYPE_CHECKING:
@@ -120,11 +121,12 @@ class TrainerProgress:
         history = self._trainer.state.log_history
         if self._history[0] != len(history):
             self._history = len(history), json.dumps(json_like(history, _skip))
-        extra |= {LOGGED: self._history[1], FLOATING_POINT_OPS: float(self._trainer.current_flos)}
+        extra |= {LOGGED: self._history[1], FLOATING_POINT_OPS: json.dumps(self._trainer.current_flos)}
+        extra[GLOBAL_STEP] = self._trainer.state.global_step
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """The inverse, where the state may be another one."""
-        self._trainer.current_flos = extra[FLOATING_POINT_OPS]
+        self._trainer.current_flos = json.loads(extra[FLOATING_POINT_OPS])
         if extra[LOGGED] != self._history[1] or len(self._trainer.state.log_history) != self._history[0]:
             self._trainer.state.log_history = history = json.loads(extra[LOGGED])
             self._history = len(history), extra[LOGGED]

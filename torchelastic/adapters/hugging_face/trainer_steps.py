@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from torchelastic.adapters.hugging_face.one_process import report_group
+from torchelastic.adapters.hugging_face.resume import durable_checkpoints
 from torchelastic.adapters.hugging_face.trainer_progress import TrainerProgress
 from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatch
 from torchelastic.adapters.in_process.driven_steps import DrivenSteps
+from torchelastic.adapters.in_process.own_checkpoints import say_which_do_not_fit
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
 from torchelastic.errors import UnfitError
 from torchelastic.model_state import ModelState
@@ -117,8 +120,18 @@ class TrainerSteps:
         """
         with suppress(EnterAgainError):  # the run has ended meanwhile
             self.begin()
+            self._look_at_own_checkpoints()
         self._meeting.enter_context(self.slow_section())  # a callback may start a tracker, or copy the weights
         self._met_with = self.progress.state_dict() if self.state.step else None
+
+    def _look_at_own_checkpoints(self) -> None:
+        trainer = self._trainer
+        if self._steps.has_resumed and self._coordinator.rank == 0:
+            folder = Path(trainer.args.output_dir or ".")
+            best = [trainer.state.best_model_checkpoint or ""]
+            with suppress(OSError):  # who cannot look there says so when it saves
+                found = {str(folder / one.folder): one.step for one in durable_checkpoints(folder)}
+                say_which_do_not_fit("the Trainer", trainer.state.global_step, found, best)
 
     def keep_what_was_met(self) -> None:
         """All callbacks have begun; what they have begun with in a new run outlives an undone first step."""

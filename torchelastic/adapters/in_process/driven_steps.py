@@ -53,6 +53,11 @@ class DrivenSteps:
         return step is not None and bool(step.__exit__(type(error), error, error.__traceback__))
 
     @property
+    def has_resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint of the manager's, and has committed nothing since."""
+        return self._loop is not None and self._loop.restored_step is not None
+
+    @property
     def came_late(self) -> bool:
         """Whether the others had finished when this worker came: it has the state that it began with."""
         return self._coordinator.rank < 0 and self._loop is not None and not self._loop.has_left

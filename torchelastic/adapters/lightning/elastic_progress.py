@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.adapters.in_process.own_checkpoints import GLOBAL_STEP
 from torchelastic.adapters.lightning.elastic_packing import packed, unpacked
 from torchelastic.adapters.lightning.elastic_results import described, rebuild, restores_of
 from torchelastic.inventory.attributes import attributes_of
@@ -103,6 +104,7 @@ class LightningProgress:
     def give(self, extra: dict[str, Any]) -> None:
         """Put this rank's own values into `extra`, before a step begins."""
         trainer, connector = self._trainer, self._trainer._logger_connector
+        extra[GLOBAL_STEP] = trainer.global_step
         extra[_OF_RANK] = {
             "of": self._own,
             **packed(

@@ -7,6 +7,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from torchelastic.adapters.lightning.memory_resume import step_of_checkpoint
+
 
 def file_names(trainer: Any) -> dict[str, Any]:
     """The names that loggers and checkpoint callbacks have made up for their files, as plain values."""
@@ -23,6 +25,19 @@ def take_file_names(trainer: Any, names: dict[str, Any]) -> None:
             logger._version = version
     for callback, folder in zip(_with_folders(trainer), names["folders"], strict=False):
         callback.dirpath = folder
+
+
+def own_checkpoints(trainer: Any) -> tuple[dict[str, int], list[str]]:
+    """The steps of those in the folders of checkpoint callbacks, by path; and paths of what is the best so far."""
+    found: dict[str, int] = {}
+    best: list[str] = []
+    for one in _with_folders(trainer):
+        folder = str(one.dirpath or "")
+        for path in Path(folder).glob("*.ckpt") if folder and "://" not in folder else ():
+            if (step := step_of_checkpoint(path)) is not None:
+                found[str(path)] = step
+        best += [getattr(one, "best_model_path", ""), *getattr(one, "best_k_models", ())]
+    return found, [str(path) for path in best]
 
 
 def _with_folders(trainer: Any) -> list[Any]:

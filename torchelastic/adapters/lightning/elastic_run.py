@@ -20,9 +20,15 @@ from torch.utils.data import SequentialSampler
 
 from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatches, largest_group
 from torchelastic.adapters.in_process.driven_steps import DrivenSteps
+from torchelastic.adapters.in_process.own_checkpoints import say_which_do_not_fit
 from torchelastic.adapters.lightning.elastic_loops import BatchEndedError, TrainingFetcher
 from torchelastic.adapters.lightning.elastic_progress import FitPhase, LightningProgress
-from torchelastic.adapters.lightning.elastic_rank_zero import become_rank_zero, file_names, take_file_names
+from torchelastic.adapters.lightning.elastic_rank_zero import (
+    become_rank_zero,
+    file_names,
+    own_checkpoints,
+    take_file_names,
+)
 from torchelastic.adapters.lightning.elastic_requirements import require_one_loader, require_plain_loop
 from torchelastic.adapters.lightning.elastic_results import settle, share_sums, sums_of
 from torchelastic.checkpoint.checkpoint_manager import CheckpointManager
@@ -178,7 +184,10 @@ class ElasticRun:
         self._progress.give(self.state.extra)
         has_begun = self._steps.begin()
         self._progress.take(self.state.extra)
+        is_first = self._world is None
         self._follow_group()
+        if is_first and self._steps.has_resumed and self.coordinator.rank == 0:
+            say_which_do_not_fit("Lightning", self.trainer.global_step, *own_checkpoints(self.trainer))
         if has_begun:
             self._restores = self._progress.restores()
         else:

@@ -6,7 +6,7 @@ from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.screen import progress
 from torchelastic.checkpoint.command.stored_saves import StoredSaves, is_removed
 from torchelastic.console import complain, say, say_json, table
-from torchelastic.text import age_text, bytes_text
+from torchelastic.text import age_text, bytes_text, measured_text
 
 
 def ls(saves: StoredSaves, *, as_json: bool, now_s: float) -> int:
@@ -20,8 +20,9 @@ def ls(saves: StoredSaves, *, as_json: bool, now_s: float) -> int:
         for one in found:
             say_json(record_of(one))
     else:
-        titles = ("NAME", found[0].format.step_title.upper(), "RANKS", "SIZE", "AGE", "KIND", "STATE")
-        table(titles, [_row(one, now_s) for one in found])
+        titles = ("NAME", found[0].format.step_title.upper(), "RANKS", "SIZE", "AGE", "KIND", "STATE", "METRICS")
+        columns = len(titles) if any(one.metrics for one in found) else len(titles) - 1
+        table(titles[:columns], [_row(one, now_s)[:columns] for one in found])
     if not any(one.is_usable for one in found):
         complain(f"torchelastic checkpoint ls: {saves.none_usable(found)}")
         return 2
@@ -93,4 +94,5 @@ def _row(found: FoundCheckpoint, now_s: float) -> tuple[str, ...]:
         age_text(now_s - found.saved_s),
         found.format.kind,
         f"rewound, does not count; {state}" if found.is_rewound else state,
+        measured_text(found.metrics),
     )

@@ -86,6 +86,9 @@ def command_parser() -> argparse.ArgumentParser:
         verbs, "rewind", "let the run, which has ended, go on from an older checkpoint; removes nothing", json=False
     )
     back.add_argument("--to", type=_steps, required=True, metavar="STEP", help="the most steps of one that counts")
+    back.add_argument(
+        "--by", type=_metric, metavar="METRIC", help="STEP is of this metric, such as global_step; `ls` shows which"
+    )
     back.add_argument("--dry-run", action="store_true", help="change nothing, only say what would not count any more")
     back.set_defaults(execute=_rewind)
     _add_convert(verbs)
@@ -266,10 +269,10 @@ def _prune_dead(options: argparse.Namespace) -> int:
 
 
 def _rewind(options: argparse.Namespace) -> int:
-    from torchelastic.checkpoint.command.rewinding import rewind
+    from torchelastic.checkpoint.command.rewinding import Target, rewind
 
     with _saves_at(options.path) as saves:
-        return rewind(saves, options.to, dry_run=options.dry_run)
+        return rewind(saves, Target(options.to, options.by), dry_run=options.dry_run)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from torchelastic.checkpoint.command.stored_saves import StoredSaves
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.format.structures import children, value_text
 from torchelastic.console import say, say_json, table
-from torchelastic.text import age_text, bytes_text
+from torchelastic.text import age_text, bytes_text, number_text
 
 #: Longer lists of plain values (the state of a random generator, say) are counted, not shown.
 MAX_ITEMS = 20
@@ -95,7 +95,8 @@ def _say_summary(found: FoundCheckpoint, contents: Contents, sizes: Mapping[str,
         "world size": "-" if found.world_size is None else str(found.world_size),
         "age": age_text(now_s - found.saved_s),
         "size": bytes_text(found.size_bytes),
-        **{name: str(value) for name, value in {**found.facts, **found.metrics}.items()},
+        **{name: str(value) for name, value in found.facts.items()},
+        **{name: number_text(value) for name, value in found.metrics.items()},
         "tensors": _counted(contents),
     }
     width = max(map(len, lines))

@@ -150,6 +150,17 @@ def prunable(policy: KeepPolicy, checkpoints: Sequence[Checkpoint]) -> list[Chec
     return [checkpoint for checkpoint, decision in zip(checkpoints, decisions, strict=True) if not decision.keep]
 
 
+def _last_of_each_step(checkpoints: Sequence[KeptCheckpoint]) -> list[int]:
+    """The places of those that were not saved again, oldest first.
+
+    A step is saved again where a run has gone back, or is stopped right after a save: what counts is the last save.
+
+    >>> _last_of_each_step([KeptCheckpoint(step, 0.0) for step in (10, 20, 30, 20)])
+    [0, 2, 3]
+    """
+    return sorted({checkpoint.step: place for place, checkpoint in enumerate(checkpoints)}.values())
+
+
 @dataclass(frozen=True)
 class KeepAll(KeepPolicy):
     """Keeps everything."""
@@ -161,7 +172,7 @@ class KeepAll(KeepPolicy):
 
 @dataclass(frozen=True)
 class KeepLast(KeepPolicy):
-    """Keeps the n newest. Ignores steps, times and metrics.
+    """Keeps the n newest steps, of each the save that was made last. Ignores times and metrics.
 
     Args:
         n: how many; at least 1.
@@ -177,16 +188,17 @@ class KeepLast(KeepPolicy):
         whole_number("n", self.n, at_least=1, remedy="give how many of the newest to keep, 1 or more")
 
     def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
-        """The last n."""
-        dropped = max(0, len(checkpoints) - self.n)
-        return [None] * dropped + [f"one of the {self.n} newest"] * (len(checkpoints) - dropped)
+        """The last n that were not saved again."""
+        newest = set(_last_of_each_step(checkpoints)[-self.n :])
+        return [f"one of the {self.n} newest" if place in newest else None for place in range(len(checkpoints))]
 
 
 @dataclass(frozen=True)
 class KeepEvery(KeepPolicy):
     """Keeps, of each n steps of the run, the first checkpoint: at n, 2n, 3n, ... or at the first step after that.
 
-    So it also works where saves do not fall on multiples. Ignores times and metrics.
+    So it also works where saves do not fall on multiples. Of a step that was saved again (after the run had gone back)
+    it is the last save. Ignores times and metrics.
 
     Args:
         n_steps: at least 1.
@@ -202,14 +214,16 @@ class KeepEvery(KeepPolicy):
         whole_number("n_steps", self.n_steps, at_least=1, remedy="give the steps between two that are kept, 1 or more")
 
     def wanted(self, checkpoints: Sequence[KeptCheckpoint]) -> Sequence[str | None]:
-        """The first at or after each multiple."""
-        seen: set[int] = set()
-        reasons: list[str | None] = []
+        """The first step at or after each multiple."""
+        first: dict[int, int] = {}
         for checkpoint in checkpoints:
+            first.setdefault(checkpoint.step // self.n_steps, checkpoint.step)
+        last = set(_last_of_each_step(checkpoints))
+        reasons: list[str | None] = []
+        for place, checkpoint in enumerate(checkpoints):
             multiple = checkpoint.step // self.n_steps
-            is_first = multiple not in seen and (multiple > 0 or checkpoint.step == 0)
-            seen.add(multiple)
-            reasons.append(f"the first from step {multiple * self.n_steps} on" if is_first else None)
+            is_first = first[multiple] == checkpoint.step and (multiple > 0 or checkpoint.step == 0)
+            reasons.append(f"the first from step {multiple * self.n_steps} on" if is_first and place in last else None)
         return reasons
 
 
@@ -245,7 +259,7 @@ class KeepEverySeconds(KeepPolicy):
 
 @dataclass(frozen=True)
 class KeepBest(KeepPolicy):
-    """Keeps the n checkpoints whose metric is best; of equal ones the newer. Ignores steps and times.
+    """Keeps the n steps whose metric is best, of each the last save with it; of equal ones the newer. Ignores times.
 
     A checkpoint without the metric, or with NaN, is not among the best. If *none* has it while some have other metrics,
     the name is probably wrong: these all stay, and the reason says so.
@@ -278,6 +292,7 @@ class KeepBest(KeepPolicy):
             return [reason if checkpoint.metrics else None for checkpoint in checkpoints]
         values = [sign * checkpoint.metrics.get(self.metric, math.nan) for checkpoint in checkpoints]
         rated = [place for place, value in enumerate(values) if not math.isnan(value)]
+        rated = [rated[one] for one in _last_of_each_step([checkpoints[place] for place in rated])]
         best = sorted(rated, key=lambda place: (values[place], -place))[: self.n]
         reasons: list[str | None] = [None] * len(checkpoints)
         for rank, place in enumerate(best, start=1):

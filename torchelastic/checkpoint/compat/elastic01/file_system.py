@@ -224,6 +224,9 @@ class FileSystemCheckpointManager(CheckpointManager):
         keep: how many of the newest complete checkpoints to keep; the others are deleted after each commit. None keeps
             all. Damaged ones are neither counted nor deleted.
 
+    Attributes:
+        place: `checkpoint_dir`.
+
     Raises:
         ValueError: `checkpoint_dir` is empty, or `keep` is less than 1.
         CheckpointError: the folder cannot be created or written, or holds only what something else has saved.
@@ -235,6 +238,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}: give at least 1, or None to keep all checkpoints")
         self._dir = Path(checkpoint_dir).absolute()
+        self.place = str(self._dir)
         self._keep = keep
         self._last_created_id = -1
         self._staging_dir: Path | None = None

@@ -143,8 +143,8 @@ class BCPState:
             TypeError, ValueError: something cannot be saved; names it. Nothing was written.
             OutOfStepError: a rank does not come; names it.
         """
-        manager, path = self._place(ckpt_path)
-        call = f"save(ckpt_path={path!r}, sync={bool(sync)})"
+        manager, _ = self._place(ckpt_path)
+        call = f"save(ckpt_path={self._named(ckpt_path)!r}, sync={bool(sync)})"
         running = self._begin(call, manager, self._settle(everywhere=sync))
         if sync:
             self._ranks.run_on_all(f"{call}, publishing", lambda: self._ended(running))
@@ -202,7 +202,7 @@ class BCPState:
             OutOfStepError: a rank does not come; names it.
         """
         _, path = self._place(ckpt_path)
-        extra = self._resume(f"maybe_resume_from_ckpt({path!r})", ckpt_path, goes_on=True)
+        extra = self._resume(f"maybe_resume_from_ckpt({self._named(ckpt_path)!r})", ckpt_path, goes_on=True)
         if extra is None and self._ranks.rank == 0:
             log.info("no checkpoint in %s yet: starting afresh", path)
         return extra
@@ -210,7 +210,7 @@ class BCPState:
     def load(self, ckpt_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """The same where there must be a checkpoint. Raises besides: CheckpointError if there is none."""
         _, path = self._place(ckpt_path)
-        extra = self._resume(f"load({path!r})", ckpt_path)
+        extra = self._resume(f"load({self._named(ckpt_path)!r})", ckpt_path)
         if extra is None:
             raise CheckpointError(
                 f"there is no checkpoint in {path}: give the ckpt_path that was saved to; maybe_resume_from_ckpt "
@@ -238,7 +238,13 @@ class BCPState:
                 kind=Kind.TRAINING_STATE,
             )
         manager = self._managers[folder]
-        return manager, "/".join(tier.name for tier in manager.tiers) if folder is None else str(folder)
+        return manager, ", ".join(tier.where for tier in manager.tiers) if folder is None else str(folder)
+
+    def _named(self, ckpt_path: str | os.PathLike[str] | None) -> str:
+        """The same for the name of a call, alike on all ranks, whose hosts may each have a folder of their own."""
+        manager, path = self._place(ckpt_path)
+        is_folder = ckpt_path is not None or self._tiers is None
+        return path if is_folder else ", ".join(tier.name for tier in manager.tiers)
 
     def _peers(self) -> Peers:
         """The ranks, after a first call of all of them."""
@@ -379,7 +385,8 @@ class BCPState:
         if restored is None:
             return None
         self._step = max(self._step, restored.name.step)
-        self._apply(call, f"{restored.name} in {path}", restored.content)
+        read_from = ", ".join(tier.where for tier in manager.tiers if tier.name in restored.tiers)
+        self._apply(call, f"{restored.name} in {read_from or path}", restored.content)
         return dict(restored.content.own["extra"])
 
     def _warn(self, texts: list[str]) -> None:
