@@ -425,7 +425,15 @@ def test_nor_is_it_said_of_what_an_optimizer_has_used_when_the_next_step_has_beg
     state.snapshot()
     assert module.weight.grad is not None
     state.checkpoint_tree()
+    state.commit()  # a step that computes nothing: a log, an evaluation
+    state.snapshot()
+    state.checkpoint_tree()
     assert "has left its gradients" not in caplog.text
+
+    state.model(torch.randn(3, 4)).square().mean().backward()  # the first of several whose gradients add up
+    state.commit()
+    state.checkpoint_tree()
+    assert "step 3 has left its gradients" in caplog.text
 
 
 @pytest.mark.parametrize("until", [3, 12])

@@ -15,12 +15,12 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import TensorWeakRef
 
 from torchelastic.errors import UnfitStateError
 from torchelastic.inventory.attributes import Restore, attributes_of
@@ -43,6 +43,7 @@ from torchelastic.inventory.optimizer_values import (
 from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.model.digest import sample_digest
 from torchelastic.model.one_or_many import OneOrMany
+from torchelastic.model.step_counts import StepCounts, expected_steps
 from torchelastic.torch_internals.tensors import version_of
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,6 @@ log = logging.getLogger(__name__)
 Settings = tuple[tuple[dict[str, Any], ...], ...]
 #: Of `Optimizer.step`, itself first, as torch gives them to a hook.
 Arguments = tuple[Any, ...]
-#: Of an optimizer that has stepped more often than in the steps before: it may always have more to do than one knows.
-UNKNOWN_STEPS = 2**31
 
 
 class OptimizerProgress(enum.Enum):
@@ -64,31 +63,6 @@ class OptimizerProgress(enum.Enum):
     TORN = "weights are half-way, or changed by something else, and no copy is there"
 
 
-@dataclass(frozen=True)
-class StepCounts:
-    """Steps of each optimizer: in this train step, and as one can expect them. Pure.
-
-    Attributes:
-        begun: in this train step.
-        done: in this train step.
-        usual: the most in any committed train step; one at first; `UNKNOWN_STEPS` where one cannot tell.
-    """
-
-    begun: tuple[int, ...]
-    done: tuple[int, ...]
-    usual: tuple[int, ...]
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether everything has stepped as often as it ever does in a train step."""
-        return self.begun == self.done == self.usual
-
-    def more_to_come(self, number: int) -> bool:
-        """Whether other steps follow when this optimizer begins its next one."""
-        following = [count + (1 if other == number else 0) for other, count in enumerate(self.begun)]
-        return any(count < usual for count, usual in zip(following, self.usual, strict=True))
-
-
 class Optimizers:
     """One optimizer, or many, as `ModelState` needs them.
 
@@ -98,9 +72,6 @@ class Optimizers:
             two optimizers.
         before_step: called before each step, or when its closure has computed gradients, with whether it is the train
             step's first: what it raises fails that.
-
-    Attributes:
-        has_stepped: whether any of them has stepped in the train step that was committed last.
 
     Raises:
         ValueError: something else was given.
@@ -116,7 +87,8 @@ class Optimizers:
         self._begun, self._done, self._usual = ([0] * len(self.objects) for _ in range(3))
         self._copiers = [WeightCopier() for _ in self.objects]
         self._kept: dict[int, KeptWeights] = {}
-        self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = self.has_stepped = False
+        self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = False
+        self._spent: tuple[TensorWeakRef, int] | None = None
         self.watch(())
         self._watch()
 
@@ -159,7 +131,18 @@ class Optimizers:
     def commit(self) -> None:
         """The train step has succeeded: what it did is what one can be expected to do."""
         self._usual = [expected_steps(*pair) for pair in zip(self._usual, self._done, strict=True)]
-        self.has_stepped = any(self._done)
+        if any(self._done):
+            first = _first_gradient(self.objects)
+            self._spent = None if first is None else (TensorWeakRef(first), version_of(first))
+
+    @property
+    def has_spent_gradients(self) -> bool:
+        """Whether no backward pass has changed gradients since a train step in which an optimizer has stepped."""
+        first = _first_gradient(self.objects)
+        if self._spent is None or first is None:
+            return False
+        spent, version = self._spent
+        return spent() is first and version_of(first) == version
 
     def begun(self) -> tuple[int, ...]:
         """How often each optimizer has begun in this train step."""
@@ -436,17 +419,6 @@ class Optimizers:
         self._watch()  # a pickled optimizer has lost its hooks
 
 
-def expected_steps(usual: int, done: int) -> int:
-    """How often an optimizer is expected to step in a train step, after one in which it has stepped `done` times.
-
-    >>> expected_steps(0, 3), expected_steps(3, 2)  # the first that it takes part in, and one that stops early
-    (3, 3)
-    >>> expected_steps(3, 5) == expected_steps(UNKNOWN_STEPS, 1) == UNKNOWN_STEPS
-    True
-    """
-    return UNKNOWN_STEPS if 0 < usual < done else max(usual, done)
-
-
 def _named_faults(
     state: Mapping[str, Any], optimizer: torch.optim.Optimizer, parameters: Named, *, may_lose: bool
 ) -> list[str]:
@@ -498,3 +470,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _first_gradient(optimizers: Iterable[torch.optim.Optimizer]) -> torch.Tensor | None:
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    return next((one.grad for group in groups for one in group if one.grad is not None), None)

@@ -125,7 +125,7 @@ class StoredForm:
 
     def _say_if_accumulating(self) -> None:
         """The last committed step has ended with gradients, and no optimizer has stepped in it."""
-        if self._has_said_gradients or self._optimizers.has_stepped:
+        if self._has_said_gradients or self._optimizers.has_spent_gradients:
             return
         if any(parameter.grad is not None for parameter in self._module.parameters()):
             self._has_said_gradients = True

@@ -126,7 +126,7 @@ class TrainerProgress:
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """The inverse, where the state may be another one."""
-        self._trainer.current_flos = json.loads(extra[FLOATING_POINT_OPS])
+        self._trainer.current_flos = float(extra[FLOATING_POINT_OPS])  # type: ignore[assignment]  # it begins with 0
         if extra[LOGGED] != self._history[1] or len(self._trainer.state.log_history) != self._history[0]:
             self._trainer.state.log_history = history = json.loads(extra[LOGGED])
             self._history = len(history), extra[LOGGED]
