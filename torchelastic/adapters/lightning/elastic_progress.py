@@ -135,7 +135,8 @@ def _loops(trainer: Any) -> Iterator[tuple[str, Any]]:
     fit = trainer.fit_loop
     yield "fit", fit
     yield "epoch", fit.epoch_loop
-    yield "optimization", fit.epoch_loop.automatic_optimization
+    is_automatic = trainer.lightning_module.automatic_optimization
+    yield "optimization", fit.epoch_loop.automatic_optimization if is_automatic else fit.epoch_loop.manual_optimization
     yield "validation", fit.epoch_loop.val_loop
 
 
