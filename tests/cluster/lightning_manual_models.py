@@ -1,4 +1,4 @@
-"""LightningModules with manual optimization as their users write them; see `test_elastic_lightning_manual.py`.
+"""LightningModules with manual optimization as users write them; see the tests `test_elastic_lightning_manual*.py`.
 
 Noise is computed from the samples, so that it does not follow the number of workers.
 """
@@ -217,9 +217,41 @@ class ActorCritic(Manual):
         return [actor, critic], [torch.optim.lr_scheduler.StepLR(actor, 1, 0.9), by_value]
 
 
+class Centered(torch.nn.Module):
+    """A running mean, as a batch norm has, of batches of one sample too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(inputs.detach().mean(0).to(self.mean), 0.1)
+        return inputs - self.mean
+
+
+class Centering(Accumulating):
+    """With buffers, which DDP sends before it calls the module; and the module calls itself."""
+
+    every = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, Centered())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self(batch[0].to(next(self.parameters()).dtype)).shape == (len(batch[0]), 1)
+        return super().training_step(batch, batch_idx)
+
+
 MODELS: dict[str, type[Manual]] = {
     "gan": Gan,
     "accumulating": Accumulating,
     "wasserstein": WassersteinGan,
     "actor-critic": ActorCritic,
+    "centered": Centering,
 }

@@ -75,6 +75,14 @@ def test_a_worker_joins_between_batches(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.long
+def test_each_batch_begins_with_the_buffers_of_rank_0(tmp_path: Path) -> None:
+    """So a worker that joins, which has got them, goes on as the one that was lost would have."""
+    kill = Fault("kill", "backward", rank=1, step=12)
+    job = run(tmp_path / "job", [kill], wait_for=2, step_s=0.05, model="centered")
+    assert_like(job, run(tmp_path / "undisturbed", [], model="centered"), finishers=2)
+
+
+@pytest.mark.long
 def test_a_gan_resumes_from_lightnings_own_checkpoint(tmp_path: Path) -> None:
     faults = [Fault("kill", "between", worker=worker, step=2 * BATCHES + 4) for worker in range(2)]
     job = run(tmp_path / "job", faults, resume=True, model="gan")

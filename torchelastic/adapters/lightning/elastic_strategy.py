@@ -165,18 +165,6 @@ class ElasticDDP:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DDPStrategy's; where DDP fails before it calls the module, Lightning would leave `forward` replaced."""
-        own: dict[str, Any] = self.lightning_module.__dict__  # type: ignore[attr-defined]
-        forward = own.get("forward")
-        try:
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            own.pop("forward", None)
-            if forward is not None:
-                own["forward"] = forward
-            raise
-
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The backward pass of a micro batch, with the weight that its samples have in the global batch."""
         run, precision, module = self._run, self.precision_plugin, self.lightning_module  # type: ignore[attr-defined]
