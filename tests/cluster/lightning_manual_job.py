@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -57,10 +59,56 @@ class Told(Callback):
         self._log("batch", **here, incarnation=incarnation, **metrics)
 
 
+class Shadow(Callback):
+    """An average by name, of tensors that each update makes anew; they are the weights in the end."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.shadow = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, one in pl_module.named_parameters():
+            self.shadow[name] = self.shadow[name].lerp(one.detach(), 0.1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for name, one in pl_module.named_parameters():
+                one.copy_(self.shadow[name])
+
+
+class Copied:
+    """A copy of the module that follows it, in an object of a class of its own."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.ema = copy.deepcopy(module).requires_grad_(False)
+
+    def update(self, module: torch.nn.Module) -> None:
+        for slow, fast in zip(self.ema.parameters(), module.parameters(), strict=True):
+            slow.lerp_(fast.detach(), 0.1)
+
+
+class ModelAverage(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = Copied(pl_module.generator)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.average.update(pl_module.generator)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.generator.load_state_dict(self.average.ema.state_dict())
+
+
+AVERAGES: dict[str, Callable[[], Callback]] = {
+    "lightning": lambda: EMAWeightAveraging(decay=0.9),
+    "shadow": Shadow,
+    "module": ModelAverage,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, default="gan")
+    parser.add_argument("--average", choices=AVERAGES)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--wait-for", type=int, default=0, help="workers, from half of the steps on")
     parser.add_argument("--epochs", type=int, default=3)
@@ -78,6 +126,7 @@ def main() -> None:
     else:
         model.double()  # else Lightning loads a checkpoint into single precision
     best = ModelCheckpoint(options.out / "best", monitor="val_loss", filename="{step}", save_last=True)
+    averages = [AVERAGES[options.average]()] if options.average else []
     manager = None
     if options.memory:
         manager = TieredCheckpointManager([MemoryTier(options.memory)], policy=EverySteps(1))
@@ -88,7 +137,7 @@ def main() -> None:
         **precision,
         log_every_n_steps=1,
         logger=CSVLogger(options.out / "logs"),
-        callbacks=[best, Told(log, plan, options.wait_for, options.step_s)],
+        callbacks=[best, *averages, Told(log, plan, options.wait_for, options.step_s)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -75,6 +75,15 @@ def test_a_worker_joins_between_batches(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("average", ["lightning", "shadow", "module"])
+def test_an_average_of_the_weights_is_a_part_of_the_state(tmp_path: Path, average: str) -> None:
+    """Undone where a worker is lost behind its update, and sent to the one that takes its place."""
+    kill = Fault("kill", "batch end", rank=1, step=14)
+    job = run(tmp_path / "job", [kill], wait_for=2, step_s=0.05, model="gan", average=average)
+    assert_like(job, run(tmp_path / "alone", [], nproc=1, model="gan", average=average), finishers=2)
+
+
+@pytest.mark.long
 def test_each_batch_begins_with_the_buffers_of_rank_0(tmp_path: Path) -> None:
     """So a worker that joins, which has got them, goes on as the one that was lost would have."""
     kill = Fault("kill", "backward", rank=1, step=12)

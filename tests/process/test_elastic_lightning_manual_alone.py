@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchelastic.errors import UnfitError
@@ -17,11 +20,12 @@ from torchelastic.errors import UnfitError
 pytest.importorskip("lightning", reason="the adapter for Lightning: pip install 'torchelastic[lightning]'")
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.cluster.lightning_manual_models import MODELS, Accumulating, Gan, Manual
 from torchelastic.adapters.lightning import ElasticDDPStrategy
+from torchelastic.adapters.lightning.elastic_averages import averages_of
 
 DATA = TensorDataset(
     torch.randn(22, 4, generator=torch.Generator().manual_seed(3)),
@@ -141,3 +145,69 @@ class Lbfgs(Accumulating):
 def test_what_would_not_be_kept_is_refused_by_name(tmp_path: Path, model: Callable[[], Manual], named: str) -> None:
     with pytest.raises(UnfitError, match=named):
         fitted(tmp_path, ElasticDDPStrategy(), model())
+
+
+class MadeLate(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.shadow = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
+
+
+def test_an_average_that_is_made_in_training_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnfitError, match=r"callback MadeLate .* attribute shadow since the training began"):
+        fitted(tmp_path, ElasticDDPStrategy(), Gan(), callbacks=[MadeLate()])
+
+
+class Holding(Callback):
+    """Has one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Inner:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.of, self.shadow = module, [one.detach().clone() for one in module.parameters()]
+
+
+class WithState:
+    """As torch_ema's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._shadow = [one.detach().clone() for one in module.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.9, "shadow": self._shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._shadow = state["shadow"]
+
+
+@pytest.mark.parametrize(
+    ("made", "path"),
+    [
+        (lambda module: copy.deepcopy(module), "value"),
+        (lambda module: AveragedModel(module.generator), "value"),
+        (lambda module: {name: one.detach().clone() for name, one in module.named_parameters()}, "value"),
+        (WithState, "value"),
+        (Inner, "value.shadow"),
+        (lambda module: module, None),
+        (lambda module: module.generator, None),
+        (lambda module: list(module.parameters()), None),
+        (lambda module: torch.optim.Adam(module.parameters()), None),
+        (lambda _: torch.nn.Conv2d(1, 3, 5), None),
+        (lambda _: {"noise": torch.zeros(64, 100)}, None),
+        (lambda _: [], None),
+    ],
+)
+def test_what_is_an_average_of_the_weights(made: Callable[[Gan], Any], path: str | None) -> None:
+    module = Gan()
+    found = averages_of([Holding(3), Holding(made(module))], module)
+    assert [(place.number, place.path) for place in found] == ([] if path is None else [(1, path)])
+    for average in found.values():
+        state = copy.deepcopy(average.state_dict())
+        tensors = [one for one in tree_flatten(average.state_dict())[0] if isinstance(one, torch.Tensor)]
+        for one in tensors:
+            one.data.add_(1)
+        average.load_state_dict(state)
+        for one, other in zip(tree_flatten(average.state_dict())[0], tree_flatten(state)[0], strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.adapters.lightning.elastic_averages import AveragePlace
 from torchelastic.adapters.lightning.elastic_packing import packed, unpacked
 from torchelastic.adapters.lightning.elastic_results import described, rebuild, restores_of
 from torchelastic.inventory.attributes import attributes_of
@@ -47,6 +48,7 @@ class LightningProgress:
         phase: what the next step does.
         ended: outputs, batch and number of each batch of which no callback has seen the end; the batch is None where
             another worker has trained it.
+        averages: that callbacks keep of the weights.
         names: of the files of loggers and checkpoints, as rank 0 had them when the run began; None: not yet.
     """
 
@@ -55,6 +57,7 @@ class LightningProgress:
         self._own = uuid.uuid4().hex  # this process
         self.phase = FitPhase.EPOCH_START
         self.ended: list[tuple[Any, Any, int]] = []
+        self.averages: dict[AveragePlace, Any] = {}
         self.names: dict[str, Any] | None = None
 
     # --- undone with a step -------------------------------------------------------------------------------------------
@@ -65,11 +68,14 @@ class LightningProgress:
         connector = self._trainer._logger_connector
         metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
         found.append(lambda: vars(connector).update(metrics))
-        for callback in self._callbacks():
-            found += attributes_of(callback, type(callback).__name__)
+        for number, callback in enumerate(self.callbacks):
+            kept = [place.attribute for place in self.averages if place.number == number]
+            found += attributes_of(callback, type(callback).__name__, kept_otherwise=kept)
         return found
 
-    def _callbacks(self) -> list[Any]:
+    @property
+    def callbacks(self) -> list[Any]:
+        """Of the trainer, as the user has given them."""
         return [one for one in self._trainer.callbacks if not hasattr(one, "is_armed")]
 
     # --- of the run: equal on all ranks -------------------------------------------------------------------------------
@@ -109,7 +115,7 @@ class LightningProgress:
                 {
                     "metrics": {name: getattr(connector, name) for name in _METRICS},
                     "results": described(trainer.fit_loop.epoch_loop._results),
-                    "callbacks": [_sent(one) for one in self._callbacks()],
+                    "callbacks": [_sent(one) for one in self.callbacks],
                     "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
                 }
             ),
@@ -127,7 +133,7 @@ class LightningProgress:
         results = trainer.fit_loop.epoch_loop._results
         rebuild(results, of_rank["results"], self._classes, trainer.strategy.reduce, device)
         self.ended = [(outputs, None, number) for outputs, number in of_rank["ended"]]
-        for callback, sent in zip(self._callbacks(), of_rank["callbacks"], strict=False):
+        for callback, sent in zip(self.callbacks, of_rank["callbacks"], strict=False):
             _receive(callback, sent)
 
 

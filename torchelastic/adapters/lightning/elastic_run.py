@@ -20,6 +20,7 @@ from torch.utils.data import SequentialSampler
 
 from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatches, largest_group
 from torchelastic.adapters.in_process.driven_steps import DrivenSteps
+from torchelastic.adapters.lightning.elastic_averages import averages_of, require_all_known
 from torchelastic.adapters.lightning.elastic_loops import BatchEndedError, TrainingFetcher
 from torchelastic.adapters.lightning.elastic_manual import LeftGradients, ManualPasses
 from torchelastic.adapters.lightning.elastic_progress import FitPhase, LightningProgress
@@ -81,6 +82,7 @@ class ElasticRun:
         self.samples_of_all = 0
         self.reads_training_data = False
         self.manual: ManualPasses | None = None
+        self._has_looked_at_callbacks = False
         self._phases = {
             FitPhase.EPOCH_START: self._start_epoch,
             FitPhase.TRAIN: self._train,
@@ -135,6 +137,8 @@ class ElasticRun:
         if is_manual:
             self.manual = ManualPasses(trainer.lightning_module.parameters())
             extra["lightning_gradients"] = LeftGradients(trainer.lightning_module)
+        averages = self._progress.averages = averages_of(self._progress.callbacks, trainer.lightning_module)
+        extra.update({place.name: average for place, average in averages.items()})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             extra["scaler"] = scaler
@@ -148,8 +152,9 @@ class ElasticRun:
             scheduler=schedulers[0] if len(schedulers) == 1 else schedulers or None,
             sampler=self._batches.sampler,
             extra=extra,
-            # what follows the last optimizer's step in `training_step` may fail, too, and is to be undone with it
-            snapshot="full" if is_manual else "auto",
+            # what follows the last optimizer's step in `training_step` may fail, too, and is to be undone with it; and
+            # a validation may have the averages in the place of the weights
+            snapshot="full" if is_manual or averages else "auto",
             find_unused_parameters=unused,
             ddp=ddp or None,
         )
@@ -311,6 +316,9 @@ class ElasticRun:
             own = batch if batch is not None else self._batch_of_others(number)
             self._call._call_callback_hooks(trainer, "on_train_batch_end", outputs, own, number)
             self._call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, own, number)
+        if not self._has_looked_at_callbacks:
+            self._has_looked_at_callbacks = True
+            require_all_known(self._progress.averages, self._progress.callbacks, trainer.lightning_module)
         if self._progress.ended:
             connector.on_batch_end()
             loop.batch_progress.increment_completed()
