@@ -16,6 +16,7 @@ from torchelastic.testing.faults import Fault
 
 pytest.importorskip("lightning", reason="the adapter for Lightning is needed: pip install 'torchelastic[lightning]'")
 
+pytestmark = pytest.mark.timeout(300)  # two runs in most of them
 #: Of an epoch: 46 samples, five in each, and one in the last.
 BATCHES = 10
 

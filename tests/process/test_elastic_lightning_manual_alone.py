@@ -152,6 +152,7 @@ class MadeLate(Callback):
         self.shadow = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
 
 
+@pytest.mark.long
 def test_an_average_that_is_made_in_training_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnfitError, match=r"callback MadeLate .* attribute shadow since the training began"):
         fitted(tmp_path, ElasticDDPStrategy(), Gan(), callbacks=[MadeLate()])
