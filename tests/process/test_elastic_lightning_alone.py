@@ -147,12 +147,6 @@ def test_what_is_copied_before_each_step_comes_back_as_it_was() -> None:
             assert torch.equal(one[name], tensor), name
 
 
-class Manual(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class OwnBackward(Model):
     def backward(self, loss: Any, *_: Any, **__: Any) -> None:
         loss.backward()
@@ -187,7 +181,6 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("model", "data", "options", "named"),
     [
-        (Manual, loader, {}, "automatic_optimization=False"),
         (OwnBackward, loader, {}, "LightningModule.backward"),
         (Lbfgs, loader, {}, "LBFGS"),
         (Nothing, loader, {}, "training_step returned None"),

@@ -39,6 +39,7 @@ from torchelastic.inventory.stored_values import (
 from torchelastic.model.companions import Companions, Trained
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.text import shortlist
+from torchelastic.torch_internals.tensors import tree_flatten
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class StoredForm:
     def beside(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """What form 2 has in addition to a plain tree, which a subclass of the user's may have added to."""
         self.look()
-        self._say_if_accumulating()
+        self._say_if_accumulating(tree)
         modules = self._modules()
         parts = {name: named_parts(one) for name, one in modules.items()}
         names = self._optimizers.stored_names(tree["optimizer"], parts[MODEL].parameters)
@@ -123,11 +124,13 @@ class StoredForm:
             "own": {"random": row_of_generators(), "order": self._order(names, sorted(parts[MODEL].parameters))},
         }
 
-    def _say_if_accumulating(self) -> None:
-        """The last committed step has ended with gradients, and no optimizer has stepped in it."""
+    def _say_if_accumulating(self, tree: Mapping[str, Any]) -> None:
+        """Steps have left gradients that no optimizer has used, and `extra` has no such."""
         if self._has_said_gradients or self._optimizers.has_spent_gradients:
             return
-        if any(parameter.grad is not None for parameter in self._module.parameters()):
+        gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
+        kept = set(map(id, tree_flatten(tree.get("extra"))[0])) if gradients else set()
+        if any(id(gradient) not in kept for gradient in gradients):
             self._has_said_gradients = True
             log.warning(
                 "step %d has left its gradients for the next one, and they are in no checkpoint: a run that resumes "

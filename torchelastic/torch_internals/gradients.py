@@ -59,6 +59,7 @@ class FixedBucketDDP(DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         self._bring_buffers = bring_buffers
+        self._has_gone_back = False
         # `ModelState.sync` has made the ranks equal already
         if _HAS_INIT_SYNC:
             super().__init__(module, init_sync=False, **kwargs)
@@ -72,6 +73,25 @@ class FixedBucketDDP(DistributedDataParallel):
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DDP's; within it the module may compute backward passes, see `begin_backward`."""
+        _RUNNING.append(self)
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+        finally:
+            _RUNNING.pop()
+            if self._has_gone_back:
+                self._has_gone_back = False
+                self.require_backward_grad_sync = self.require_forward_param_sync = True
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """See the function of this name."""
+        is_searched = self.find_unused_parameters and not self.static_graph
+        self.reducer.prepare_for_backward([loss] if is_searched else [])
+        # or DDP would take what the forward pass returns for the loss of a backward pass that is to come
+        self.require_backward_grad_sync = False
+        self._has_gone_back = True
+
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]  # torch has no types here
         return list(reversed(parameters)), list(reversed(expect_sparse))
@@ -81,6 +101,19 @@ class FixedBucketDDP(DistributedDataParallel):
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]  # torch has no types here
         else:
             self._bring_buffers(self.named_module_buffers)
+
+
+#: Those whose forward pass is under way.
+_RUNNING: list[FixedBucketDDP] = []
+
+
+def begin_backward(loss: torch.Tensor) -> None:
+    """A backward pass begins inside of DDP's forward pass, which does not know of it: average its gradients.
+
+    Called before each of them, but for those whose gradients stay here. Without DDP there is nothing to average.
+    """
+    if _RUNNING:
+        _RUNNING[-1].begin_backward(loss)
 
 
 #: Torch 2.6 has no such argument.

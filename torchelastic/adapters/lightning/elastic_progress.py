@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchelastic.adapters.in_process.own_checkpoints import GLOBAL_STEP
+from torchelastic.adapters.lightning.elastic_averages import AveragePlace
 from torchelastic.adapters.lightning.elastic_packing import packed, unpacked
 from torchelastic.adapters.lightning.elastic_results import described, rebuild, restores_of
 from torchelastic.inventory.attributes import attributes_of
@@ -48,6 +49,7 @@ class LightningProgress:
         phase: what the next step does.
         ended: outputs, batch and number of each batch of which no callback has seen the end; the batch is None where
             another worker has trained it.
+        averages: that callbacks keep of the weights.
         names: of the files of loggers and checkpoints, as rank 0 had them when the run began; None: not yet.
     """
 
@@ -56,6 +58,7 @@ class LightningProgress:
         self._own = uuid.uuid4().hex  # this process
         self.phase = FitPhase.EPOCH_START
         self.ended: list[tuple[Any, Any, int]] = []
+        self.averages: dict[AveragePlace, Any] = {}
         self.names: dict[str, Any] | None = None
 
     # --- undone with a step -------------------------------------------------------------------------------------------
@@ -66,11 +69,14 @@ class LightningProgress:
         connector = self._trainer._logger_connector
         metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
         found.append(lambda: vars(connector).update(metrics))
-        for callback in self._callbacks():
-            found += attributes_of(callback, type(callback).__name__)
+        for number, callback in enumerate(self.callbacks):
+            kept = [place.attribute for place in self.averages if place.number == number]
+            found += attributes_of(callback, type(callback).__name__, kept_otherwise=kept)
         return found
 
-    def _callbacks(self) -> list[Any]:
+    @property
+    def callbacks(self) -> list[Any]:
+        """Of the trainer, as the user has given them."""
         return [one for one in self._trainer.callbacks if not hasattr(one, "is_armed")]
 
     # --- of the run: equal on all ranks -------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ class LightningProgress:
                 {
                     "metrics": {name: getattr(connector, name) for name in _METRICS},
                     "results": described(trainer.fit_loop.epoch_loop._results),
-                    "callbacks": [_sent(one) for one in self._callbacks()],
+                    "callbacks": [_sent(one) for one in self.callbacks],
                     "ended": [(_small(outputs), number) for outputs, _, number in self.ended],
                 }
             ),
@@ -129,7 +135,7 @@ class LightningProgress:
         results = trainer.fit_loop.epoch_loop._results
         rebuild(results, of_rank["results"], self._classes, trainer.strategy.reduce, device)
         self.ended = [(outputs, None, number) for outputs, number in of_rank["ended"]]
-        for callback, sent in zip(self._callbacks(), of_rank["callbacks"], strict=False):
+        for callback, sent in zip(self.callbacks, of_rank["callbacks"], strict=False):
             _receive(callback, sent)
 
 
@@ -137,7 +143,8 @@ def _loops(trainer: Any) -> Iterator[tuple[str, Any]]:
     fit = trainer.fit_loop
     yield "fit", fit
     yield "epoch", fit.epoch_loop
-    yield "optimization", fit.epoch_loop.automatic_optimization
+    is_automatic = trainer.lightning_module.automatic_optimization
+    yield "optimization", fit.epoch_loop.automatic_optimization if is_automatic else fit.epoch_loop.manual_optimization
     yield "validation", fit.epoch_loop.val_loop
 
 

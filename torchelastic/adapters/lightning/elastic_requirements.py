@@ -53,8 +53,9 @@ def require_supported(trainer: Any, *, may_have_group: bool) -> None:
     library = "pytorch_lightning" if type(trainer).__module__.startswith("pytorch_lightning") else "lightning.pytorch"
     base = importlib.import_module(library).LightningModule
     wrong = {
-        "automatic_optimization=False": not module.automatic_optimization,
-        "a LightningModule.backward of its own": type(module).backward is not base.backward,
+        "a LightningModule.backward of its own": (
+            module.automatic_optimization and type(module).backward is not base.backward
+        ),
         "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
         "overfit_batches": bool(trainer.overfit_batches),
         "sync_batchnorm": trainer.strategy._layer_sync is not None,
@@ -77,7 +78,9 @@ def require_trained_alike(trainer: Any) -> None:
     """The same, when optimizers have been made."""
     optimizers = trainer.strategy.optimizers
     wrong = {
-        f"{len(optimizers)} optimizers in automatic optimization": len(optimizers) != 1,
+        f"{len(optimizers)} optimizers in automatic optimization": (
+            trainer.lightning_module.automatic_optimization and len(optimizers) != 1
+        ),
         "LBFGS": any(isinstance(one, torch.optim.LBFGS) for one in optimizers),
     }
     require_none_of(_ADAPTER, wrong, _REMEDY)

@@ -21,7 +21,9 @@ from torch.utils.data import SequentialSampler
 from torchelastic.adapters.in_process.batches import EpochBatches, MicroBatches, largest_group
 from torchelastic.adapters.in_process.driven_steps import DrivenSteps
 from torchelastic.adapters.in_process.own_checkpoints import say_which_do_not_fit
+from torchelastic.adapters.lightning.elastic_averages import averages_of, require_all_known
 from torchelastic.adapters.lightning.elastic_loops import BatchEndedError, TrainingFetcher
+from torchelastic.adapters.lightning.elastic_manual import LeftGradients, ManualPasses
 from torchelastic.adapters.lightning.elastic_progress import FitPhase, LightningProgress
 from torchelastic.adapters.lightning.elastic_rank_zero import (
     become_rank_zero,
@@ -58,6 +60,7 @@ class ElasticRun:
         state: of the training.
         samples_of_all: of all ranks in the micro batch at hand, when they have reduced a value of it.
         reads_training_data: whether the DataLoader at hand is that of the training.
+        manual: what `training_step` does in manual optimization; None: it is automatic.
     """
 
     state: ModelState
@@ -84,6 +87,8 @@ class ElasticRun:
         self._part: int | None = None
         self.samples_of_all = 0
         self.reads_training_data = False
+        self.manual: ManualPasses | None = None
+        self._has_looked_at_callbacks = False
         self._phases = {
             FitPhase.EPOCH_START: self._start_epoch,
             FitPhase.TRAIN: self._train,
@@ -108,11 +113,13 @@ class ElasticRun:
         """The training data as global batches of a constant size, of which each rank has a share."""
         require_one_loader(plain)
         epochs = self.trainer.fit_loop.max_epochs
+        global_batch_size = self._global_batch_size or plain.batch_size * largest_group(self.coordinator)
+        is_cut = self.trainer.lightning_module.automatic_optimization
         options = {"worker_init_fn": plain.worker_init_fn, "timeout": plain.timeout}
         return EpochBatches(
             plain,
-            self._global_batch_size or plain.batch_size * largest_group(self.coordinator),
-            plain.batch_size,
+            global_batch_size,
+            plain.batch_size if is_cut else global_batch_size,
             epochs=_ENDLESS if epochs is None or epochs < 0 else epochs,
             max_steps=0,
             seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
@@ -132,18 +139,28 @@ class ElasticRun:
         strategy = trainer.strategy
         extra: dict[str, Any] = {"lightning": self._progress}
         self._progress.give(extra)
+        is_manual = not trainer.lightning_module.automatic_optimization
+        if is_manual:
+            self.manual = ManualPasses(trainer.lightning_module.parameters())
+            extra["lightning_gradients"] = LeftGradients(trainer.lightning_module)
+        averages = self._progress.averages = averages_of(self._progress.callbacks, trainer.lightning_module)
+        extra.update({place.name: average for place, average in averages.items()})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             extra["scaler"] = scaler
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         ddp = dict(strategy._ddp_kwargs)
-        unused = bool(ddp.pop("find_unused_parameters", False))
+        unused = bool(ddp.pop("find_unused_parameters", False)) or is_manual
+        optimizers = list(strategy.optimizers)
         self.state = ModelState(
             strategy.lightning_module,
-            strategy.optimizers[0],
+            optimizers[0] if len(optimizers) == 1 else optimizers,
             scheduler=schedulers[0] if len(schedulers) == 1 else schedulers or None,
             sampler=self._batches.sampler,
             extra=extra,
+            # what follows the last optimizer's step in `training_step` may fail, too, and is to be undone with it; and
+            # a validation may have the averages in the place of the weights
+            snapshot="full" if is_manual or averages else "auto",
             find_unused_parameters=unused,
             ddp=ddp or None,
         )
@@ -219,6 +236,8 @@ class ElasticRun:
         trainer.callbacks[:] = [one for one in trainer.callbacks if one is not self._marker]
         self._steps.close()
         self._batches.close()
+        if self.manual is not None:
+            self.manual.close()
         trainer.strategy.model = trainer.lightning_module
 
     # --- groups -------------------------------------------------------------------------------------------------------
@@ -306,6 +325,9 @@ class ElasticRun:
             own = batch if batch is not None else self._batch_of_others(number)
             self._call._call_callback_hooks(trainer, "on_train_batch_end", outputs, own, number)
             self._call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, own, number)
+        if not self._has_looked_at_callbacks:
+            self._has_looked_at_callbacks = True
+            require_all_known(self._progress.averages, self._progress.callbacks, trainer.lightning_module)
         if self._progress.ended:
             connector.on_batch_end()
             loop.batch_progress.increment_completed()

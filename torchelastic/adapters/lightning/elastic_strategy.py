@@ -7,7 +7,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchelastic.adapters.lightning.elastic_loops import (
     ElasticFitLoop,
     ElasticOptimization,
 )
+from torchelastic.adapters.lightning.elastic_manual import ElasticManualOptimization, step_checked
 from torchelastic.adapters.lightning.elastic_requirements import (
     require_fit_options,
     require_known_version,
@@ -126,6 +127,7 @@ class ElasticDDP:
             (trainer, "fit_loop", ElasticFitLoop),
             (trainer.fit_loop, "epoch_loop", ElasticEpochLoop),
             (trainer.fit_loop.epoch_loop, "automatic_optimization", ElasticOptimization),
+            (trainer.fit_loop.epoch_loop, "manual_optimization", ElasticManualOptimization),
         ):
             loop = getattr(owner, name)
             if not isinstance(loop, part):
@@ -165,16 +167,21 @@ class ElasticDDP:
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The backward pass of a micro batch, with the weight that its samples have in the global batch."""
-        del optimizer, args, kwargs
         run, precision, module = self._run, self.precision_plugin, self.lightning_module  # type: ignore[attr-defined]
         assert run is not None
         loss = precision.pre_backward(closure_loss, module)
-        run.backward(loss)
+        if run.manual is None:
+            run.backward(loss)
+        else:
+            with run.manual.backward(loss):
+                precision.backward(loss, module, optimizer, *args, **kwargs)
         return precision.post_backward(loss, module)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As DDPStrategy's, but the closure is called before the optimizer: within, all weights would be copied."""
         precision, module = self.precision_plugin, model or self.lightning_module  # type: ignore[attr-defined]
+        assert self._run is not None
+        closure = step_checked(self._run.manual, closure)
         if getattr(precision, "scaler", None) is not None:
             return precision.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
         result = precision._wrap_closure(module, optimizer, closure)
@@ -184,8 +191,9 @@ class ElasticDDP:
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients add up here, and are not exchanged."""
-        assert self._run is not None
-        with self._run.state.no_sync():
+        run = self._run
+        assert run is not None
+        with run.state.no_sync(), nullcontext() if run.manual is None else run.manual.local():
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
