@@ -64,8 +64,8 @@ class ModelState(WithCompanions, ComparesReplicas, State):
     The step may fail anywhere. Where that is cheap, weights and optimizers are copied before each step, and all that it
     has done is undone. Else it is undone by a rule: before the optimizer has stepped no weight has changed; after that
     the weights come from a peer, and where every survivor had stepped already, the step is committed. Then only an
-    optimizer that fails half-way on the only worker leaves nothing, and gradients that are kept from one step to the
-    next do not survive a rollback: `snapshot="full"` always copies.
+    optimizer that fails half-way on the only worker leaves nothing: `snapshot="full"` always copies. Gradients that a
+    step leaves for the next one, with no optimizer step in it, are copied before each step and sent to newcomers.
 
     Every rank builds it with the same arguments, on the training thread, and uses it there.
 

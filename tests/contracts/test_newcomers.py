@@ -126,6 +126,45 @@ def test_what_an_optimizer_keeps_inside_another_one_is_sent() -> None:
     assert is_shared, "a scheduler that changes the one's learning rate changes the other's"
 
 
+def joined_in_accumulation(has_stepped: bool) -> tuple[list[Any], list[Any]]:
+    """Gradients when a worker has joined, and weights after the optimizer's next step."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2).double()
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    if rank == 0:
+        state.sync(1, 0)
+        for _ in range(2):  # with an average of this worker's sample alone
+            state.snapshot()
+            state.model(torch.ones(1, 3).double()).sum().backward()
+            if has_stepped:
+                state.optimizer.step()
+            state.commit()
+    state.sync()
+    gradients = [None if one.grad is None else one.grad.tolist() for one in module.parameters()]
+    if has_stepped:
+        state.optimizer.zero_grad()
+    state.snapshot()
+    state.model(torch.ones(1, 3).double()).sum().backward()
+    state.optimizer.step()
+    state.commit()
+    return gradients, [one.tolist() for one in module.parameters()]
+
+
+def test_gradients_that_steps_have_left_for_the_next_one_are_sent_and_others_are_not() -> None:
+    (left, weights), (sent, same) = values(run_ranks(joined_in_accumulation, False, ranks=2))
+    assert left == sent == [[[2.0] * 3] * 2, [2.0] * 2]
+    torch.manual_seed(0)
+    begun = torch.nn.Linear(3, 2).double()
+    assert weights == same
+    for before, one in zip(begun.parameters(), weights, strict=True):
+        assert torch.allclose(torch.tensor(one, dtype=torch.float64), before - 0.1 * 3.0)  # the sum of three steps
+
+    (_, weights), (sent, same) = values(run_ranks(joined_in_accumulation, True, ranks=2))
+    assert sent == [None, None]
+    assert weights == same
+
+
 def joined_drawing(alike: frozenset[str]) -> dict[str, float]:
     """What each rank draws in the end: two train, one of them is lost, and comes back as its script has seeded it."""
     rank = dist.get_rank()

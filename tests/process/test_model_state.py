@@ -126,12 +126,13 @@ def test_a_full_snapshot_undoes_the_optimizer_too() -> None:
     assert state.status is StateStatus.COMPLETE
 
 
+@pytest.mark.parametrize("snapshots", ["full", "commit"])
 @pytest.mark.parametrize("are_kept", [False, True])
-def test_a_full_snapshot_undoes_what_a_failed_backward_pass_has_added_to_the_gradients(are_kept: bool) -> None:
+def test_what_a_failed_backward_pass_has_added_to_the_gradients_is_undone(are_kept: bool, snapshots: Any) -> None:
     def gradients() -> dict[str, torch.Tensor | None]:
         return {name: one.grad if one.grad is None else one.grad.clone() for name, one in parameters.items()}
 
-    state = make_state(snapshot="full")
+    state = make_state(snapshot=snapshots)
     state.sync()
     parameters = dict(state.module.named_parameters())
     if are_kept:  # accumulation over several steps

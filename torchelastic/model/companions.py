@@ -186,7 +186,10 @@ class Companions:
                 trained.optimizers.put_members(snapshot.members)
         if trained is not None and large is not None:
             trained.optimizers.forget_added(snapshot.groups)
-        if large is not None and not large.weights.put():
+        is_whole = large is None or large.weights.put()
+        if trained is not None and large is not None and trained.optimizers.left.put_back():
+            is_whole = True
+        if not is_whole:
             log.error(
                 "step %d: gradients that were kept from the step before were changed in place by this one, for the "
                 "first time in this run, and are dropped: give ModelState snapshot='full' where gradients are "

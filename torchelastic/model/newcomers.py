@@ -38,6 +38,7 @@ def sent(module: torch.nn.Module, own: Companions, trained: Trained, attributes:
         "attributes": dict(attributes),
         "optimizer": trained.optimizers.named_state(named_parameters(module)),
         "inner": trained.optimizers.inner_states(named_parameters(module)),
+        "gradients": trained.optimizers.left.by_name(named_parameters(module)),
     }
 
 
@@ -81,6 +82,7 @@ def receive(
     trained.optimizers.load_named_state(
         tree["optimizer"], named_parameters(module), inner=tree["inner"], keeps_types=keeps_types, may_lose=was_in_sync
     )
+    trained.optimizers.left.take(tree["gradients"], named_parameters(module))
     own.load_state_dict(dict(tree), trained, with_random=False)
     differing = differing_attributes(module, tree["attributes"])
     if differing:

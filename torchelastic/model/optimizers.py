@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import TensorWeakRef
 
 from torchelastic.errors import UnfitStateError
 from torchelastic.inventory.attributes import Restore, attributes_of
@@ -42,6 +41,7 @@ from torchelastic.inventory.optimizer_values import (
 )
 from torchelastic.inventory.weights import KeptWeights, WeightCopier
 from torchelastic.model.digest import sample_digest
+from torchelastic.model.left_gradients import LeftGradients
 from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.step_counts import StepCounts, expected_steps
 from torchelastic.torch_internals.tensors import version_of
@@ -73,6 +73,9 @@ class Optimizers:
         before_step: called before each step, or when its closure has computed gradients, with whether it is the train
             step's first: what it raises fails that.
 
+    Attributes:
+        left: gradients of the steps before.
+
     Raises:
         ValueError: something else was given.
     """
@@ -88,7 +91,7 @@ class Optimizers:
         self._copiers = [WeightCopier() for _ in self.objects]
         self._kept: dict[int, KeptWeights] = {}
         self._is_copied_whole = self._is_uncovered = self._has_more = self._has_strayed = False
-        self._spent: tuple[TensorWeakRef, int] | None = None
+        self.left = LeftGradients(self.objects)
         self.watch(())
         self._watch()
 
@@ -123,6 +126,7 @@ class Optimizers:
         self._is_copied_whole = is_copied_whole
         self._is_uncovered = self._has_more = self._has_strayed = False
         self._marks, self._marks_of_followers = self._marked(), self._marked_followers()
+        self.left.begin()
 
     def goes_on(self) -> None:
         """The train step has not ended with the optimizers: what it has done since is to be undone with them."""
@@ -131,18 +135,7 @@ class Optimizers:
     def commit(self) -> None:
         """The train step has succeeded: what it did is what one can be expected to do."""
         self._usual = [expected_steps(*pair) for pair in zip(self._usual, self._done, strict=True)]
-        if any(self._done):
-            first = _first_gradient(self.objects)
-            self._spent = None if first is None else (TensorWeakRef(first), version_of(first))
-
-    @property
-    def has_spent_gradients(self) -> bool:
-        """Whether no backward pass has changed gradients since a train step in which an optimizer has stepped."""
-        first = _first_gradient(self.objects)
-        if self._spent is None or first is None:
-            return False
-        spent, version = self._spent
-        return spent() is first and version_of(first) == version
+        self.left.commit(has_stepped=any(self._done))
 
     def begun(self) -> tuple[int, ...]:
         """How often each optimizer has begun in this train step."""
@@ -184,9 +177,10 @@ class Optimizers:
         self.begin()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients of this train step."""
         for optimizer in self.objects:
             optimizer.zero_grad(set_to_none=True)
+        self.left.put_back()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -470,8 +464,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _first_gradient(optimizers: Iterable[torch.optim.Optimizer]) -> torch.Tensor | None:
-    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    return next((one.grad for group in groups for one in group if one.grad is not None), None)

@@ -126,7 +126,7 @@ class StoredForm:
 
     def _say_if_accumulating(self, tree: Mapping[str, Any]) -> None:
         """Steps have left gradients that no optimizer has used, and `extra` has no such."""
-        if self._has_said_gradients or self._optimizers.has_spent_gradients:
+        if self._has_said_gradients or not self._optimizers.left.are_left:
             return
         gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
         kept = set(map(id, tree_flatten(tree.get("extra"))[0])) if gradients else set()
