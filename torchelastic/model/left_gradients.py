@@ -28,7 +28,7 @@ class LeftGradients:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self.are_left = False
-        self._spent: tuple[TensorWeakRef, int] | None = None
+        self._spent: list[tuple[TensorWeakRef, int]] = []
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
@@ -38,19 +38,25 @@ class LeftGradients:
     def commit(self, *, has_stepped: bool) -> None:
         """It has succeeded; `has_stepped`: an optimizer has."""
         self._kept = []
-        first = next((one.grad for one in self._all() if one.grad is not None), None)
         if has_stepped:
-            self._spent = None if first is None else (TensorWeakRef(first), version_of(first))
+            self._spent = [(TensorWeakRef(one), version_of(one)) for one in self._some()]
             self.are_left = False
         else:
-            self.are_left = first is not None and not self._is_spent(first)
+            self.are_left = any(one.grad is not None for one in self._all()) and not self._are_spent()
 
-    def _is_spent(self, gradient: torch.Tensor) -> bool:
-        """Whether no backward pass has changed it since an optimizer has used it."""
-        if self._spent is None:
-            return False
-        spent, version = self._spent
-        return spent() is gradient and version_of(gradient) == version
+    def _are_spent(self) -> bool:
+        """Whether no backward pass has changed any since an optimizer has used them."""
+        now = self._some()
+        return 0 < len(now) == len(self._spent) and all(
+            spent() is one and version == version_of(one)
+            for (spent, version), one in zip(self._spent, now, strict=True)
+        )
+
+    def _some(self) -> list[torch.Tensor]:
+        """Of the first parameter and of the last one: a look at each in every step takes too long."""
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups if group["params"]]
+        ends = (groups[0][0].grad, groups[-1][-1].grad) if groups else ()
+        return [one for one in ends if one is not None]
 
     def put_back(self) -> bool:
         """Those of before the step, which has failed or was left out; returns whether there were any."""
@@ -79,4 +85,4 @@ class LeftGradients:
         return (one for optimizer in self._optimizers for group in optimizer.param_groups for one in group["params"])
 
     def __getstate__(self) -> dict[str, Any]:  # a parameter is pickled without its gradient
-        return {**self.__dict__, "are_left": False, "_spent": None, "_kept": []}
+        return {**self.__dict__, "are_left": False, "_spent": [], "_kept": []}
